@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import megascend.engines.fsdp.engine  # noqa: F401  ranks find it imported
 from megascend.config import Fsdp
-from megascend.engines.fsdp import loading, transformers_api
+from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.sharding import shard
-from megascend.engines.fsdp.shards import shards
-from megascend.engines.fsdp.sources import pieces
+from megascend.engines.fsdp.shards import load, shards
+from megascend.engines.transformers_names import tensor_slices
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.testing import run_distributed
 
@@ -50,10 +50,10 @@ def sharded(model_dir: Path) -> Any:
 
 def by_rows(model_dir: Path) -> float:
     info, model = inspect_checkpoint(model_dir), sharded(model_dir)
-    sources = pieces(model, False, info.tensors)
+    sources = tensor_slices(model, False, info.tensors)
     dist.barrier()
     began = time.perf_counter()
-    loading.load(list(shards(model)), sources, info.tensors)
+    load(list(shards(model)), sources, info.tensors)
     return time.perf_counter() - began
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,18 +16,21 @@ from megascend.batch.losses import Loss, LossFunction, resolve
 from megascend.batch.packing import shard
 from megascend.batch.results import ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
-from megascend.checkpoint import describe, loader
+from megascend.checkpoint import manifest
 from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Adam, Lora
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.base import AdapterTrainable, Engine, Receivers
-from megascend.engines.export import check_export
+from megascend.engines import checkpoints
+from megascend.engines.base import Engine, Trainable
 from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template
+from megascend.lora.adapter_set import AdapterSet
+from megascend.selfcheck.verdict import Verdict
 from megascend.step.checks import check_samples, require_head
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
+from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
     from megascend.platforms.base import Platform
@@ -42,8 +46,8 @@ class Backend:
 
     Every method is collective: all ranks call it, in the same order. Ranks that differ only in tensor, pipeline or
     context parallelism pass the same samples. An error that concerns the batch is raised on every rank alike. Before ranks
-    meet on the device they make sure, in one small exchange, that all of them are in the same method with the same arguments;
-    where they are not, all raise OutOfStepError, which says where each one is.
+    communicate on the device they compare, in one small exchange, their methods and arguments; where these differ, all raise
+    OutOfStepError, which says where each one is.
 
     Args:
         engine: the model, ready to train; the backend closes it and its groups.
@@ -66,7 +70,7 @@ class Backend:
         self.chat_template: str | None = None
         self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
-    # --- what a trainer wants to know ---
+    # --- facts ---
 
     @property
     def rank(self) -> int:
@@ -103,15 +107,14 @@ class Backend:
         return self.engine.info.flops_per_token(length, frozen=self.engine.trainable.frozen)
 
     @property
-    def self_check(self) -> Any:
-        """Result of comparing a slice of the model with transformers (:class:`megascend.selfcheck.verdict.Verdict`); None for
-        engines without such a check."""
-        return getattr(self.engine, "self_check", None)
+    def self_check(self) -> Verdict | None:
+        """Result of comparing a slice of the model with transformers; None for engines without such a check."""
+        return self.engine.self_check
 
     @property
     def self_check_s(self) -> float:
         """Seconds that the constructor has waited for that."""
-        return getattr(self.engine, "self_check_s", 0.0)
+        return self.engine.self_check_s
 
     # --- the methods ---
 
@@ -127,7 +130,7 @@ class Backend:
     def gather_by_data_rank(self, obj: T) -> list[T]:
         """A Python object of every data parallel rank, in their order, on every rank. Travels over Gloo."""
         if self.topology.data < self.world_size:
-            self._together("gather_by_data_rank()")
+            self._agree("gather_by_data_rank()")
         return gather_objects(obj, "dp", self.groups, "gather_by_data_rank()")
 
     def from_rank_0(self, produce: Callable[[], T]) -> T:
@@ -190,15 +193,15 @@ class Backend:
         try:
             resolved = resolve(loss)
             require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
-            wanted = "logprobs" if logprobs else "values" if values else None
-            if wanted:
-                require_head(self.engine, wanted, f"forward_backward({wanted}=True)")
+            outputs = "logprobs" if logprobs else "values" if values else None
+            if outputs:
+                require_head(self.engine, outputs, f"forward_backward({outputs}=True)")
             self.engine.trainable.require_open()
         except ConfigError as error:
             agree("forward_backward", self.groups, problem=error)
             raise
         with self._freeing():
-            return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, wanted)
+            return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, outputs)
 
     def optimizer_step(
         self,
@@ -223,7 +226,6 @@ class Backend:
             OutOfDeviceMemoryError: on every rank, if adapters' moments have no room on any; nothing has changed.
         """
         trainable = self.engine.trainable
-        named = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
         settings = dict(adam or {})
 
         def choose() -> list[str]:
@@ -233,23 +235,24 @@ class Backend:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
-            if trainable.frozen:  # last, and before any rank has changed anything
+            if trainable.frozen or settings:  # last, and before any rank has changed anything
                 self._adapters().make_room(chosen)
             return chosen
 
-        own = f", adam={settings}" if settings else "" if lr is None else f", lr={lr!r}"
+        names = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
+        options = f", adam={settings}" if settings else "" if lr is None else f", lr={lr!r}"
         with self._freeing():
-            chosen = self._together(f"optimizer_step({named}{own}){trainable.describe()}", choose)
-        result = self._adapters().step(chosen, settings) if settings else trainable.step(chosen, lr=lr)
+            chosen = self._agree(f"optimizer_step({names}{options}){trainable.describe()}", choose)
+        result = trainable.step(chosen, settings, lr=lr)
         self.groups.monitor.step = self.step_count + 1
         return result
 
-    def _together(self, call: str, check: Callable[[], T] = lambda: None) -> T:
-        """Make sure that all ranks are in the same call, before they meet on the device. One small exchange over Gloo.
+    def _agree(self, call: str, check: Callable[[], T] = lambda: None) -> T:
+        """Make sure that all ranks are in the same call, before they communicate on the device. One small exchange over Gloo.
 
         Args:
             call: with the arguments that must be equal.
-            check: what this rank has to say; if it raises a MegascendError, all ranks do.
+            check: of this rank; if it raises a MegascendError, all ranks do.
 
         Returns:
             What ``check`` returns.
@@ -258,12 +261,12 @@ class Backend:
             OutOfStepError: on every rank: they are in different calls.
         """
         try:
-            found = check()
+            result = check()
         except MegascendError as problem:
             agree(call, self.groups, problem)
             raise
         agree(call, self.groups)
-        return found
+        return result
 
     def discard_gradients(self, adapters: str | Sequence[str] | None = None) -> None:
         """Drop what has been accumulated since the last step. Local: every rank calls it.
@@ -276,12 +279,12 @@ class Backend:
         """
         if adapters is not None:
             self._adapters().discard(adapters)
-        elif found := self.engine.trainable.with_gradients():
-            self._adapters().discard(found) if self.engine.trainable.frozen else self.engine.trainable.abandon()
+        elif names := self.engine.trainable.with_gradients():
+            self._adapters().discard(names) if self.engine.trainable.frozen else self.engine.trainable.abandon()
 
     @contextmanager
     def _freeing(self) -> Iterator[None]:
-        """After an error of all ranks that memory has no room, give back what the allocator has kept."""
+        """Free cached device memory after an error of all ranks that memory ran out."""
         try:
             yield
         except OutOfDeviceMemoryError:
@@ -289,9 +292,8 @@ class Backend:
             raise
 
     def _free_memory(self) -> None:
-        """Give back device memory that holds nothing, or only makes steps faster."""
-        release: Callable[[], Any] = getattr(self.engine, "release_memory", lambda: None)
-        release()
+        """Free device memory that holds nothing, or only makes steps faster."""
+        self.engine.release_memory()
         self.platform.free_cached_memory()
 
     def recover_memory(self) -> bool:
@@ -363,7 +365,7 @@ class Backend:
             OutOfDeviceMemoryError: on every rank, if it has no room on any, with its gradients and moments.
         """
         settings = lora or Lora()
-        self._together(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
+        self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
         with self._freeing():
             self._adapters().add(name, settings)
 
@@ -373,7 +375,7 @@ class Backend:
         Raises:
             ConfigError: there is none of that name.
         """
-        self._together(f"remove_adapter({name!r})", lambda: self._adapters().require(name))
+        self._agree(f"remove_adapter({name!r})", lambda: self._adapters().require(name))
         self._adapters().forget(name)
 
     def save_adapter(self, name: str, path: str | Path, optimizer: bool = True) -> None:
@@ -395,7 +397,7 @@ class Backend:
                 )
 
         with self.groups.monitor.phase("save adapter"):
-            self._together(f"save_adapter({name!r}, {str(path)!r}, {optimizer=})", check)
+            self._agree(f"save_adapter({name!r}, {str(path)!r}, {optimizer=})", check)
             self._adapters().save(name, Path(path), str(self._model_dir), optimizer=optimizer)
 
     def load_adapter(
@@ -415,16 +417,17 @@ class Backend:
         with self.groups.monitor.phase("load adapter"), self._freeing():
             replacing = ", replace=True" if replace else ""
             call = f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}{replacing})"
-            self._together(call, self._adapters)
+            self._agree(call, self._adapters)
             self._adapters().load(name, Path(path), optimizer=optimizer, lora=lora, replace=replace)
 
-    def _adapters(self) -> AdapterTrainable:
-        if not self.engine.trainable.frozen:
+    def _adapters(self) -> AdapterSet:
+        trainable: Trainable = self.engine.trainable
+        if not isinstance(trainable, AdapterSet):
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "
                 f"{type(self).__name__}(adapters=megascend.Adapters())"
             )
-        return self.engine.trainable  # type: ignore[return-value]
+        return trainable
 
     # --- out ---
 
@@ -462,11 +465,13 @@ class Backend:
             elif alone:
                 raise ConfigError("named_weights(alone=True): name the adapter")
 
-        self._together(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
+        self._agree(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
         if alone and adapter is not None:
-            found = self._adapters().named_weights(adapter, everywhere=receivers != "main")
-            mine = receivers in ("all", "main") or self.rank in receivers
-            return ((name, tensor if device is None else tensor.to(device)) for name, tensor in found.items() if mine)
+            factors = self._adapters().named_weights(adapter, everywhere=receivers != "main")
+            receives = receivers in ("all", "main") or self.rank in receivers
+            return (
+                (name, tensor if device is None else tensor.to(device)) for name, tensor in factors.items() if receives
+            )
         return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
     def adapter_as_peft(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
@@ -477,7 +482,7 @@ class Backend:
         Raises:
             ConfigError: there is no such adapter.
         """
-        self._together(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
         return self._adapters().as_peft(name, self._model_dir.name)
 
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
@@ -495,7 +500,7 @@ class Backend:
         """
         with self.groups.monitor.phase("export"):
             call = f"export_hf({str(path)!r}, {adapter=})"
-            self._together(call, lambda: None if adapter is None else self._adapters().require(adapter))
+            self._agree(call, lambda: None if adapter is None else self._adapters().require(adapter))
             self._export(Path(path), adapter)
 
     def _export(self, path: Path, adapter: str | None) -> None:
@@ -513,10 +518,7 @@ class Backend:
             CheckpointError: on every rank: the export would hold other tensors than the checkpoint that the model comes from, a
                 file beside the weights cannot be read, or ``path`` cannot be written.
         """
-        engine = self.engine
-        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[engine.precision]
-        weights = engine.named_weights(receivers="main", device="meta")
-        check_export(weights, self._model_dir, Path(path), dtype, self.groups, engine.info, replaces=replaces)
+        self.engine.check_export(Path(path), replaces=replaces)
 
     def save(
         self,
@@ -545,14 +547,14 @@ class Backend:
             CheckpointError: on every rank: ``path`` holds something else or cannot be written, or the save before failed.
         """
         with self.groups.monitor.phase("save"):
-            self._together(f"save({str(path)!r}, {hf=}, {wait=})", lambda: self._require_no_gradients("save"))
-            taken = describe.describe(self.engine, progress, config)
+            self._agree(f"save({str(path)!r}, {hf=}, {wait=})", self._require_no_gradients)
+            began = time.perf_counter()
+            described = checkpoints.describe(self.engine, progress, config)
+            self._saver.finish()
+            state = checkpoints.checkpoint_state(self.engine, described, str(self._model_dir))
             write_more = (lambda directory: self._export(directory / "hf", None)) if hf else None
-            pending = self._saver.save(
-                Path(path),
-                lambda: describe.collect(self.engine, taken, str(self._model_dir), write_more),
-                after,
-            )
+            pending = self._saver.save(Path(path), state, write_more=write_more, after=after)
+            pending.stall_s = time.perf_counter() - began
             if wait:
                 self._saver.finish()
         return pending
@@ -564,7 +566,7 @@ class Backend:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Resume from a checkpoint: under the same layout exactly, under another one from the same parameters and moments.
 
-        Every file is held against its digest first. With adapters, those of the checkpoint take the place of the present ones.
+        Every file is compared with its digest first. With adapters, those of the checkpoint take the place of the present ones.
 
         Returns:
             What was given to :meth:`save` as ``progress``.
@@ -574,27 +576,26 @@ class Backend:
             ConfigError: one of its adapters is beyond this backend's limits; the present ones stay.
         """
         with self.groups.monitor.phase("load"):
-            self._together(f"load({str(path)!r})")
+            self._agree(f"load({str(path)!r})")
             self._saver.finish()
             directory = Path(path)
-            found = loader.verified(directory, self.groups)
-            mine = describe.describe(self.engine)
-            loader.check_fits(found, mine, directory)
-            loader.load(self.engine, directory, found, mine)
+            saved = manifest.verify(directory, self.groups)
+            current = checkpoints.describe(self.engine)
+            manifest.check_fits(saved, current, directory)
+            checkpoints.load(self.engine, directory, saved, current)
         self.groups.monitor.step = self.step_count + 1
-        return found.progress
+        return saved.progress
 
     @property
     def step_count(self) -> int:
         """Calls of :meth:`optimizer_step` so far, skipped steps and those before a checkpoint included."""
         return self.engine.trainable.step_count
 
-    def _require_no_gradients(self, what: str) -> None:
-        found = self.engine.trainable.with_gradients()
-        if found:
-            of = f" for adapter {found[0]!r}" if found[0] else ""
+    def _require_no_gradients(self) -> None:
+        if names := self.engine.trainable.with_gradients():
+            adapter = f" for adapter {names[0]!r}" if names[0] else ""
             raise ConfigError(
-                f"{what}: call optimizer_step() first{of}; accumulated gradients are not part of a checkpoint"
+                f"save: call optimizer_step() first{adapter}; accumulated gradients are not part of a checkpoint"
             )
 
     def __enter__(self) -> Self:

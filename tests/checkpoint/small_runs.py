@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from megascend import Adam, Batching, Parallel
-from megascend.engines.chunks import Chunks
+from megascend.checkpoint.slices import TensorSlices
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 
 
@@ -40,12 +40,12 @@ def as_bytes(tensor):
 
 def exact_state(backend):
     """Everything of this rank that a checkpoint holds, and the live parameters, as bytes."""
-    from megascend.checkpoint.random_state import random_state
+    from megascend.engines.checkpoints import random_state
 
     engine, found = backend.engine, {}
     for name, entry in engine.state(everything=False).items():
-        if isinstance(entry, Chunks):
-            found |= {(name, offsets): as_bytes(values) for offsets, values in entry.parts}
+        if isinstance(entry, TensorSlices):
+            found |= {(name, offsets): as_bytes(values) for offsets, values in entry.slices}
     for number, chunk in enumerate(engine.bare_chunks):
         found |= {(number, name): as_bytes(parameter) for name, parameter in chunk.named_parameters()}
     for name, adapter in backend.adapters.items():

@@ -248,5 +248,5 @@ def test_a_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder,
 
     run_distributed(save, 1, init=False, timeout_s=180)
     messages = run_distributed(load, 2, init=False, timeout_s=180)
-    problem = "output_layer.weight" if tied else "output_layer.weight, for which there is no place here"
+    problem = "output_layer.weight" if tied else "unexpected key in checkpoint: output_layer.weight"
     assert all("does not fit this model: " in message and problem in message for message in messages)

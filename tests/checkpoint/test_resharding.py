@@ -77,7 +77,7 @@ def whole_tensors(directories):
 
 @pytest.fixture(scope="module")
 def table(parity_folder, tmp_path_factory, request):
-    """For every layout of a set its checkpoint after three steps and the fourth step's figures; for every pair the same, loaded."""
+    """Train every layout of a set and load its checkpoint in every other: checkpoints, and figures of the fourth step."""
     layouts = SETS[request.param]
     folder = tmp_path_factory.mktemp("resharding")
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")

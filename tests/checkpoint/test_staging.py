@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascend.checkpoint import staging
+from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.staging import ALIGNMENT, Staging
-from megascend.engines.chunks import Chunks
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int64),
@@ -28,14 +28,16 @@ def small_blocks(monkeypatch):
 
 def shards(*tensors):
     """One tensor of several parts, as far as staging looks."""
-    found = Chunks((1,), tensors[0].dtype if tensors else torch.float32)
+    found = TensorSlices((1,), tensors[0].dtype if tensors else torch.float32)
     for number, tensor in enumerate(tensors):
         found.add((number,), tensor)
     return found
 
 
 def values(state):
-    return {name: [part for _, part in entry.parts] for name, entry in state.items() if isinstance(entry, Chunks)}
+    return {
+        name: [part for _, part in entry.slices] for name, entry in state.items() if isinstance(entry, TensorSlices)
+    }
 
 
 def random(shape, dtype):
@@ -70,7 +72,7 @@ def test_copies_are_copies(dtype, shape):
     tail.zero_()
     assert all(same(part, before) for part in values(copied)["a"])
     assert same(values(copied)["b"][0], kept)
-    assert copied["a"].parts[1][0] == (1,)
+    assert copied["a"].slices[1][0] == (1,)
     assert (copied["a"].shape, copied["a"].dtype) == ((1,), dtype)
 
 
@@ -91,7 +93,7 @@ def test_parameters_are_staged_without_their_graph():
 
 
 def test_objects_and_settings_pass_through():
-    entry = Chunks((4,), torch.float32, may_differ=True)
+    entry = TensorSlices((4,), torch.float32, may_differ=True)
     state = {"random/0": {"python": (1, 2)}, "none": None, "a": entry}
     copied = Staging(page_locked=False).copy(state)
     assert copied["random/0"] is state["random/0"]
@@ -105,7 +107,7 @@ def test_memory_is_used_again():
     staged, state = Staging(page_locked=False), {"a": shards(*[torch.rand(700) for _ in range(9)])}
     first = addresses(staged.copy(state))
     for number in range(5):
-        state["a"].parts[3][1].fill_(number)
+        state["a"].slices[3][1].fill_(number)
         copied = staged.copy(state)
         assert addresses(copied) == first
         assert values(copied)["a"][3].tolist() == [number] * 700
@@ -119,7 +121,7 @@ def test_memory_prepared_is_what_is_used(monkeypatch):
     staged.prepare(state)  # once more, while the first may be under way
     copied = staged.copy(state)
     assert made == [6000, 64]  # no more than is needed, whatever a block may hold
-    assert same(values(copied)["a"][0], state["a"].parts[0][1])
+    assert same(values(copied)["a"][0], state["a"].slices[0][1])
     staged.copy(state)
     assert made == [6000, 64]
 
@@ -140,7 +142,7 @@ def test_preparing_is_never_under_way_twice(monkeypatch):
         staged.prepare(state)
     copied = staged.copy(state)
     assert most == [1]
-    assert same(values(copied)["a"][1], state["a"].parts[1][1])
+    assert same(values(copied)["a"][1], state["a"].slices[1][1])
 
 
 def test_memory_grows_with_the_state_and_serves_a_smaller_one():

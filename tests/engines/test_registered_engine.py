@@ -15,7 +15,18 @@ import yaml
 from bigram_ranks import LR, STEPS, TOKENS
 from safetensors.torch import load_file, save_file
 
-from megascend import Backend, Recompute, RunConfig, backends, register_engine
+from megascend import (
+    Backend,
+    Fsdp,
+    FsdpBackend,
+    MegatronBackend,
+    Parallel,
+    Recompute,
+    RunConfig,
+    SingleBackend,
+    backends,
+    register_engine,
+)
 from megascend.app import run
 from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
@@ -149,6 +160,22 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     with pytest.raises(ConfigError, match="version table has no numpy"):
         register_engine("other", Mine, packages=["numpy"])
     assert "other" not in backends._backends
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [
+        (SingleBackend, {"parallel": Parallel()}),
+        (SingleBackend, {"fsdp": Fsdp()}),
+        (FsdpBackend, {"provider": "mindspeed"}),
+        (MegatronBackend, {"fsdp": Fsdp()}),
+    ],
+)
+def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"engine '{backend.engine_name}' has no setting {name}; leave it out"):
+        backend("no/model", **setting)
+    assert name not in backends.settings_of(backend.engine_name)
 
 
 def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

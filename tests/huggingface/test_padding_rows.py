@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megascend.engines.single.engine import load_model
+from megascend.engines.single.model import load_model
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import inspect_checkpoint

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megascend.checkpoint import manifest
-from megascend.checkpoint.saver import Writer
+from megascend.checkpoint.torch_io import ChunkWriter
 from megascend.io import hashing
 from megascend.io.hashing import HashingWriter
 
@@ -75,7 +75,7 @@ def test_a_full_disk_is_told():
 
 
 def written(directory, state):
-    writer = Writer(directory)
+    writer = ChunkWriter(directory)
     dcp.save(state, storage_writer=writer, no_dist=True)
     return writer.digests
 

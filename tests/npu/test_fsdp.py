@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megascend import Fsdp, Lora, Parallel, Recompute
-from megascend.engines.fsdp.npu import check_settings
+from megascend.engines.context import EngineSpec
+from megascend.engines.fsdp.engine import check_settings
 from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from megascend.topology.topology import plan
 from support.lora_parity import adapter_differences, peft_reference, share_of
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
@@ -92,8 +94,8 @@ def test_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
 
 def test_compilation_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"fsdp.compile is not there on NPUs.*set compile: false"):
-        check_settings(Fsdp(compile=True))
-    check_settings(Fsdp())
+        check_settings(EngineSpec(Path("model"), fsdp=Fsdp(compile=True)), plan(Parallel(), 1), npu=True)
+    check_settings(EngineSpec(Path("model")), plan(Parallel(), 1), npu=True)
 
 
 ATTENTION = """

@@ -18,7 +18,7 @@ from megascend.config import Parallel
 from megascend.distributed.process_groups import initialize
 from megascend.engines.fsdp import attention
 from megascend.engines.fsdp.engine import FsdpSubject
-from megascend.engines.scalar_head import plain_slice
+from megascend.engines.heads import plain_slice
 from megascend.engines.single.engine import SingleSubject
 from megascend.errors import ConfigError, PlatformError
 from megascend.huggingface.scalar_head import ScalarHead

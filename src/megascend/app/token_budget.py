@@ -12,9 +12,9 @@ import torch
 from megascend.app.budget_search import STEP, BudgetSearch
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
-from megascend.checkpoint.random_state import random_state, set_random_state
 from megascend.config import RunConfig
 from megascend.data.store import Part
+from megascend.engines.checkpoints import random_state, set_random_state
 from megascend.errors import ConfigError
 
 if TYPE_CHECKING:

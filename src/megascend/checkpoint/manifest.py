@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.io.hashing import digest as digest_of
 
@@ -126,6 +128,38 @@ def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Ite
         except OSError as error:
             found.append(f"{name} cannot be read: {error}")
     return found
+
+
+def verify(directory: Path, groups: ProcessGroups) -> Manifest:
+    """Return the manifest of a checkpoint after comparing every file with it. Collective; each rank reads a share of the files.
+
+    Raises:
+        CheckpointError: on every rank: it is incomplete or damaged; the message says which files.
+    """
+    problem, manifest = None, None
+    try:
+        manifest = read(directory)
+        names = sorted(manifest.files)[groups.rank :: groups.world_size]
+        problem = "; ".join(problems(directory, manifest.files, names)) or None
+    except CheckpointError as error:
+        problem = str(error)
+    of_ranks = gather_objects(problem, "world", groups, f"whether {directory} is whole")
+    texts = dict.fromkeys(text for text in of_ranks if text is not None)
+    if texts or manifest is None:
+        raise CheckpointError(f"{directory} cannot be loaded: {'; '.join(texts)}")
+    return manifest
+
+
+def check_fits(saved: Manifest, current: Manifest, directory: Path) -> None:
+    """Raise CheckpointError for a checkpoint of another model, precision, or kind of training."""
+    for name in ("model", "precision"):
+        if getattr(saved, name) != getattr(current, name):
+            raise CheckpointError(
+                f"load: {directory} has {name} {getattr(saved, name)}, this run has {getattr(current, name)}"
+            )
+    if (saved.optimizer is None) != (current.optimizer is None):
+        kind = "adapters on a frozen model" if saved.optimizer is None else "a model that was trained itself"
+        raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")
 
 
 def _dump(values: Mapping[str, Any]) -> str:

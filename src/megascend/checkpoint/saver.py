@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import json
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,27 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
 
-from megascend.checkpoint import hf_parts_file, manifest
+from megascend.checkpoint import hf_slices, manifest
 from megascend.checkpoint.manifest import Manifest
-from megascend.checkpoint.planners import SavePlanner
 from megascend.checkpoint.staging import Staging
+from megascend.checkpoint.torch_io import ChunkWriter, SliceSavePlanner, raising_system_errors
 from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
 from megascend.errors import CheckpointError
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
-from megascend.io.hashing import HashingWriter
 from megascend.io.paths import followed, remove
+from megascend.lora import adapter_io
 
 if TYPE_CHECKING:
+    from megascend.checkpoint.hf_slices import HfSlices
     from megascend.diagnostics.hang_monitor import HangMonitor
     from megascend.distributed.process_groups import ProcessGroups
-    from megascend.engines.hf_parts import HfParts
-    from megascend.lora.adapter_io import SavedAdapter
 
 MEGATRON_CONFIG = {
     "sharded_backend": "torch_dist",
@@ -53,44 +45,8 @@ MEGATRON_CONFIG = {
 }
 """``metadata.json``, by which Megatron-Core's ``dist_checkpointing`` knows the format of a directory."""
 
-
 CHANNEL = "checkpoint"
 """What the writers of all ranks talk over; torch's own collectives have a group of their own."""
-
-
-class Writer(dcp.FileSystemWriter):
-    """torch's, with files that are digested and sent to the disk while they are written; its errors say what the system said.
-
-    Attributes:
-        digests: size and digest, as the manifest has them, of each file of tensors by its name.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
-        self.digests: dict[str, dict[str, Any]] = {}
-        self.fs = _SentFiles(self.digests)
-
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        with _the_systems_words(), _without_checksums():
-            return super().write_data(plan, planner)
-
-
-class _SentFiles(FileSystem):
-    """Files of tensors are :class:`HashingWriter`; the metadata, which torch renames, and files to read are as ever."""
-
-    def __init__(self, digests: dict[str, dict[str, Any]]) -> None:
-        self._digests = digests
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        file = Path(path)
-        if mode != "wb" or not file.name.startswith("__"):
-            with super().create_stream(file, mode) as stream:
-                yield stream
-            return
-        with HashingWriter(file) as sent:
-            yield sent
-        self._digests[file.name] = manifest.entry(sent.size, sent.digest)
 
 
 @dataclass(frozen=True)
@@ -98,22 +54,20 @@ class CheckpointState:
     """What goes into a checkpoint.
 
     Attributes:
-        state: this rank's tensors (:class:`Chunks`) and objects, by name.
+        state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
         manifest: without the files.
         adapters: on rank 0, whole adapters by name.
         base_model: what adapters name as theirs.
         projections: what adapters of the model can target.
-        hf_parts: what its tensors are, or why that cannot be said; None: there are none.
-        write_more: collective, called on the main thread with the unfinished directory; a Hugging Face export, for one.
+        hf_slices: of its tensors, or why they cannot be described; None: the model is frozen.
     """
 
     state: dict[str, Any]
     manifest: Manifest
-    adapters: dict[str, SavedAdapter]
+    adapters: dict[str, adapter_io.SavedAdapter]
     base_model: str
     projections: list[str]
-    hf_parts: HfParts | str | None = None
-    write_more: Callable[[Path], None] | None = None
+    hf_slices: HfSlices | str | None = None
 
 
 class PendingSave:
@@ -172,11 +126,11 @@ class PendingSave:
 
     @property
     def reported(self) -> bool:
-        """True if a failure has been told to somebody."""
+        """True if a failure has been raised or returned."""
         return self._reported
 
     def finish(self, problem: str | None) -> None:
-        """Say how it ended; for the writer alone."""
+        """Record the outcome; called by the writer."""
         self._problem = problem
         self._finished.set()
 
@@ -202,19 +156,23 @@ class Saver:
         self._staging.prepare(state)
 
     def save(
-        self, path: Path, collect: Callable[[], CheckpointState], after: Callable[[Path], None] | None
+        self,
+        path: Path,
+        state: CheckpointState,
+        *,
+        write_more: Callable[[Path], None] | None = None,
+        after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """Begin to write a checkpoint, after the one before is complete.
+        """Begin to write a checkpoint, once :meth:`finish` has returned; tensors may change when this has.
 
         Args:
-            collect: what to write; called when it is clear that there is something to write to.
+            write_more: collective, called with the unfinished directory before this returns; a Hugging Face export, for one.
             after: called on rank 0's writer when ``path`` is in place.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint before failed, ``path`` holds something else, or cannot be written.
+            CheckpointError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        start = time.perf_counter()
-        self.finish()
+        assert self._pending is None, "one checkpoint is written at a time"
         if self._group is None:
             self._group = self._groups.new_gloo("checkpoint")
             self._groups.add_channel(CHANNEL)
@@ -223,19 +181,17 @@ class Saver:
             lambda: self._make_room(path), self._groups, f"whether there is room for {path}"
         )
         try:
-            contents = collect()
-            contents = replace(contents, state=self._staging.copy(contents.state))
-            if contents.write_more is not None:
-                contents.write_more(temporary)
+            state = replace(state, state=self._staging.copy(state.state))
+            if write_more is not None:
+                write_more(temporary)
         except BaseException:
             if self._groups.rank == 0:
                 remove(temporary)
             raise
-        self._pending = pending = PendingSave(path, contents.manifest.step, self._timeout_s, self._groups.monitor)
+        self._pending = pending = PendingSave(path, state.manifest.step, self._timeout_s, self._groups.monitor)
         threading.Thread(
-            target=self._write, args=(pending, target, temporary, contents, after), name="megascend-save", daemon=True
+            target=self._write, args=(pending, target, temporary, state, after), name="megascend-save", daemon=True
         ).start()
-        pending.stall_s = time.perf_counter() - start
         return pending
 
     def finish(self) -> None:
@@ -270,7 +226,7 @@ class Saver:
     def abandon(self, after_s: float) -> None:
         """Give up a checkpoint that is being written, if it is not complete within ``after_s``."""
         atexit.unregister(self._at_exit)
-        with contextlib.suppress(CheckpointError, TimeoutError):  # the error that is under way has to do
+        with contextlib.suppress(CheckpointError, TimeoutError):  # the original exception takes precedence
             self.wait(after_s)
         self._pending = None
 
@@ -278,13 +234,13 @@ class Saver:
         """Wait for the last checkpoint.
 
         Raises:
-            CheckpointError: it could not be written, and nobody has been told yet.
+            CheckpointError: it could not be written, and that has not been raised yet.
         """
         atexit.unregister(self._at_exit)
         self.wait()
 
     def _at_exit(self) -> None:
-        """A script ends without ``close()``: its last checkpoint shall be there all the same."""
+        """Complete the last checkpoint of a script that ends without ``close()``."""
         if os.getpid() != self._process:  # a forked child has no thread that writes
             return
         try:
@@ -336,32 +292,23 @@ class Saver:
             pending.finish(problem)
 
     def _write_files(self, temporary: Path, contents: CheckpointState) -> tuple[dict[str, dict[str, Any]], str | None]:
-        """This rank's files and their digests, or why they could not be written."""
+        """Write this rank's files; return their digests, or why they could not be written."""
         rank = self._groups.rank
         try:
-            writer = Writer(temporary)
-            dcp.save(contents.state, storage_writer=writer, planner=SavePlanner(), process_group=self._group)
+            writer = ChunkWriter(temporary)
+            dcp.save(contents.state, storage_writer=writer, planner=SliceSavePlanner(), process_group=self._group)
             if rank == 0:
-                self._write_adapters(temporary, contents)
-                if contents.hf_parts is not None:
-                    (temporary / hf_parts_file.NAME).write_text(
-                        hf_parts_file.to_text(contents.hf_parts), encoding="utf-8"
-                    )
+                for name, saved in contents.adapters.items():
+                    adapter_io.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
+                if contents.hf_slices is not None:
+                    (temporary / hf_slices.NAME).write_text(hf_slices.to_text(contents.hf_slices), encoding="utf-8")
                 (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG), encoding="utf-8")
-                with (temporary / "common.pt").open("wb") as file, _the_systems_words():
+                with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)
             names = _files_of(temporary, rank)
             return {name: writer.digests.get(name) or manifest.digest(temporary / name) for name in names}, None
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  told to all ranks, which then raise together
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  sent to all ranks, which then raise together
             return {}, f"rank {rank}: {_reason(error)}"
-
-    def _write_adapters(self, temporary: Path, contents: CheckpointState) -> None:
-        if not contents.adapters:
-            return
-        from megascend.lora import adapter_io as store
-
-        for name, saved in contents.adapters.items():
-            store.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
 
     def _commit(
         self,
@@ -373,7 +320,7 @@ class Saver:
         files: dict[str, dict[str, Any]],
         problem: str | None,
     ) -> str | None:
-        """Put the checkpoint in place if every rank has written its part; returns why not."""
+        """Put the checkpoint in place if every rank has written its files; return why not."""
         step = contents.manifest.step
         everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
         found = [text for _, text in everyone if text is not None]
@@ -401,7 +348,7 @@ def _put_in_place(
 
 
 def _files_of(directory: Path, rank: int) -> list[str]:
-    """Relative names of the files that ``rank`` answers for: its own tensors', and on rank 0 whatever else there is.
+    """Return the relative names of the files that ``rank`` digests: its tensors', and on rank 0 all others.
 
     Only rank 0 looks into folders: the others would meet what it is still writing and renaming there.
     """
@@ -412,36 +359,8 @@ def _files_of(directory: Path, rank: int) -> list[str]:
     return sorted([*own, *(name for name in every if not name.startswith("__"))])
 
 
-@contextlib.contextmanager
-def _without_checksums() -> Iterator[None]:
-    """Without the CRC-32 that ``torch.save`` computes of every tensor, and that ``torch.load`` does not look at.
-
-    It took a core's time at 2.4 GiB/s; a file's digest in the manifest finds all that it would (xxh3: 9 GiB/s).
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)  # of this thread; of the process in older versions of torch
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-@contextlib.contextmanager
-def _the_systems_words() -> Iterator[None]:
-    """On a full disk ``torch.save`` raises "unexpected pos 704 vs 598", and pickled for other ranks that is all there is."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None or cause is error:
-            raise
-        raise OSError(*cause.args) from error
-
-
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line: torch wraps the errors of all ranks into one that prints their tracebacks."""
+    """Describe an error in a line: torch wraps those of all ranks into one that prints their tracebacks."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"{type(inner).__name__}: {inner} (rank {rank})"

@@ -1,4 +1,4 @@
-"""Copies of device tensors in host memory, made quickly: what training waits for when it saves."""
+"""Staging: copies of device tensors in host memory, made quickly, since training waits for them when it saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.engines.chunks import Chunks
+from megascend.checkpoint.slices import TensorSlices
 
 BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
 ALIGNMENT = 64
@@ -29,26 +29,23 @@ class Staging:
     def prepare(self, state: dict[str, Any]) -> None:
         """Take the memory that ``state`` will need, beside what else happens."""
         self._prepared()
-        sizes = [
-            _bytes(values) for chunks in state.values() if isinstance(chunks, Chunks) for _, values in chunks.parts
-        ]
+        sizes = [_bytes(values) for values in _values(state)]
         self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
         self._preparing.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with its tensors in host memory, which stay as they are until the next call."""
+        """Return ``state`` with its tensors in host memory, which stay as they are until the next call."""
         self._prepared()
-        parts = [values for chunks in state.values() if isinstance(chunks, Chunks) for _, values in chunks.parts]
-        room = iter(self._carve([_bytes(values) for values in parts]))
+        blocks = iter(self._carve([_bytes(values) for values in _values(state)]))
         copied: dict[str, Any] = {}
         devices = set()
-        for name, chunks in state.items():
-            if not isinstance(chunks, Chunks):
-                copied[name] = chunks
+        for name, tensor in state.items():
+            if not isinstance(tensor, TensorSlices):
+                copied[name] = tensor
                 continue
-            copied[name] = Chunks(chunks.shape, chunks.dtype, chunks.may_differ)
-            for offsets, values in chunks.parts:
-                target = next(room).view(values.dtype).view(values.shape)
+            copied[name] = TensorSlices(tensor.shape, tensor.dtype, tensor.may_differ)
+            for offsets, values in tensor.slices:
+                target = next(blocks).view(values.dtype).view(values.shape)
                 target.copy_(values.detach(), non_blocking=self._page_locked)
                 devices.add(values.device)
                 copied[name].add(offsets, target)
@@ -63,8 +60,8 @@ class Staging:
             self._preparing = None
 
     def _carve(self, sizes: list[int]) -> list[Tensor]:
-        """A uint8 tensor of each size; blocks are made where there are none left, no larger than what is left needs."""
-        found, block, used = [], 0, 0
+        """Return a uint8 tensor of each size; blocks are made where there are none left, no larger than what is left needs."""
+        tensors, block, used = [], 0, 0
         left = sum(map(_aligned, sizes))
         for size in sizes:
             while block < len(self._blocks) and used + size > len(self._blocks[block]):
@@ -72,16 +69,20 @@ class Staging:
             if block == len(self._blocks):
                 self._blocks.append(self._allocate(max(size, min(BLOCK, left))))
                 used = 0
-            found.append(_tensor_at(self._blocks[block], used, size))
+            tensors.append(_tensor_at(self._blocks[block], used, size))
             used += _aligned(size)
             left -= _aligned(size)
-        return found
+        return tensors
 
     def _allocate(self, size: int) -> Tensor:
         block = torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
         if not self._page_locked:
             block.zero_()  # the system hands pages out when they are first written to: now, not while training waits
         return block
+
+
+def _values(state: dict[str, Any]) -> list[Tensor]:
+    return [values for tensor in state.values() if isinstance(tensor, TensorSlices) for _, values in tensor.slices]
 
 
 def _aligned(size: int) -> int:
@@ -93,7 +94,7 @@ def _bytes(values: Tensor) -> int:
 
 
 def _tensor_at(block: Tensor, start: int, size: int) -> Tensor:
-    """``block[start:start + size]`` as a tensor whose storage is no larger: writers copy slices of larger storages first."""
+    """Return ``block[start:start + size]`` as a tensor whose storage is no larger: writers copy what lies in larger storages."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(block.numpy(), dtype=torch.uint8, count=size, offset=start)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Precision, Schedule
@@ -22,7 +22,7 @@ class MainAdamW:
     """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
-        pairs: by name, a parameter (or this rank's part of it) and its fp32 original, which is what is updated and has the
+        pairs: by name, a parameter (or this rank's shard of it) and its fp32 original, which is what is updated and has the
             gradient; the two may be the same tensor.
 
     Attributes:
@@ -55,11 +55,11 @@ class MainAdamW:
         self.loss_scale = INITIAL_LOSS_SCALE if self._scales_loss else 1.0
 
     def gradients(self) -> list[Tensor]:
-        """Of the main parameters that have one."""
+        """Return the gradients of the main parameters that have one."""
         return [main.grad for _, main in self._pairs.values() if main.grad is not None]
 
     def norm(self, grads: list[Tensor]) -> float:
-        """2-norm of all of them. Waits for the device; the step's one wait."""
+        """Return the 2-norm of all gradients. Waits for the device; the step's one wait."""
         return float(global_norm(grads))
 
     @torch.no_grad()
@@ -79,9 +79,9 @@ class MainAdamW:
                 group["lr"] = lr
             self._adamw.step()
             self._updates += 1
-            for own, main in self._pairs.values():
-                if own is not main:
-                    own.copy_(main)
+            for parameter, main in self._pairs.values():
+                if parameter is not main:
+                    parameter.copy_(main)
         self._adapt_scale(finite)
         self.discard()
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
@@ -94,7 +94,7 @@ class MainAdamW:
                 main.grad.zero_()
 
     def counters(self) -> dict[str, Any]:
-        """Updates so far, steps skipped in a row, and the loss scale of fp16."""
+        """Return updates so far, steps skipped in a row, and the loss scale of fp16."""
         scaler = {"scale": self.loss_scale, "good_steps": self._good_steps} if self._scales_loss else None
         return {"updates": self._updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": scaler}
 
@@ -108,7 +108,7 @@ class MainAdamW:
             self.loss_scale, self._good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter's name, ``exp_avg``, ``exp_avg_sq`` or, of 16 bits, ``param``, live fp32 tensor)."""
+        """Yield (parameter's name, ``exp_avg``, ``exp_avg_sq`` or, of 16 bits, ``param``, live fp32 tensor)."""
         for name, main, state in self._states():
             yield name, "exp_avg", state["exp_avg"]
             yield name, "exp_avg_sq", state["exp_avg_sq"]
@@ -116,7 +116,7 @@ class MainAdamW:
                 yield name, "param", main.detach()
 
     def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """What AdamW keeps of every parameter; made as it makes it in its first step, where there is none yet."""
+        """Yield AdamW's state of every parameter; made as it makes it in its first step, where there is none yet."""
         for name, (_, main) in self._pairs.items():
             state = self._adamw.state[main]
             if not state:
@@ -133,3 +133,34 @@ class MainAdamW:
             self.loss_scale = max(1.0, self.loss_scale / 2)
         elif self._good_steps % LOSS_SCALE_WINDOW == 0:
             self.loss_scale *= 2
+
+
+class ModelAdamW(MainAdamW):
+    """AdamW over a model's parameters, all of which this rank has.
+
+    A parameter of 16 bits has an fp32 original, which is what is updated. Every parameter's gradients are summed in fp32, in
+    its ``main_grad``.
+    """
+
+    def __init__(self, model: nn.Module, adam: Adam, schedule: Schedule, precision: Precision) -> None:
+        pairs = {name: (parameter, _main(parameter)) for name, parameter in model.named_parameters()}
+        super().__init__(pairs, adam, schedule, precision)
+
+
+def _main(parameter: nn.Parameter) -> Tensor:
+    """Return what is updated: the parameter, or its fp32 original. Gradients arrive in its ``grad``, which always exists."""
+    if parameter.dtype == torch.float32:
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.main_grad = parameter.grad  # type: ignore[reportAttributeAccessIssue]
+        return parameter
+    main = parameter.detach().float().requires_grad_()
+    main.grad = torch.zeros_like(main)
+    parameter.main_grad = main.grad  # type: ignore[reportAttributeAccessIssue]
+
+    def add(updated: Tensor) -> None:
+        if updated.grad is not None:
+            main.grad.add_(updated.grad)  # type: ignore[reportOptionalMemberAccess]
+            updated.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+    return main

@@ -1,15 +1,15 @@
-"""What every kind of backend does before and after its engine is built: the process, the checkpoint, the layout, the groups."""
+"""Settings of an engine, and the context that it is built in: the process, the checkpoint, the layout, the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from megascend.bootstrap import Runtime, bootstrap
-from megascend.config import Parallel, PlatformName, Precision
+from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.launch import Launch
@@ -23,13 +23,57 @@ from megascend.topology.topology import Topology, plan
 
 
 @dataclass(frozen=True)
+class EngineSpec:
+    """Settings of an engine; each knows some of them.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint with safetensors weights.
+        parallel: how the ranks divide the work; data parallelism takes what is left of the world size.
+        precision: ``fp32``, ``fp16`` or ``bf16``, for parameters and activations.
+        tf32, platform, provider: as for :func:`megascend.bootstrap`.
+        optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
+        adapters: freeze the model and train LoRA adapters on it; None: train the model.
+        provider_options: settings of the provider's own, beside those that follow from the model and the layout.
+        seed: of dropout and everything else that is random.
+        timeout_s: seconds after which a missing rank is an error on all others.
+        self_check: compare a small slice of the model with transformers first.
+        head: ``lm``, or the kind of scalar head.
+    """
+
+    model: Path
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = "bf16"
+    tf32: bool | None = None
+    optimizer: Adam = field(default_factory=Adam)
+    schedule: Schedule = field(default_factory=Schedule)
+    recompute: Recompute = field(default_factory=Recompute)
+    moe: Moe = field(default_factory=Moe)
+    batching: Batching = field(default_factory=Batching)
+    adapters: Adapters | None = None
+    platform: PlatformName = "auto"
+    seed: int = 1234
+    timeout_s: float = 600.0
+    self_check: bool = True
+    head: HeadKind = "lm"
+    provider: str | None = None
+    provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+
+    @classmethod
+    def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
+        """Return the spec with these settings, by the names of its fields; None stands for the default."""
+        return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """What an engine is built in.
 
     Attributes:
         runtime: this process, prepared for the engine.
-        topology, groups: who does what, and how ranks meet.
+        topology, groups: rank arithmetic and process groups.
         info: of the checkpoint in ``model_dir``.
+        factory: made the engine's groups; None: they are plain ones.
     """
 
     runtime: Runtime
@@ -37,10 +81,11 @@ class EngineContext:
     groups: ProcessGroups
     info: ModelInfo
     model_dir: Path
+    factory: GroupFactory | None = None
 
 
 Prepare = Callable[[Runtime, Topology, Path], GroupFactory | None]
-"""(the process, the layout, the checkpoint's directory) -> what makes the engine's groups; None: plain ones.
+"""(the process, the layout, the checkpoint's directory) -> factory of the engine's groups; None: plain ones.
 
 It refuses what the engine cannot do, and imports what it needs. No rank has met another yet.
 """
@@ -91,17 +136,17 @@ def engine_context(
             if precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):
-                yield EngineContext(runtime, topology, groups, info, model_dir)
+                yield EngineContext(runtime, topology, groups, info, model_dir, factory)
         except BaseException:
             groups.destroy()
             raise
 
 
 def _weights(model_dir: Path, launch: Launch) -> list[Path]:
-    """Files that the ranks of this host will read whole, one part here and one there. Of several hosts, none may need all."""
+    """Return the weight files that all ranks together read whole; none with several hosts, of which each may read a part."""
     if launch.local_size != launch.world_size:
         return []
     try:
         return [path for path in weight_files(model_dir) if path.is_file()]
     except CheckpointError:
-        return []  # a moment later, inspect_checkpoint raises it
+        return []  # inspect_checkpoint will raise it

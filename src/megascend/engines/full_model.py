@@ -1,4 +1,4 @@
-"""The model itself as what is trained, whatever the engine."""
+"""FullModel: the model's own parameters as what an engine trains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
+from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
 
 
@@ -19,11 +20,11 @@ class ModelOptimizer(Protocol):
 
     skipped_in_a_row: int
 
-    def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
+    def step(self, number: int, reduced: bool, lr: float | None) -> StepResult:
         """Update all parameters, or none; then clear the gradients. Collective.
 
         Args:
-            number: steps done before, by which the schedule goes.
+            number: steps done before, which the schedule counts.
             reduced: the gradients have been summed over data parallel ranks already.
             lr: learning rate of this step, in place of the schedule's.
         """
@@ -34,11 +35,11 @@ class ModelOptimizer(Protocol):
         ...
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint has to know beside tensors. JSON."""
+        """Return what a checkpoint holds beside tensors, JSON."""
         ...
 
     def restore(self, counters: dict[str, Any]) -> None:
-        """Go on from :meth:`counters`; moments have been loaded."""
+        """Continue from :meth:`counters`; moments have been loaded."""
         ...
 
 
@@ -107,10 +108,12 @@ class FullModel:
             raise ConfigError("optimizer_step(adapters=...): this backend trains the model itself")
         return [""]
 
-    def step(self, names: Sequence[str], *, lr: float | None = None) -> StepResult:
+    def step(
+        self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
+    ) -> StepResult:
+        assert not adam, "settings of a step are by adapter, and choose() has found none"
         reduced, self._accumulated = self._accumulated and self._reduces, False
-        options = {} if lr is None else {"lr": lr}  # engines from outside may know none
-        result = self._optimizer.step(self.step_count, reduced, **options)
+        result = self._optimizer.step(self.step_count, reduced, lr)
         self.step_count += 1
         return result
 

@@ -8,13 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+PLAIN_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of layer, as ``layer_types`` has them, with nothing to keep but keys and values."""
 SMALLEST = 64
 """Tokens that there is room for at first; capacity is doubled when it is used up."""
+
+
+def other_attention(config: Any) -> str | None:
+    """Return what a transformers model has beside attention whose keys and values can be kept; None: nothing."""
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(PLAIN_LAYERS))
+    if kinds:
+        return f"layers of kind {kinds[0]}"
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if any(kind in str(rope) for kind in ("'dynamic'", "'longrope'")):
+        return "rotary embeddings that depend on the length"
+    if any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attn_logit_softcap")):
+        return "a cap of the scores"
+    return None
 
 
 class KeyValues:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from megascend.batch.micro_batch import MicroBatch, next_tokens
 from megascend.batch.sample import Sample
-from megascend.engines.base import CachingEngine, Output
+from megascend.engines.base import Engine, Output
 from megascend.engines.key_values import Filling, Growing, KeyValues
 from megascend.sampling.rows import ResponseRow
 from megascend.step.step import Step
@@ -68,7 +68,7 @@ class Cached(Decoder):
         batch: all rows, of all data parallel ranks.
     """
 
-    def __init__(self, step: Step, engine: CachingEngine, batch: Sequence[ResponseRow]) -> None:
+    def __init__(self, step: Step, engine: Engine, batch: Sequence[ResponseRow]) -> None:
         self._step, self._engine = step, engine
         self._order = sorted({row.request.adapter or "" for row in batch})
         self._longest = max(row.longest for row in batch)

@@ -8,14 +8,12 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascend.backend import Backend
 from megascend.distributed.objects import gather_objects
-from megascend.engines.base import CachingEngine
 from megascend.errors import EngineError
 from megascend.sampling.choice import choose, top_logprobs
 from megascend.sampling.decoders import Cached, Decoder, Recomputed
@@ -132,7 +130,7 @@ class Sampler:
         yield {of: SampleResult(error=error) for of, error in enumerate(errors) if error is not None}
         ask, gone = cancelled or (lambda: ()), set[int]()
         most = min(self._max_rows, self._engine.batching.budget)
-        apart = not getattr(self._engine, "mixes_adapters", True)
+        apart = not self._engine.mixes_adapters
         for batch in batches(rows, self._cache_tokens, most, apart=apart):
             for _ in self._sample(batch, ask, gone, tokens):
                 ended = [of for of, mine in answers.items() if all(row.reason is not None for row in mine)]
@@ -154,10 +152,7 @@ class Sampler:
         return refusals, told[0][1]
 
     def _no_cache(self) -> str | None:
-        if not self._cache:
-            return "Sampler(cache=False)"
-        why = getattr(self._engine, "why_no_cache", None)
-        return f"engine {self._engine.kind} has none" if why is None else why()
+        return self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
@@ -229,7 +224,7 @@ class Sampler:
     def _decoder(self, batch: Sequence[ResponseRow]) -> Decoder:
         if self.why_no_cache is not None:
             return Recomputed(self._step)
-        return Cached(self._step, cast(CachingEngine, self._engine), batch)
+        return Cached(self._step, self._engine, batch)
 
     def _choose(self, rows: Sequence[ResponseRow], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
         """The next token of every row whose logits are finite, by its number."""

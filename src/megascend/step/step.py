@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -11,20 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.batch import agreement
-from megascend.batch.loss_call import LossNormalizer, raise_together, weighted
-from megascend.batch.losses import Loss, LossInputs, cross_entropy
+from megascend.batch.loss_call import LossNormalizer, raise_together
+from megascend.batch.losses import Loss, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
+from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.memory import with_room_everywhere
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
-from megascend.kernels.host_copy import to_device
 from megascend.step.checks import check_fields, check_pairs, check_samples, require_head
-from megascend.step.context_sum import context_sum
-from megascend.step.progress import OnMicroBatch, progress
+from megascend.step.loss import MicroBatchLoss, normalizer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +32,35 @@ T = TypeVar("T")
 
 ROWS = 512
 """Tokens whose whole logits are on the host at a time."""
+FORWARD_PHASE = "forward"
+"""Phase that engines mark around the forward pass of every micro batch, or of each of its chunks."""
+
+OnMicroBatch = Callable[[int, int], None]
+"""(micro batches begun before, those of the whole call) -> None."""
+
+
+@contextmanager
+def reporting_progress(
+    monitor: HangMonitor, on_micro_batch: OnMicroBatch | None, micro_batches: int, chunks: int
+) -> Iterator[None]:
+    """Within the context, call ``on_micro_batch`` when a forward pass begins. No engine and no other rank is asked.
+
+    Args:
+        chunks: of the model on this rank, each of which has a forward pass of every micro batch.
+    """
+    entered = 0
+
+    def on_phase(name: str) -> None:
+        nonlocal entered
+        if name == FORWARD_PHASE and on_micro_batch is not None:
+            on_micro_batch(entered // chunks, micro_batches)
+            entered += 1
+
+    monitor.on_phase = on_phase
+    try:
+        yield
+    finally:
+        monitor.on_phase = None
 
 
 class Step:
@@ -53,43 +81,46 @@ class Step:
         loss: Loss,
         adapter: str | None = None,
         on_micro_batch: OnMicroBatch | None = None,
-        wanted: Literal["logprobs", "values"] | None = None,
+        outputs: Literal["logprobs", "values"] | None = None,
         *,
         keep: bool = True,
     ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``.
 
         Args:
-            wanted: what the result has for every token.
+            outputs: what the result has for every token.
             keep: False drops them again, with those of earlier calls; for measurements before the first step.
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
-            call = f"forward_backward({loss.describe()}{f', {wanted}=True' if wanted else ''}){trainable.describe()}"
+            call = f"forward_backward({loss.describe()}{f', {outputs}=True' if outputs else ''}){trainable.describe()}"
             plan, names, agreed = self._plan(call, samples, loss, adapter)
-            normalizer = self._normalizer(agreed, loss)
-            counted = progress(
-                self._groups.monitor, on_micro_batch, agreed.micro_batches, self._topology.virtual_pipeline
-            )
-            kept: list[Tensor] = []  # each micro batch's, where the loss is computed
+            normalizer = normalizer_of(loss, agreed, engine)
+            compute = MicroBatchLoss(normalizer, self._context_group)
+            token_outputs: list[Tensor] = []  # each micro batch's, where the loss is computed
 
-            def differentiated(batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor]]:
-                total, figures, of_tokens = self._loss(batch, output, normalizer)
-                if wanted:
-                    kept.append(of_tokens.detach())
+            def loss_fn(batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor]]:
+                total, figures, values = compute(batch, output)
+                if outputs:
+                    token_outputs.append(values.detach())
                 return total, figures
 
             def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
                 batches = self._build(samples, plan, names, normalizer.names, loss)
                 during.enter_context(trainable.applying(normalizer.names))
-                during.enter_context(counted)
-                return batches, engine.run(batches, differentiated, forward_only=False)
+                chunks = self._topology.virtual_pipeline
+                during.enter_context(
+                    reporting_progress(self._groups.monitor, on_micro_batch, agreed.micro_batches, chunks)
+                )
+                return batches, engine.run(batches, loss_fn, forward_only=False)
 
             try:
                 with ExitStack() as during:
-                    batches, stored = self._run(run, during, call)
-                    metrics, values = self._reduce_metrics(stored, normalizer)
-                    found = self._of_samples({wanted: kept}, batches, plan, len(samples)) if wanted else {}
+                    batches, figures = self._run(run, during, call)
+                    metrics, values = self._reduce_metrics(figures, normalizer)
+                    of_samples: dict[str, Any] = {}
+                    if outputs:
+                        of_samples = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
                     self._add_up() if keep else trainable.abandon()  # last: what fails before it has added nothing
             except LossFunctionError:
                 trainable.abandon()
@@ -102,7 +133,7 @@ class Step:
             values,
             normalizer.figure_scale,
             self._groups.rank == 0,
-            **found,
+            **of_samples,
         )
 
     @torch.no_grad()
@@ -139,7 +170,7 @@ class Step:
     def top_logprobs(
         self, samples: Sequence[Sample], count: int, adapter: str | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """The ``count`` likeliest tokens at every place of each sample: int64 ids and fp32 log-probabilities [length, count].
+        """Return the ``count`` likeliest tokens at every place of samples: int64 ids, fp32 log-probabilities [length, count].
 
         On the CPU, likeliest first, with dropout off. Logits of no more than :data:`ROWS` tokens are there at a time.
         """
@@ -152,8 +183,8 @@ class Step:
                 "values": torch.cat([part.values for part in parts]),
             }
 
-        found = self.place_scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
-        return list(zip(found["ids"], found["values"], strict=True))
+        top = self.place_scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
+        return list(zip(top["ids"], top["values"], strict=True))
 
     def place_scores(
         self,
@@ -166,12 +197,12 @@ class Step:
         reference: bool = False,
         of: Literal["logprobs", "values"] = "logprobs",
     ) -> dict[str, Any]:
-        """Under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
+        """Return under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
 
         Args:
-            call: what it is, for messages; ranks must agree on it.
-            scores: makes of a micro batch's output the tensors under ``names``, each with a row for every place; also called
-                with what other ranks wait for, where it has no samples.
+            call: for messages; ranks must agree on it.
+            scores: computes from a micro batch's output the tensors under ``names``, each with a row for every token; also called
+                with dummy batches, in which other ranks wait for this one.
             of: what the model's output must have.
         """
         engine, trainable = self._engine, self._engine.trainable
@@ -181,11 +212,11 @@ class Step:
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
-            plan, of_samples, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
+            plan, adapters, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
             order = list(agreed.counts)
 
             def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
-                batches = self._build(samples, plan, of_samples, order, None)
+                batches = self._build(samples, plan, adapters, order, None)
                 during.enter_context(engine.evaluating())
                 during.enter_context(trainable.applying(order))
                 return batches, engine.run(batches, stored_scores, forward_only=True)
@@ -193,7 +224,7 @@ class Step:
             with ExitStack() as during:
                 batches, stored = self._run(run, during, call)
             values = {name: [item[name] for item in stored] for name in names}
-            return self._of_samples(values, batches, plan, len(samples))
+            return self._by_sample(values, batches, plan, len(samples))
 
     @torch.no_grad()
     def next_token_logits(
@@ -215,9 +246,9 @@ class Step:
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             rows, members = last_tokens(batch)
-            found = output.logits(rows)
-            whole = found.new_zeros(len(batch.members), found.shape[1]).index_copy_(0, members, found)
-            return batch.weights.sum(), whole
+            logits = output.logits(rows)
+            of_members = logits.new_zeros(len(batch.members), logits.shape[1]).index_copy_(0, members, logits)
+            return batch.weights.sum(), of_members
 
         with self._groups.monitor.phase("forward only"):
             call = f"next_token_logits(){trainable.describe()}"
@@ -236,15 +267,15 @@ class Step:
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
     def _run(self, run: Callable[[ExitStack], T], during: ExitStack, call: str) -> T:
-        """``run``, in which memory may run out; where ranks do not wait for one another in it, that is an error of them all.
+        """Call ``run``; memory that runs out in it is an error of all ranks where none waits for another in it.
 
         Args:
-            during: keeps contexts that ``run`` enters.
+            during: holds the contexts that ``run`` enters.
 
         Raises:
-            OutOfDeviceMemoryError: on every rank: it has run out on one.
+            OutOfDeviceMemoryError: on every rank: a rank ran out of device memory.
         """
-        if self._topology.world_size == 1 or not getattr(self._engine, "apart", False):
+        if self._topology.world_size == 1 or not self._engine.independent_ranks:
             return run(during)
         try:
             return with_room_everywhere(lambda: run(during), self._groups, call)
@@ -253,10 +284,10 @@ class Step:
             raise
 
     def _add_up(self) -> None:
-        """Have the gradients of the call count.
+        """Accumulate the gradients of the call.
 
         Raises:
-            MegascendError: memory has run out half way. OutOfMemoryError would mean that nothing has been added.
+            MegascendError: memory ran out half way. OutOfMemoryError would mean that nothing has been added.
         """
         try:
             self._engine.trainable.collect()
@@ -268,7 +299,11 @@ class Step:
     def _plan(
         self, call: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
     ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
-        """This rank's micro batches, as many as every other rank has (trailing ones may be empty), and samples' adapters."""
+        """Plan this rank's micro batches, as many as every other rank has (trailing ones may be empty).
+
+        Returns:
+            Members of each micro batch, the samples' adapters, and what the ranks have agreed on.
+        """
         engine, layout = self._engine, self._engine.layout
         plan: list[list[int]] = []
         names: list[str] = []
@@ -284,42 +319,16 @@ class Step:
                 check_fields(samples, loss)
             budget = engine.batching.budget
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
-            mine = agreement.report(samples, len(plan), names, loss)
+            report = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
-            mine = agreement.RankReport(problem=str(error))
-        agreed = agreement.exchange(mine, self._topology, self._groups, call)
+            report = agreement.RankReport(problem=str(error))
+        agreed = agreement.exchange(report, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
-
-    def _normalizer(self, agreed: agreement.Agreement, loss: Loss) -> LossNormalizer:
-        """What the loss of each adapter (or the model itself) is divided by.
-
-        Raises:
-            DataError: a mean has nothing to be divided by.
-        """
-        unit, loss_grad = self._engine.scales(agreed.micro_batches)
-        scales = []
-        own = self._engine.trainable.loss_scales(list(agreed.counts))
-        for (name, counts), factor in zip(agreed.counts.items(), own, strict=True):
-            total = counts.weight if loss.per == "token" else float(counts.pairs)
-            if loss.reduction == "sum":
-                total = 1.0
-            if total <= 0:
-                what = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
-                of = f" of adapter {name!r}" if name else ""
-                raise DataError(f"{what} in the whole global batch{of}: the loss {loss.name!r} is undefined")
-            scales.append(unit / total * factor)
-        gather = self._gather_context if self._topology.context > 1 else None
-        device, counts = self._engine.device, agreed.counts.values()
-        count = sum(of.weight if loss.per == "token" else of.pairs for of in counts)
-        return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, device, gather, count)
-
-    def _gather_context(self, obj: Any) -> list[Any]:
-        return gather_objects(obj, "cp", self._groups, "the loss function")
 
     def _build(
         self, samples: Sequence[Sample], plan: list[list[int]], names: list[str], order: list[str], loss: Loss | None
     ) -> list[MicroBatch]:
-        """The micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
+        """Build the micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
         engine = self._engine
         adapter_index = [order.index(name) for name in names]
         batches = []
@@ -338,90 +347,19 @@ class Step:
             batches.append(batch)
         return batches
 
-    # --- the loss of a micro batch ---
-
-    def _loss(
-        self, batch: MicroBatch, output: Output | ScalarOutput, normalizer: LossNormalizer
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """What is differentiated, for every figure its sum for each adapter [names], and log-probabilities or values [n]."""
-        loss, scale = normalizer.loss, normalizer.of_tokens(batch)
-        if isinstance(output, ScalarOutput):
-            return self._differentiated(batch, output.values, None, normalizer)
-        if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
-            total, logprobs = output.cross_entropy(batch.weights * scale, normalizer.loss_grad)
-            return total, self._of_cross_entropy(batch, logprobs.detach(), normalizer), logprobs
-        return self._differentiated(batch, *output.logprobs(loss.entropy), normalizer)
-
-    def _of_cross_entropy(self, batch: MicroBatch, logprobs: Tensor, normalizer: LossNormalizer) -> dict[str, Tensor]:
-        """The figures of a loss whose gradient needs no call of its function."""
-        figures: dict[str, Tensor] | None = {"loss": -logprobs}
-        if normalizer.loss.function is not cross_entropy and not batch.dummy:
-            figures = normalizer.function.observe(logprobs, self._loss_inputs(batch, normalizer.loss), batch.padding)
-        return self._token_figures(batch, figures or {"loss": -logprobs}, normalizer)
-
-    def _token_figures(
-        self, batch: MicroBatch, figures: dict[str, Tensor], normalizer: LossNormalizer
-    ) -> dict[str, Tensor]:
-        """Sums of values [n] for each adapter, scaled: of the loss by weights, of metrics as they are averaged."""
-        summed = normalizer.loss.reduction == "sum"
-        of_loss = batch.weights * normalizer.figure_scale
-        of_metrics = (batch.weights != 0) * normalizer.figure_scale if summed else of_loss
-        return {
-            name: normalizer.sums(weighted(of, of_loss if name == "loss" else of_metrics), batch)
-            for name, of in figures.items()
-        }
-
-    def _differentiated(
-        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None, normalizer: LossNormalizer
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """As :meth:`_loss`, of log-probabilities or values of ``tokens`` [n] and, where the loss asks for them, entropies."""
-        loss, scale, found = normalizer.loss, normalizer.of_tokens(batch), None
-        if not batch.dummy:
-            inputs = self._loss_inputs(batch, loss)
-            factors = scale if loss.per == "token" else normalizer.of_pairs(batch)
-            found = normalizer.function.evaluate(tokens, entropy, inputs, factors, batch.padding)
-        if found is None:  # the model's backward pass runs all the same: other ranks meet this one there
-            nothing = torch.zeros_like(tokens).mul(tokens).sum()
-            return nothing, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
-        total = (found.scores * tokens).sum()
-        if entropy is not None and found.entropy is not None:
-            total = total + (found.entropy * entropy).sum()
-        if loss.per == "token":
-            return total, self._token_figures(batch, found.figures, normalizer), tokens
-        # Every context parallel rank has every pair: it reports its part of the sum, but takes the whole gradient.
-        part = normalizer.figure_scale / self._topology.context
-        return total, {name: normalizer.pair_sums(of * part, batch) for name, of in found.figures.items()}, tokens
-
-    def _loss_inputs(self, batch: MicroBatch, loss: Loss) -> LossInputs:
-        return LossInputs(
-            targets=batch.targets,
-            weights=batch.weights,
-            sample=batch.sample,
-            sample_count=len(batch.members),
-            pairs=batch.pairs,
-            reduce_context=context_sum(self._context_group, loss.per),
-            advantages=batch.fields.get("advantages"),
-            old_logprobs=batch.fields.get("old_logprobs"),
-            ref_logprobs=batch.fields.get("ref_logprobs"),
-            returns=batch.fields.get("returns"),
-            old_values=batch.fields.get("old_values"),
-            last=to_device(last_tokens(batch)[0], batch.sample.device) if loss.of == "values" else None,
-            extra=batch.fields,
-            members=batch.members,
-        )
-
     # --- bringing results together ---
 
     def _reduce_metrics(
         self, stored: list[dict[str, Tensor]], normalizer: LossNormalizer
     ) -> tuple[tuple[str, ...], Tensor]:
-        """Sums [adapters, figures] over micro batches and ranks, on the device, without waiting for it."""
-        mine = tuple(dict.fromkeys(name for item in stored for name in item))
+        """Sum figures over micro batches and ranks to [adapters, figures], on the device, without waiting for it."""
         names = ("loss",)
         if normalizer.loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
-            told = gather_objects((mine, normalizer.function.problem), "world", self._groups, "metrics of the loss")
-            raise_together([problem for _, problem in told], normalizer.function)
-            names = tuple(dict.fromkeys(name for reported, _ in told for name in reported))
+            local = tuple(dict.fromkeys(name for item in stored for name in item))
+            report = (local, normalizer.function.problem)
+            reports = gather_objects(report, "world", self._groups, "metrics of the loss")
+            raise_together([problem for _, problem in reports], normalizer.function)
+            names = tuple(dict.fromkeys(name for reported, _ in reports for name in reported))
         values = torch.zeros(len(normalizer.names), len(names), dtype=torch.float32, device=self._engine.device)
         counts = self._groups.coordinates.tensor == 0
         for item in stored if counts else []:
@@ -432,26 +370,27 @@ class Step:
             dist.all_reduce(values, group=self._groups.device_group("world"))
         return names, values
 
-    def _of_samples(
+    def _by_sample(
         self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int
     ) -> dict[str, Any]:
-        """Each of ``values``, a tensor a micro batch where the loss is computed, as one CPU tensor a sample, on every stage."""
-        found = {}
+        """Turn ``values``, a tensor a micro batch where the loss is computed, into one CPU tensor a sample, on every stage."""
+        by_sample = {}
         for name, of_batches in values.items():
             pairs = zip(batches, of_batches, strict=True) if of_batches else ()
-            found[name] = self._in_order([self._collect(batch, of) for batch, of in pairs], plan, count)
+            by_sample[name] = self._in_order([self._collect(batch, of) for batch, of in pairs], plan, count)
         if self._topology.pipeline > 1:
-            found = broadcast_object(found, "pp", self._groups, self._topology.pipeline - 1, "log-probabilities")
-        return found
+            last = self._topology.pipeline - 1
+            by_sample = broadcast_object(by_sample, "pp", self._groups, last, "log-probabilities")
+        return by_sample
 
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
-        """One unpadded CPU tensor a sample from this rank's tokens, context parallel parts brought together."""
-        whole = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
-        whole.index_copy_(0, batch.place.to(values.device), values)
-        return [part.clone() for part in unpack(self._over_context(whole), batch)]
+        """Return one unpadded CPU tensor a sample from the tokens of all context parallel ranks."""
+        padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
+        padded.index_copy_(0, batch.place.to(values.device), values)
+        return [of_sample.clone() for of_sample in unpack(self._over_context(padded), batch)]
 
     def _over_context(self, values: Tensor) -> Tensor:
-        """On the CPU, with what the other context parallel ranks have in the places where this one has zeros."""
+        """Sum values over context parallel ranks, each of which has zeros for the others' tokens; on the CPU."""
         if self._context_group is not None:
             values = values.to(self._engine.device)
             dist.all_reduce(values, group=self._context_group)

@@ -22,7 +22,7 @@ from legs import run_leg, weights_of
 
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
-from megascend.engines.fsdp import routing, transformers_api
+from megascend.engines.fsdp import recomputation, transformers_api
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
@@ -162,7 +162,7 @@ def drifting(checkpoint: str) -> dict[str, float]:
             if granularity == "full":
                 qwen.Qwen3MoeTopKRouter.forward = drift  # type: ignore[method-assign]
             if not saves_routing:
-                routing.recomputation_contexts = torch.utils.checkpoint.noop_context_fn
+                recomputation.contexts = lambda granularity: torch.utils.checkpoint.noop_context_fn
             recompute = megascend.Recompute(granularity=granularity)  # type: ignore[arg-type]
             with make(checkpoint, recompute=recompute) as backend:
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
@@ -253,11 +253,11 @@ def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
 
     def on_rank() -> tuple[str, bool]:
         with make(checkpoint) as backend:
-            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.slices]
             try:
                 backend.load(folder)
             except MegascendError as error:
-                after = [part for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+                after = [part for c in backend.engine.state(everything=True).values() for _, part in c.slices]
                 return str(error), equal(before, after)
             return "it was loaded", False
 
@@ -304,14 +304,14 @@ def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]
             samples = backend.shard(causal_samples(token_lists()))
             backend.forward_backward(samples)
             backend.optimizer_step()
-            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            before = [part.clone() for c in backend.engine.state(everything=True).values() for _, part in c.slices]
             poison = backend.rank == 1
             for sample in samples:
                 sample.advantages = torch.full((len(sample),), torch.nan if poison else 1.0)
                 sample.old_logprobs = torch.full((len(sample),), -6.0)
             backend.forward_backward(samples, "importance_sampling")
             step = backend.optimizer_step()
-            after = [part for c in backend.engine.state(everything=True).values() for _, part in c.parts]
+            after = [part for c in backend.engine.state(everything=True).values() for _, part in c.slices]
             return step, equal(before, after), backend.forward_backward(samples).loss
 
     return on_ranks(on_rank, 2)

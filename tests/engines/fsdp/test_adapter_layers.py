@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megascend import Adam, Adapters, Lora, Schedule
-from megascend.engines.fsdp.adapter_layers import AdapterLayers
+from megascend.engines.fsdp.adapters import FsdpAdapterLayers
 from megascend.engines.fsdp.transformers_api import COMPUTED_BY
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
@@ -100,7 +100,7 @@ def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts
     mlp.experts = module
     model = Model(mlp=mlp)
     registry = registry_of(model)
-    layers = AdapterLayers(model, registry.shape_groups)
+    layers = FsdpAdapterLayers(model, registry.shape_groups)
     adapters = [registry.create(name, Lora(rank=rank, alpha=3.0)) for name, rank in (("a", 2), ("b", 3), ("c", 1))]
     for adapter in adapters:
         nn.init.normal_(adapter.values, std=0.5)
@@ -140,10 +140,10 @@ def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def linear_layers() -> tuple[Model, AdapterLayers, StackedAdapters]:
+def linear_layers() -> tuple[Model, FsdpAdapterLayers, StackedAdapters]:
     model = Model(q_proj=nn.Linear(HIDDEN, HIDDEN), k_proj=nn.Linear(HIDDEN, HIDDEN))
     registry = registry_of(model)
-    layers = AdapterLayers(model, registry.shape_groups)
+    layers = FsdpAdapterLayers(model, registry.shape_groups)
     stacked = StackedAdapters([registry.create("a", Lora(rank=2))], registry.shape_groups, torch.float32, CPU)
     stacked.fill()
     return model, layers, stacked

@@ -17,7 +17,7 @@ from legs import run_leg
 from test_fsdp import in_process
 
 from megascend import Adam, Adapters, Batching, Fsdp, Parallel
-from megascend.checkpoint import hf_parts_file, manifest
+from megascend.checkpoint import hf_slices, manifest
 from megascend.config import Precision
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, hf_reference, token_lists
@@ -180,8 +180,8 @@ def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(parity_f
     saved = tmp_path / "saved"
     first = on_megatron(pair, checkpoint, 2, None, (1, str(saved)))
     found = manifest.read(saved)
-    (saved / hf_parts_file.NAME).unlink()
-    files = {name: entry for name, entry in found.files.items() if name != hf_parts_file.NAME}
+    (saved / hf_slices.NAME).unlink()
+    files = {name: entry for name, entry in found.files.items() if name != hf_slices.NAME}
     (saved / manifest.NAME).write_text(replace(found, files=files).to_text())
     again = on_megatron(pair, checkpoint, 1, str(saved))
     assert again["losses"] == first["losses"][1:]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascend.engines.fsdp.mesh import mesh_ranks
-from megascend.engines.fsdp.sequence import HeadExchange, check_heads
+from megascend.engines.fsdp.attention import HeadExchange, check_heads
+from megascend.engines.fsdp.sharding import mesh_ranks
 from megascend.errors import TopologyError
 from megascend.testing import run_distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend import Batching, Fsdp, Moe, Parallel, Recompute
+from megascend import Fsdp, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
 from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
@@ -71,14 +71,15 @@ def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
 
 
 def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(monkeypatch):
+    from megascend.engines.context import EngineSpec
     from megascend.engines.fsdp.engine import check_settings
 
-    topology = plan(Parallel(), 1)
+    spec, topology = EngineSpec(Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 keeps"):
-        check_settings(COMPILED, topology, Recompute(), Moe(), Batching(), None)
+        check_settings(spec, topology)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    check_settings(COMPILED, topology, Recompute(), Moe(), Batching(), None)
+    check_settings(spec, topology)
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():

@@ -297,7 +297,7 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
         fused._forward = lambda *args, **kwargs: None  # asks for no q, k and v
         with pytest.raises(PlatformError, match="rotary embedding is missing"):
             attention(hidden, None, rotary_pos_emb=angles)
-        assert fused._now is None
+        assert fused._pending is None
         assert not plain.calls
         backend.close()
         return taken, list(fitting)

@@ -3,12 +3,13 @@
 CUDA graphs themselves are the business of tests/gpu/test_cuda_graphs.py; a stand-in takes their place here.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Fsdp, Lora, Moe, Parallel, Recompute, Sample
+from megascend import Adam, Adapters, Batching, ConfigError, CudaGraphs, Lora, Moe, Parallel, Recompute, Sample
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from megascend.topology.topology import plan
@@ -444,11 +445,12 @@ def test_the_setting_needs_cuda(parity_folder):
 
 
 def test_other_engines_refuse_the_setting():
+    from megascend.engines.context import EngineSpec
     from megascend.engines.fsdp import engine as fsdp
     from megascend.engines.single import engine as single
 
-    batching = Batching(cuda_graphs=CudaGraphs())
+    spec = EngineSpec(Path("model"), batching=Batching(cuda_graphs=CudaGraphs()))
     with pytest.raises(ConfigError, match=r"engine single: batching\.cuda_graphs is a setting of engine megatron"):
-        single.check_settings(Recompute(), batching)
+        single.check_settings(spec)
     with pytest.raises(ConfigError, match=r"engine fsdp: batching\.cuda_graphs is a setting of engine megatron"):
-        fsdp.check_settings(Fsdp(), plan(Parallel(), 1), Recompute(), Moe(), batching, None)
+        fsdp.check_settings(spec, plan(Parallel(), 1))

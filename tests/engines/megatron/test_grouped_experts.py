@@ -130,8 +130,7 @@ def test_tenants_equal_pefts(case: Case, tenants: int, parity_folder, tmp_path):
 
 def test_the_grouped_path_is_the_one_that_runs(parity_folder):
     """Experts lie in one tensor, which their parameters and Megatron's gradient buffer are parts of; each has a gradient."""
-    from megascend.engines.megatron.expert_dispatch import IndexedDispatcher
-    from megascend.engines.megatron.expert_weights import one_view
+    from megascend.engines.megatron.grouped_experts import IndexedDispatcher, one_view
 
     backend = case_backend(MORE[0], case_checkpoint(parity_folder, "qwen3_moe"))
     (chunk,) = backend.engine.bare_chunks
@@ -147,7 +146,7 @@ def test_the_grouped_path_is_the_one_that_runs(parity_folder):
 
 
 def test_tensors_that_do_not_lie_evenly_have_no_common_view():
-    from megascend.engines.megatron.expert_weights import one_view
+    from megascend.engines.megatron.grouped_experts import one_view
 
     whole = torch.arange(40.0)
     parts = [whole[start : start + 6].view(2, 3) for start in (0, 8, 16, 24)]

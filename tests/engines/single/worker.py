@@ -112,7 +112,7 @@ def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
 
 def bits(backend: megascend.SingleBackend) -> dict[str, bytes]:
     state = backend.engine.state(everything=True)
-    parts = {name: chunks.parts[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
+    parts = {name: chunks.slices[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
     found = {name: values.numpy().tobytes() for name, values in parts.items()}
     counters = repr(backend.engine.trainable.counters()).encode()
     return found | {"torch": torch.get_rng_state().numpy().tobytes(), "counters": counters}

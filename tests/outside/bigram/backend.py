@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import megascend
+from megascend.engines.context import EngineSpec
 
 
 class BigramBackend(megascend.Backend):
@@ -21,17 +22,18 @@ class BigramBackend(megascend.Backend):
         seed: int = 1234,
         timeout_s: float = 600.0,
     ) -> None:
+        settings = {
+            "precision": precision,
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "batching": batching,
+            "seed": seed,
+        }
+        spec = EngineSpec.of(model, settings)
         with megascend.engine_context(
             "bigram", model, precision=precision, platform=platform, timeout_s=timeout_s
         ) as context:
             from bigram.engine import BigramEngine
 
-            engine = BigramEngine(
-                context,
-                optimizer or megascend.Adam(),
-                schedule or megascend.Schedule(),
-                batching or megascend.Batching(),
-                precision,
-                seed,
-            )
+            engine = BigramEngine(spec, context)
         super().__init__(engine, context.model_dir, context.runtime.platform)

@@ -1,20 +1,28 @@
-"""LoRA adapters on a sharded transformers model: many in one batch, whole on every rank."""
+"""LoRA adapters on a sharded transformers model: many in one batch, whole on every rank.
+
+They are applied inside the layers, whose parameters are gathered while they run: nothing is exchanged.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from megascend.config import Adam, Adapters, Schedule
-from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.fsdp.adapter_layers import AdapterLayers
+from megascend.engines.base import DTYPES
+from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
+from megascend.engines.fsdp.experts import SortedRows, frozen_experts
+from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
 from megascend.errors import ConfigError
 from megascend.lora.adapter_set import MixedAdapters
+from megascend.lora.applied_adapters import AppliedAdapters, start_graph
+from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry
+from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
 from megascend.lora.target_modules import EMBEDDING, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
     drawn_as,
@@ -23,7 +31,121 @@ from megascend.lora.transformers_targets import (
     is_transposed,
     layer_targets,
 )
-from megascend.topology.topology import Topology
+
+Place = tuple[int, int, TargetModule]
+"""Number of the shape group, number in it, target module."""
+
+
+class FsdpAdapterLayers(AppliedAdapters):
+    """Hooks on a model's adapted layers, and which adapters they apply at the moment.
+
+    Args:
+        divided: ranks hold different experts, and tokens are sent to them.
+    """
+
+    def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> None:
+        super().__init__()
+        self._divided = divided
+        self._not_called: dict[int, str] = {}
+        of_experts: dict[int, tuple[Any, dict[str, Place]]] = {}
+        for number, shape_group in enumerate(shape_groups):
+            for layer, target in enumerate(shape_group.target_modules):
+                name, module = target.slices[0].name, target.module
+                if target.is_output:
+                    self._output = number, target  # which the loss's head computes
+                    continue
+                self._not_called[id(module)] = name
+                if target.is_expert:
+                    places = of_experts.setdefault(id(module), (module, {}))[1]
+                    places[name.rsplit(".", 1)[-1]] = number, layer, target
+                elif target.is_embedding:
+                    module.register_forward_hook(partial(self._after_embedding, number, target))
+                else:
+                    module.register_forward_hook(partial(self._after, number, layer, target))
+        for module, places in of_experts.values():
+            compute_experts_by(module, partial(self._experts, places), self._adapters_of_tokens)
+        model.get_input_embeddings().register_forward_hook(start_graph)
+
+    def require_called(self) -> None:
+        """After a forward pass with adapters.
+
+        Raises:
+            ConfigError: the model computes an adapted layer's product without calling the layer, so its adapters are not applied.
+        """
+        if self.stacked is not None and self._not_called:
+            raise ConfigError(
+                f"engine fsdp: the model does not call its layer {next(iter(self._not_called.values()))}, so adapters of it "
+                "would have no effect; leave it out of adapters.targets"
+            )
+
+    def _after(
+        self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
+    ) -> Tensor:
+        if self.stacked is None:
+            return out
+        self._note(module, target, inputs[0])
+        return self.to_linear(shape_group, layer, target, inputs[0], out)
+
+    def _after_embedding(
+        self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
+    ) -> Tensor:
+        if self.stacked is None:
+            return out
+        self._note(module, target, out)
+        return self.to_embedding(shape_group, target, inputs[0], out)
+
+    def _adapters_of_tokens(self) -> Tensor | None:
+        """int64 [n], if there are several."""
+        return None if self.mixed is None else self.mixed.adapter_index
+
+    def _experts(
+        self,
+        places: dict[str, Place],
+        module: Any,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        along: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`megascend.engines.fsdp.experts.frozen_experts`.
+
+        Args:
+            along: int64 [n], each row's adapter; None: they are of one.
+        """
+        if self.stacked is None:
+            return experts_products()(module, hidden, index, weights)
+        if self._divided:  # rows have come from other ranks
+            self._not_called.pop(id(module), None)
+        else:
+            self._note(module, next(iter(places.values()))[2], hidden)
+        adapters = len(self.stacked.adapters)
+        grouped: ExpertAdapterRows | None = None
+
+        def add(parameter: str, rows: SortedRows, x: Tensor, out: Tensor) -> Tensor:
+            nonlocal grouped
+            if parameter not in places:
+                return out
+            shape_group, layer, target = places[parameter]
+            if grouped is None:
+                grouped = (
+                    ExpertAdapterRows(rows.segments)
+                    if along is None
+                    else by_expert_and_adapter(rows.expert, along[rows.token], target.experts, adapters, in_order=False)
+                )
+            return self.to_experts(shape_group, layer, grouped, x, out)
+
+        return frozen_experts(module, hidden, index, weights, add)
+
+    def _note(self, module: Any, target: TargetModule, states: Tensor) -> None:
+        """A layer was called with ``states`` [..., features], which must be of the micro batch's tokens."""
+        self._not_called.pop(id(module), None)
+        assert self.segments is not None, "a micro batch was begun without its segments"
+        tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
+        if rows != tokens:
+            raise ConfigError(
+                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so it is not "
+                "known whose they are; leave it out of adapters.targets"
+            )
 
 
 class FsdpAdapters(MixedAdapters):
@@ -34,9 +156,7 @@ class FsdpAdapters(MixedAdapters):
 
     Args:
         model: not yet sharded; may be without memory.
-        tied: the output layer is the embedding.
-        share: which experts will be this rank's; None: all.
-        dtype: in which layers compute.
+        share: of experts that this rank will hold; None: all.
 
     Attributes:
         layers: applies them.
@@ -49,19 +169,13 @@ class FsdpAdapters(MixedAdapters):
     def __init__(
         self,
         model: Any,
-        topology: Topology,
-        groups: ProcessGroups,
-        limits: Adapters,
-        *,
-        adam: Adam,
-        schedule: Schedule,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        model_dir: Path,
-        tied: bool,
+        spec: EngineSpec,
+        context: EngineContext,
         share: ExpertShare | None,
     ) -> None:
+        assert spec.adapters is not None
+        limits, tied = spec.adapters, context.info.shape.tied
+        dtype, device = DTYPES[spec.precision], context.groups.device
         embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
         check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
         ungated = next(experts_without_gate(model), None)
@@ -70,21 +184,28 @@ class FsdpAdapters(MixedAdapters):
                 f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
                 "experts are not adapted; name the other layers in adapters.targets"
             )
-        found = [_of_rank(target, share) for target in layer_targets(model)]
-        found += [] if tied else embedding_and_output(model)
-        everything = sorted(target.slices[0].name for target in found)
+        targets = [_local_experts(target, share) for target in layer_targets(model)]
+        targets += [] if tied else embedding_and_output(model)
+        everything = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in everything if matches(name, limits.targets)]
-        drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in found]
+        drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
         registry = AdapterRegistry.of_model(
-            drawn, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
+            drawn,
+            everything,
+            limits,
+            adam=spec.optimizer,
+            schedule=spec.schedule,
+            seed=spec.seed,
+            dtype=dtype,
+            device=device,
         )
-        self.layers = AdapterLayers(model, registry.shape_groups, divided=share is not None)
-        self.transposed = {target.slices[0].name for target in found if is_transposed(target)}
+        self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
+        self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
         super().__init__(
             registry,
-            topology,
-            groups,
-            model_dir,
+            context.topology,
+            context.groups,
+            context.model_dir,
             layers=self.layers,
             dtype=dtype,
             device=device,
@@ -92,8 +213,8 @@ class FsdpAdapters(MixedAdapters):
         )
 
 
-def _of_rank(target: TargetModule, share: ExpertShare | None) -> TargetModule:
-    """Of experts, this rank's."""
+def _local_experts(target: TargetModule, share: ExpertShare | None) -> TargetModule:
+    """Restrict an expert target to this rank's experts."""
     if share is None or not target.is_expert:
         return target
     count = target.experts // share.size

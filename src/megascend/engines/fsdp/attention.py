@@ -2,24 +2,32 @@
 
 What is in a micro batch comes with every call of the model, as a keyword that its layers pass on. A model whose layers do not is
 refused: its samples would see each other.
+
+Under sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses) ranks hold parts of every sample, and for attention all of it,
+of some of the heads. Queries, keys, values and the result are exchanged in each layer's attention; nothing else of the model
+knows. Recomputation repeats the exchanges alike on all ranks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.engines.fsdp import varlen
-from megascend.engines.fsdp.sequence import HeadExchange
 from megascend.engines.key_values import Filling, Growing
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, TopologyError
 from megascend.kernels import npu
 from megascend.kernels.host_copy import to_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 KEYWORD = "sample_lengths"
 HARMLESS = ("position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -31,9 +39,72 @@ calls by the kernel's on an H200 (torch 2.11, bf16, forward and backward): 11.2 
 4096."""
 
 
+def check_heads(heads: int, kv_heads: int, size: int) -> None:
+    """Raise TopologyError unless ``size`` ranks can divide a model's heads; fewer key and value heads are repeated."""
+    if heads % size or heads % math.lcm(kv_heads, size):
+        raise TopologyError(
+            f"parallel.context={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and values, "
+            "repeated where there are fewer than ranks); choose a size that does"
+        )
+
+
+class HeadExchange:
+    """Exchanges parts of samples with all heads for whole samples with a part of the heads, and back."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """[batch, heads, tokens of a rank, d] to [batch, heads of a rank, tokens of all ranks in their order, d]."""
+        heads = math.lcm(states.shape[1], self._size)
+        states = states.repeat_interleave(heads // states.shape[1], dim=1)
+        batch, _, tokens, size = states.shape
+        sent = states.reshape(batch, self._size, -1, tokens, size).movedim(1, 0)
+        return _exchanged(sent, self._group).movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """Undo :meth:`to_heads`."""
+        batch, heads, tokens, size = states.shape
+        sent = states.reshape(batch, heads, self._size, tokens // self._size, size).movedim(2, 0)
+        return _exchanged(sent, self._group).movedim(0, 1).reshape(batch, -1, tokens // self._size, size)
+
+    def order(self, lengths: tuple[int, ...]) -> Tensor:
+        """int64 [tokens]: where the tokens of packed samples lie after :meth:`to_heads`, one sample after the other."""
+        parts = torch.tensor([length // self._size for length in lengths])
+        of_rank = int(parts.sum())
+        starts = (parts.cumsum(0) - parts).tolist()
+        runs = [
+            torch.arange(rank * of_rank + start, rank * of_rank + start + part)
+            for start, part in zip(starts, parts.tolist(), strict=True)
+            for rank in range(self._size)
+        ]
+        return torch.cat(runs)
+
+
+class _TokenHeadExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(values)
+        dist.all_to_all_single(received, values, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        received = torch.empty_like(grad)
+        dist.all_to_all_single(received, grad, group=ctx.group)
+        return received, None
+
+
+def _exchanged(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange ``values`` [ranks, ...]: entry r goes to rank r, and entry r of the result comes from it."""
+    return _TokenHeadExchange.apply(values.contiguous(), group)
+
+
 @dataclass(frozen=True)
 class SampleLengths:
-    """How the samples of a micro batch lie in its tensors.
+    """Layout of the samples of a micro batch in its tensors.
 
     A layer that is compiled depends on which of these are None, and on nothing else here: lengths differ from one to the next.
 
@@ -65,7 +136,7 @@ def sample_lengths(
     compiled: bool = False,
     cached: Filling | Growing | None = None,
 ) -> SampleLengths:
-    """What the attention of a micro batch has to know, made on the host; nothing waits for the device.
+    """Build the layout of a micro batch's samples on the host; nothing waits for the device.
 
     Args:
         packed: tokens of each sample, padding included; None: a padded batch.

@@ -4,192 +4,142 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.changes import patch
-from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Precision, Recompute, Schedule
+from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
-from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines import caching
-from megascend.engines.base import OnOutput, Trainable
-from megascend.engines.export import export
-from megascend.engines.fsdp import attention, compilation, loading, recomputation, state, transformers_api
+from megascend.engines.base import OnOutput, seed_generators
+from megascend.engines.context import EngineContext, EngineSpec
+from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters
+from megascend.engines.fsdp.attention import HeadExchange, check_heads
 from megascend.engines.fsdp.expert_parallel import ExpertShare
-from megascend.engines.fsdp.mesh import FsdpGroups
 from megascend.engines.fsdp.named_weights import named_weights
-from megascend.engines.fsdp.optimizer import Optimizer
 from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss
-from megascend.engines.fsdp.sequence import HeadExchange, check_heads
-from megascend.engines.fsdp.sharding import freeze, reshard, shard
-from megascend.engines.fsdp.shards import shards
-from megascend.engines.fsdp.sources import Piece, hf_parts, pieces
+from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.engines.full_model import FullModel
-from megascend.engines.hf_parts import HfParts
+from megascend.engines.heads import fresh_weights, output_layer
+from megascend.engines.key_values import other_attention
 from megascend.engines.rotary import RotaryByLength
-from megascend.engines.scalar_head import fresh_weights, output_layer, plain_slice, refuse_adapters
+from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
+from megascend.engines.transformers_names import tensor_slices
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
-from megascend.selfcheck.check import require_agreement_here
-from megascend.selfcheck.in_process import Subject
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-
-class FsdpEngine:
+class FsdpEngine(TransformersEngine):
     """A model of transformers, sharded by torch; see :class:`megascend.engines.base.Engine`.
 
+    Its parameters are shards between calls.
+
+    Args:
+        context: with :class:`FsdpGroups` as its factory.
+
     Attributes:
-        model: transformers' causal language model, or its token classifier where there is a scalar head. Its parameters are
-            shards between calls.
         bytes_read: of the checkpoint, by this rank.
         adapters: on a frozen model, or None.
-        self_check: the result of comparing a slice of the model, computed as here, with transformers alone.
-        self_check_s: seconds that it took.
     """
 
     kind = "fsdp"
-    mixes_adapters = True
 
-    def __init__(
-        self,
-        topology: Topology,
-        groups: ProcessGroups,
-        info: ModelInfo,
-        model_dir: Path,
-        axes: FsdpGroups,
-        *,
-        fsdp: Fsdp,
-        precision: Precision,
-        adam: Adam,
-        schedule: Schedule,
-        recompute: Recompute,
-        moe: Moe,
-        batching: Batching,
-        adapters: Adapters | None,
-        seed: int,
-        page_locked: bool,
-        self_check: bool,
-    ) -> None:
-        self.topology, self.groups, self.info, self.device = topology, groups, info, groups.device
-        self.precision: Precision = precision
-        self.batching, self.model_dir, self._fsdp = batching, model_dir, fsdp
-        limits = [limit for limit in (batching.max_length, info.shape.max_position) if limit is not None]
-        self.max_length = min(limits, default=sys.maxsize)
+    def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
+        super().__init__(spec, context)
+        topology, groups, info = self.topology, self.groups, self.info
+        axes = context.factory
+        assert isinstance(axes, FsdpGroups)
+        self._fsdp = spec.fsdp
         self.layout = SequenceLayout(
-            packing=batching.packing,
+            packing=spec.batching.packing,
             context_size=topology.context,
             context_rank=groups.coordinates.context,
             for_megatron=False,
             contiguous=True,
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
-        self._seed(seed + groups.rank)
-        refuse_adapters(info.scalar_head, adapters)
-        self.model = transformers_api.meta_model(model_dir, info.shape.tied, info.scalar_head)
-        if topology.context > 1:
-            text = self.model.config.get_text_config()
-            heads = text.num_attention_heads
-            check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
-        layers = transformers_api.layers(self.model)
-        check_layers(self.model, layers, packing=batching.packing, context=topology.context, longest=self.max_length)
-        npu = self.device.type == "npu"
-        subject = FsdpSubject(info.scalar_head, packing=batching.packing, context=topology.context, npu=npu)
-        began = time.monotonic()
-        self.self_check = require_agreement_here(
-            model_dir, self.model.config, self.max_length, groups, subject, wanted=self_check
-        )
-        self.self_check_s = time.monotonic() - began
+        seed_generators(spec.seed + groups.rank)  # other dropout on every rank, which has other samples
+        self.model = transformers_api.meta_model(self.model_dir, info.shape.tied, info.scalar_head)
+        layers = self._check_model(spec)
         self._rotary = RotaryByLength(self.model)
-        sources = pieces(self.model, info.tensors)
-        recomputation.recompute(layers, recompute.granularity)
-        if fsdp.compile:
+        self._hf_slices = tensor_slices(self.model, info.tensors)
+        recomputation.recompute(layers, spec.recompute.granularity)
+        if spec.fsdp.compile:
             compilation.compile_layers(layers, transformers_api.is_fused_experts)
         self._share = None
         if topology.expert > 1:
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
         self.adapters: FsdpAdapters | None = None
-        self.optimizer: Optimizer | None = None
-        if adapters is not None:
-            self.adapters = FsdpAdapters(
-                self.model,
-                topology,
-                groups,
-                adapters,
-                adam=adam,
-                schedule=schedule,
-                seed=seed,
-                dtype=DTYPES[precision],
-                device=self.device,
-                model_dir=model_dir,
-                tied=info.shape.tied,
-                share=self._share,
-            )
-            freeze(self.model, DTYPES[precision])
+        if spec.adapters is not None:
+            self.adapters = FsdpAdapters(self.model, spec, context, self._share)
+            freeze(self.model, self.dtype)
         self._router_loss: RouterLoss | None = None
-        if moe.aux_loss != "none":
-            self._router_loss = RouterLoss(self.model, moe, groups, frozen=adapters is not None)
+        if spec.moe.aux_loss != "none":
+            self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
         expert_mesh = None
         if self._share is not None:
             transformers_api.divide_experts(self.model, self._share)
             expert_mesh = axes.expert_mesh(topology, groups)
         mesh = axes.mesh(topology.world_size, self.device.type)
-        self._units = shard(self.model, mesh, fsdp, DTYPES[precision], page_locked=page_locked, expert_mesh=expert_mesh)
-        self.model.to_empty(device="cpu" if fsdp.offload else self.device)
+        page_locked = context.runtime.platform.page_locks_memory
+        self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+        self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
-        self._shards = list(shards(self.model, self._share))
-        self._hf_parts = hf_parts(sources, info.tensors)
-        scalar = info.scalar_head
-        fresh = fresh_weights(scalar, info.shape.hidden_size, seed) if scalar else {}
-        self.bytes_read = self._load(sources, fresh)
+        self._shards = list(shards.shards(self.model, self._share))
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        self.bytes_read = self._load(self._hf_slices, fresh)
         layers_of_adapters = self.adapters and self.adapters.layers
-        self._head = LossHead(self.model, info.shape.vocab_size, layers_of_adapters, scalar=scalar is not None)
+        scalar = info.scalar_head is not None
+        self._head = LossHead(self.model, info.shape.vocab_size, layers_of_adapters, scalar=scalar)
         if self.adapters is not None:
-            self.trainable: Trainable = self.adapters
+            self.trainable = self.adapters
         else:
             trained = [each for each in self._shards if each.trained]
-            self.optimizer = Optimizer(trained, adam, schedule, precision, groups, fsdp.replicate)
+            self.optimizer = shards.ShardAdamW(
+                trained, spec.optimizer, spec.schedule, spec.precision, groups, spec.fsdp.replicate
+            )
             self.trainable = FullModel(self.optimizer)
         self.model.train()
 
-    def _load(self, sources: Mapping[str, Sequence[Piece]], fresh: Mapping[str, torch.Tensor]) -> int:
-        """Fill this rank's shards; what is wrong with one rank's is an error on all."""
+    def _check_model(self, spec: EngineSpec) -> list[torch.nn.Module]:
+        """Refuse a model that would be computed wrongly here; return its layers. Collective."""
+        topology, packing = self.topology, spec.batching.packing
+        if topology.context > 1:
+            text = self.model.config.get_text_config()
+            heads = text.num_attention_heads
+            check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
+        layers = transformers_api.layers(self.model)
+        check_layers(self.model, layers, packing=packing, context=topology.context, longest=self.max_length)
+        npu = self.device.type == "npu"
+        subject = FsdpSubject(self.info.scalar_head, packing=packing, context=topology.context, npu=npu)
+        self.check_slice(self.model.config, subject, enabled=spec.self_check)
+        return layers
+
+    def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
+        """Fill this rank's shards; a problem of one rank is an error on all."""
         problem, read = None, 0
         try:
-            read = loading.load(self._shards, sources, self.info.tensors, fresh, DTYPES[self.precision])
+            read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
         raise_on_all_ranks(problem, self.groups, f"whether {self.model_dir} could be loaded")
         return read
-
-    @staticmethod
-    def _seed(seed: int) -> None:
-        """Of dropout: another one on every rank, which has other samples."""
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Gradients of micro batches add up; fully_shard averages over all ranks, and so do adapters.
         return float(self.topology.world_size), 1.0
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        stored = []
+        results = []
         router_loss = None if forward_only else self._router_loss
         if router_loss is not None:
             router_loss.begin(batches)
@@ -205,56 +155,41 @@ class FsdpEngine:
                     packed,
                     self._exchange,
                     self.device,
-                    DTYPES[self.precision],
+                    self.dtype,
                     compiled=self._fsdp.compile,
                     cached=batch.cached,
                 )
                 watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
                 with self.groups.monitor.phase("forward"), watching:
-                    total, found = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
+                    loss, result = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
                 if router_loss is not None:
-                    total = total + router_loss.of(batch)
+                    loss = loss + router_loss.of(batch)
                 if self.adapters is not None:
                     self.adapters.layers.require_called()
-                stored.append(found)
+                results.append(result)
                 if not forward_only:
-                    scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
-                    with self.groups.monitor.phase("backward"):
-                        (total if scale == 1 else total * scale).backward()
+                    self.backward(loss)
         except ConfigError:  # on all ranks alike
             if hasattr(self.model, "reset_iter_state"):  # torch 2.13
                 self.model.reset_iter_state()
             raise
         finally:
             reshard(self._units)
-        return stored
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Dropout off until the block ends."""
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train()
+        return results
 
     def why_no_cache(self) -> str | None:
         if self._exchange is not None:
             return f"parallel.context={self.topology.context}"
         if self._fsdp.compile:
             return "fsdp.compile"
-        return caching.other_attention(self.model.config)
-
-    def caching(self) -> contextlib.AbstractContextManager[None]:
-        """Micro batches say so themselves."""
-        return contextlib.nullcontext()
+        return other_attention(self.model.config)
 
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
         ranks_of_copy = self.topology.world_size // self._fsdp.replicate
         return dict(
-            state.state(
+            shards.state(
                 self._shards,
                 self.optimizer,
                 everything=everything,
@@ -263,8 +198,8 @@ class FsdpEngine:
             )
         )
 
-    def hf_parts(self) -> HfParts:
-        return self._hf_parts
+    def hf_slices(self) -> HfSlices:
+        return self._hf_slices
 
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
@@ -278,29 +213,15 @@ class FsdpEngine:
             self.model,
             self.groups,
             self.info.tensors,
-            DTYPES[self.precision],
+            self.dtype,
             merge=merge,
             receivers=receivers,
             device=device,
             share=self._share,
         )
 
-    def export(self, path: Path, adapter: str | None) -> None:
-        dtype = str(DTYPES[self.precision]).removeprefix("torch.")
-        weights = self.named_weights(adapter, receivers="main")
-        export(weights, self.model_dir, path, dtype, self.groups, self.info)
 
-    def random_streams(self) -> None:
-        """There are none."""
-
-    def restore_random_streams(self, state: Any) -> None:
-        """There are none."""
-
-    def close(self) -> None:
-        """The groups, which the backend closes, are all that is left in the process."""
-
-
-class FsdpSubject(Subject):
+class FsdpSubject(TransformersSubject):
     """A small model as this engine computes it, on the CPU.
 
     Args:
@@ -316,9 +237,6 @@ class FsdpSubject(Subject):
         super().__init__(scalar_head)
         self.packing, self._npu = packing or context > 1, npu
         self.remedy = "set batching.packing: false" + (" and parallel.context: 1" if context > 1 else "")
-
-    def plain(self, config: Any) -> Any:
-        return plain_slice(config, self.scalar_head)
 
     def build(self, config: Any) -> Any:
         model = transformers_api.engine_model(config, self.scalar_head, config.vocab_size)
@@ -354,10 +272,17 @@ class FsdpSubject(Subject):
         return [part[:length].float() for part, length in zip(whole, lengths, strict=True)]
 
 
-def check_settings(
-    fsdp: Fsdp, topology: Topology, recompute: Recompute, moe: Moe, batching: Batching, adapters: Adapters | None
-) -> None:
-    """Raise ConfigError for settings that this engine does not have."""
+def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -> None:
+    """Raise ConfigError for settings that this engine does not have.
+
+    Args:
+        npu: the run is on NPUs.
+    """
+    fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
+    if fsdp.compile and npu:
+        raise ConfigError(
+            "engine fsdp: fsdp.compile is not there on NPUs: torch's inductor has no compiler for them; set compile: false"
+        )
     if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ConfigError(
             "engine fsdp: fsdp.compile is set, and TORCHDYNAMO_DISABLE=1 keeps torch.compile from compiling; unset one of them"

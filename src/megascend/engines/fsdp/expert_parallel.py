@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascend.engines.fsdp.grouped_experts import Experts, Moved, Spread, permutation
+from megascend.engines.fsdp.experts import Experts, SpreadRows, permutation
 from megascend.errors import ConfigError
+from megascend.kernels.token_rows import Moved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +64,7 @@ class TokenExchange:
         Returns:
             [m, ...] and [m].
         """
-        rows: Any = Spread.apply(values, self._order, self._place, self._count)
+        rows: Any = SpreadRows.apply(values, self._order, self._place, self._count)
         weight_of_row: Any = Moved.apply(weights.flatten(), self._order, self._place)
         rows, weight_of_row = _exchanged(self._sent, self._received, self._group, rows, weight_of_row)
         return rows, weight_of_row
@@ -89,7 +90,7 @@ def computed_where_experts_are(
     compute: Experts,
     along: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`megascend.engines.fsdp.grouped_experts.Experts`: by ``compute``, on the ranks that hold the experts.
+    """See :data:`megascend.engines.fsdp.experts.Experts`: by ``compute``, on the ranks that hold the experts.
 
     Args:
         module: this rank's experts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -15,13 +14,10 @@ from torch.distributed.tensor import DTensor
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.shards import LocalShard, shards
-from megascend.engines.fsdp.sources import layer_of
-from megascend.engines.fsdp.transformers_api import in_checkpoint
-from megascend.engines.meetings import Meetings, Stopped
+from megascend.engines.transformers_names import in_checkpoint, layer_of
+from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import differences
 from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.safetensors_writer import DTYPES
 from megascend.kernels.reductions import to_dtype
 from megascend.topology.weight_routes import Receivers, ranks_of
 
@@ -39,64 +35,36 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the checkpoint, whole tensor) of everything that a checkpoint has, in the model's order, on ranks that receive.
 
-    Collective, as :meth:`megascend.engines.base.Engine.named_weights`. All ranks meet over Gloo before each layer and at the
-    end, where one that has left the stream is an error on the others. Beside the model, every rank holds one layer.
+    Collective, as :meth:`megascend.engines.base.Engine.named_weights`; see
+    :func:`megascend.engines.weight_stream.stream_weights`. Beside the model, every rank holds one layer.
 
     Args:
-        wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are held against them.
+        wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are compared with them.
         dtype: of what comes; what the model keeps in fp32 because its checkpoint does, stays so.
-        merge: what is made of each parameter, by transformers' name, before it comes.
+        merge: called with each parameter, by transformers' name.
         device: where to; default: where ranks compute. ``meta``: shapes and dtypes, and no shard travels.
-        share: which experts are this rank's; None: all.
+        share: of experts that this rank holds; None: all.
 
     Raises:
         CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
             of ``wanted``.
     """
     receives = groups.rank in ranks_of(receivers, groups.topology)
-    meetings = Meetings(groups, 0)
+    barrier = ExportBarrier(groups)
     problems: list[str] = []
     describes = device is not None and torch.device(device).type == "meta"
     gathered = _described if describes else _gathered
-    stream = _stream(model, groups, wanted, dtype, meetings.before_layer, receives, merge, share, problems, gathered)
-    found: dict[str, TensorHeader] = {}
-    try:
-        while True:
-            with groups.monitor.phase("named weights"), torch.no_grad():
-                entry = next(stream, None)
-                if entry is None:
-                    meetings.at_end()
-                    break
-            name, tensor = entry
-            del entry
-            found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
-            try:
-                if problems:  # found by the stream, which must not end where other ranks go on
-                    raise CheckpointError(f"named_weights: {problems[0]}")
-                yield name, tensor if device is None else tensor.to(device)
-                del tensor
-            except BaseException as error:
-                meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
-                with contextlib.suppress(Stopped), groups.monitor.phase("named weights"), torch.no_grad():
-                    for _ in stream:  # up to the next meeting
-                        pass
-                    meetings.at_end()
-                raise
-    except Stopped as stopped:
-        if receives:
-            raise CheckpointError(
-                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
-                "is not the whole model"
-            ) from None
-        return
-    if receives and (problems := differences(wanted, found, DTYPES[str(dtype)])):
-        raise CheckpointError(
-            f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
-            "report the model's architecture"
-        )
+    layers = _layers(model, groups, wanted, dtype, barrier.before_layer, receives, merge, share, problems, gathered)
+
+    def finish(name: str, tensor: Tensor) -> Tensor:
+        if problems:  # found while gathering, which must not end where other ranks continue
+            raise CheckpointError(f"named_weights: {problems[0]}")
+        return tensor if device is None else tensor.to(device)
+
+    yield from stream_weights(layers, barrier, groups, wanted, dtype, receives=receives, finish=finish)
 
 
-def _stream(
+def _layers(
     model: Any,
     groups: ProcessGroups,
     wanted: Mapping[str, TensorHeader],

@@ -9,8 +9,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.engines.base import OnOutput, ScalarOutput
-from megascend.engines.plain_head import HeadOutput
-from megascend.engines.scalar_head import output_layer, values_of
+from megascend.engines.heads import PlainOutput, output_layer, values_of
 from megascend.errors import ConfigError
 from megascend.lora.applied_adapters import AppliedAdapters
 
@@ -70,7 +69,7 @@ class LossHead:
         down = lora_delta = None
         if self._adapters is not None:
             down, lora_delta = self._adapters.down_of_output(hidden), self._adapters.lora_delta(batch.segments)
-        head = HeadOutput(
+        head = PlainOutput(
             hidden.flatten(0, 1),
             self._layer.weight,
             batch.targets,

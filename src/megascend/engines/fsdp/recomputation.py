@@ -3,6 +3,10 @@
 ``full`` keeps what a layer gets, and the routing of its tokens. ``selective`` keeps results that take long to compute, too, by
 torchtitan's rule: attention, and every second product of matrices (its operators ``mm`` and ``addmm``); norms, rotary embeddings,
 activations, and the products of experts, whose results are much larger than their work, are computed again.
+
+The experts that each token goes to are kept: a recomputed forward pass may route a token elsewhere (noise, kernels whose sums
+differ). transformers' eager experts then raise CheckpointError; its grouped products, whose shapes do not depend on the routing,
+silently give the gradient of another model. The routing passes through an operator of its own, which is not repeated.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megascend.changes import patch
-from megascend.engines.fsdp import routing, varlen
+from megascend.engines.fsdp import varlen
 
 Granularity = Literal["none", "full", "selective"]
 
@@ -30,6 +34,31 @@ _ATTENTION = (
 )
 
 
+@torch.library.custom_op("megascend::saved_routing", mutates_args=())
+def saved_routing(values: Tensor) -> Tensor:
+    """Return ``values`` as the forward pass had them."""
+    return values.clone()
+
+
+@saved_routing.register_fake
+def _(values: Tensor) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    return grad
+
+
+saved_routing.register_autograd(_backward)
+
+
+def routing_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the routing alone."""
+    if operator is torch.ops.megascend.saved_routing.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def recompute(layers: Sequence[nn.Module], granularity: Granularity) -> None:
     """Have each of ``layers`` recomputed by itself. Hooks of a layer, ``fully_shard``'s among them, are not repeated."""
     if granularity == "none":
@@ -40,8 +69,15 @@ def recompute(layers: Sequence[nn.Module], granularity: Granularity) -> None:
 
 
 def contexts(granularity: Granularity) -> Callable[[], Any]:
-    """``context_fn`` of ``torch.utils.checkpoint``."""
-    return routing.recomputation_contexts if granularity == "full" else _selective
+    """Return ``context_fn`` of ``torch.utils.checkpoint``."""
+
+    def full() -> Any:
+        return create_selective_checkpoint_contexts(routing_policy)
+
+    def selective() -> Any:
+        return create_selective_checkpoint_contexts(partial(_selective_policy, {True: 0, False: 0}))
+
+    return full if granularity == "full" else selective
 
 
 def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any]) -> Callable[..., Any]:
@@ -53,16 +89,14 @@ def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any]) -> C
     return run
 
 
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, {True: 0, False: 0}))
-
-
-def _policy(products: dict[bool, int], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """``products`` so far in the recomputation, and in the forward pass."""
+def _selective_policy(
+    products: dict[bool, int], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Save attention and every second product; ``products`` counts them in the recomputation and in the forward pass."""
     if operator in _PRODUCTS:
         products[context.is_recompute] += 1
         if products[context.is_recompute] % 2:
             return CheckpointPolicy.MUST_SAVE
     elif operator in _ATTENTION:
         return CheckpointPolicy.MUST_SAVE
-    return routing.policy(context, operator)
+    return routing_policy(context, operator)

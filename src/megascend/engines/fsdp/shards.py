@@ -1,30 +1,46 @@
-"""A sharded model's tensors as this rank has them."""
+"""Shards: a model's tensors as this rank has them, read from a checkpoint's files, stepped by AdamW, written to checkpoints.
+
+Each rank reads its own rows. Nothing is broadcast, and no tensor of several ranks is read whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from megascend.checkpoint.hf_slices import HfSlice
+from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
+from megascend.config import Adam, Precision, Schedule
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
+from megascend.errors import CheckpointError
+from megascend.huggingface.files import TensorHeader
+from megascend.kernels.reductions import names_with_nan, out_of_range, square_sum
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's part of one tensor.
+    """This rank's shard of one tensor.
 
     Attributes:
         name: transformers' name of the parameter or buffer.
         whole: the parameter (a DTensor) or buffer, of this rank's experts.
-        local: this rank's part, the same memory; empty where there are more ranks than rows.
-        offsets: where in the whole tensor it begins.
+        local: the shard, the same memory; empty where there are more ranks than rows.
+        offsets: of the shard in the whole tensor.
         shape: of the whole tensor.
-        divided: ``whole`` is one of this many equal parts: of experts, some of which other ranks hold.
+        divided: ranks that hold different experts, of which ``whole`` has this rank's; else 1.
     """
 
     name: str
@@ -36,17 +52,17 @@ class LocalShard:
 
     @property
     def trained(self) -> bool:
-        """It is a parameter."""
+        """Whether it is a parameter."""
         return isinstance(self.whole, nn.Parameter)
 
 
 def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[LocalShard]:
-    """This rank's part of everything that checkpoints hold of a model, tied weights once.
+    """Yield this rank's shard of everything that checkpoints hold of a model, tied weights once.
 
     Its parameters must not be gathered just now.
 
     Args:
-        share: which experts are this rank's; None: all.
+        share: of experts that this rank holds; None: all.
     """
     seen: set[int] = set()
     experts = set() if share is None else set(transformers_api.names_of_experts(model))
@@ -67,3 +83,154 @@ def _shard(name: str, tensor: Any, share: ExpertShare | None) -> LocalShard:
         return LocalShard(name, tensor, local, tuple(offsets), (first, *others))
     begin = (share.index * first + offsets[0], *offsets[1:])
     return LocalShard(name, tensor, local, begin, (share.size * first, *others), share.size)
+
+
+@torch.no_grad()
+def load(
+    shards: Sequence[LocalShard],
+    sources: Mapping[str, Sequence[HfSlice]],
+    headers: Mapping[str, TensorHeader],
+    fresh: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Fill this rank's shards.
+
+    Args:
+        sources: the checkpoint's tensors, each whole, that every tensor of the model consists of.
+        headers: of the checkpoint's tensors.
+        fresh: by their names in a checkpoint, whole tensors that are in no file.
+        dtype: that the model computes in.
+
+    Returns:
+        Bytes read from the files.
+
+    Raises:
+        CheckpointError: a file cannot be read, something was left unread, or a number is beyond fp16's range.
+    """
+    files: dict[Path, Any] = {}
+    read = 0
+    for shard in shards:
+        if shard.local.is_floating_point():
+            shard.local.fill_(torch.nan)
+        for source in sources[shard.name]:
+            read += _read(shard, source, headers[source.weight], files, fresh or {}, dtype)
+    holes = names_with_nan({shard.name: shard.local for shard in shards})
+    if holes:
+        raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
+    return read
+
+
+def _read(
+    shard: LocalShard,
+    source: HfSlice,
+    header: TensorHeader,
+    files: dict[Path, Any],
+    fresh: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> int:
+    """Copy the intersection of a shard and a tensor of the checkpoint."""
+    common = overlap(shard.offsets, tuple(shard.local.shape), source.offsets, source.sizes)
+    if common is None:
+        return 0
+    offsets, sizes = common
+    in_source = index_of(minus(offsets, source.offsets), sizes)
+    in_source = in_source[len(in_source) - len(header.shape) :]  # one expert has no dimension of experts
+    target = shard.local[index_of(minus(offsets, shard.offsets), sizes)]
+    if source.weight in fresh:
+        target.copy_(fresh[source.weight][in_source])
+        return 0
+    assert header.file is not None
+    try:
+        if header.file not in files:
+            files[header.file] = safe_open(header.file, framework="pt")
+        file = files[header.file]
+        values: Tensor = file.get_slice(source.weight)[in_source] if in_source else file.get_tensor(source.weight)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"model: {header.file}: {source.weight} cannot be read: {error}") from error
+    if problem := out_of_range(source.weight, values, dtype):
+        raise CheckpointError(f"model: {header.file}: {problem}")
+    target.copy_(values.reshape(target.shape))
+    return values.numel() * values.element_size()
+
+
+class ShardAdamW(MainAdamW):
+    """AdamW over fp32 shards; see :class:`megascend.engines.full_model.ModelOptimizer`.
+
+    Args:
+        shards: of the trained parameters.
+        replicas: copies of the model.
+    """
+
+    def __init__(
+        self,
+        shards: list[LocalShard],
+        adam: Adam,
+        schedule: Schedule,
+        precision: Precision,
+        groups: ProcessGroups,
+        replicas: int,
+    ) -> None:
+        self._shards = shards
+        self._groups, self._replicas = groups, replicas
+        mains = {shard.name: shard.local.requires_grad_() for shard in shards}
+        super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
+
+    def gradients(self) -> list[Tensor]:
+        """Hand AdamW the gradients, which the backward pass has reduced. Called once a step."""
+        of_experts: dict[int, list[Tensor]] = defaultdict(list)
+        for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
+            gradient = shard.whole.grad
+            assert gradient is None or isinstance(gradient, DTensor)
+            main.grad = None if gradient is None else gradient._local_tensor
+            if shard.divided > 1 and main.grad is not None:
+                of_experts[shard.divided].append(main.grad)
+        for ranks, grads in of_experts.items():
+            # Tokens of all ranks are in them, and fully_shard has averaged over those with the same experts.
+            torch._foreach_div_(grads, ranks)
+        return super().gradients()
+
+    def norm(self, grads: list[Tensor]) -> float:
+        """Return the norm in which every number counts once: each copy of the model is summed over its ranks.
+
+        Summed over all ranks, it is the same float on all of them, and so is what each of them decides.
+        """
+        device = self._groups.device
+        total = torch.stack([square_sum(grad) for grad in grads]).sum() if grads else torch.zeros(())
+        total = total.to(device)
+        if self._groups.topology.world_size > 1:
+            with self._groups.monitor.phase("gradient norm"):
+                dist.all_reduce(total, group=self._groups.device_group("world"))
+        return float((total / self._replicas).sqrt())
+
+    def discard(self) -> None:
+        """Drop all gradients."""
+        for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
+            shard.whole.grad = main.grad = None
+
+
+def state(
+    shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
+) -> dict[str, TensorSlices]:
+    """Return what this rank writes to a checkpoint, live tensors, under the names of transformers' parameters.
+
+    Args:
+        everything: also what another rank writes, as needed to load.
+        first_copy: this rank is of the first copy of the model, which is the one that writes shards.
+        first_rank: this rank is 0, which writes what all ranks have whole.
+    """
+    by_name = {shard.name: shard for shard in shards}
+    tensors: dict[str, TensorSlices] = {}
+
+    def add(name: str, shard: LocalShard, values: Tensor) -> None:
+        writes = first_copy if shard.trained else first_rank
+        if not everything and not (writes and values.numel()):
+            return
+        slices = tensors[name] = TensorSlices(shard.shape, values.dtype)
+        if values.numel():
+            slices.add(shard.offsets, values.detach())
+
+    for name, shard in by_name.items():
+        add(name, shard, shard.local)
+    for name, kind, values in optimizer.tensors():
+        add(OPTIMIZER_KEY.format(state=kind, key=name), by_name[name], values)
+    return tensors

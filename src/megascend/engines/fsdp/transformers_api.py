@@ -7,7 +7,8 @@ rank on which an expert has no token waits for others for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from megascend.changes import changed, patch
-from megascend.engines.fsdp import attention, grouped_experts, routing
+from megascend.engines.fsdp import attention, experts
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
-from megascend.engines.fsdp.grouped_experts import Experts
-from megascend.engines.scalar_head import (
+from megascend.engines.fsdp.experts import Experts
+from megascend.engines.fsdp.recomputation import saved_routing
+from megascend.engines.heads import (
     check_tied,
     model_class,
     not_plain,
@@ -30,6 +32,7 @@ from megascend.engines.scalar_head import (
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.scalar_head import ScalarHead
+from megascend.kernels.npu import GroupedProduct
 
 OLDEST = "5.10"
 NAME = "megascend"
@@ -40,6 +43,8 @@ COMPUTED_BY = "_computed_by_megascend"
 """Attribute of experts that another function computes."""
 SHARE = "_share_by_megascend"
 """Attribute of experts that are not all of their layer's."""
+GROUPED_MODULE, GROUPED_FUNCTION = "transformers.integrations.moe", "_grouped_mm"
+"""transformers' grouped product, which torch_npu's operator replaces on NPUs."""
 
 
 def check_version() -> None:
@@ -212,25 +217,6 @@ def _initialise_buffers(model: Any, module: nn.Module) -> None:
         module._parameters.update(own)
 
 
-def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
-    """Return tensors of a model, all those of a layer, under the names of its checkpoint and in its parts.
-
-    transformers fuses experts that many checkpoints keep apart; they are taken apart again, as ``save_pretrained`` does, unless
-    the checkpoint has them fused.
-
-    Args:
-        stored: names of the checkpoint's tensors.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted = revert_weight_conversion(model, dict(tensors))
-    if all(name in stored for name in reverted):
-        return reverted
-    as_they_are = {name: tensor for name, tensor in tensors.items() if name in stored}
-    others = {name: tensor for name, tensor in tensors.items() if name not in stored}
-    return as_they_are | (revert_weight_conversion(model, others) if others else {})
-
-
 def _register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -249,9 +235,9 @@ def experts_products() -> Experts:
 def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     from transformers.integrations import moe
 
-    if grouped_experts.known(module):
+    if experts.known(module):
         # By its name at every call: what platforms have put there.
-        return grouped_experts.grouped_experts(module, hidden, index, weights, moe._grouped_mm)
+        return experts.grouped_experts(module, hidden, index, weights, moe._grouped_mm)
     return moe.ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden, index, weights)
 
 
@@ -277,7 +263,7 @@ def compute_experts_by(module: nn.Module, function: Experts, along: Callable[[],
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    index, weights = routing.saved_routing(top_k_index), routing.saved_routing(top_k_weights)
+    index, weights = saved_routing(top_k_index), saved_routing(top_k_weights)
     compute, asked = getattr(module, COMPUTED_BY, (experts_products(), None))
     along = None if asked is None else asked()
     share: ExpertShare | None = getattr(module, SHARE, None)
@@ -298,3 +284,29 @@ def _check_experts(model: nn.Module) -> None:
                 f"engine fsdp: {name} of {type(model).__name__} is a {type(module).__name__} that takes no experts function; "
                 "ranks would gather its shards at different times. Use another engine"
             )
+
+
+def use_grouped_operator() -> None:
+    """Have transformers' grouped experts multiply with torch_npu's operator.
+
+    torch's own product is one call an expert where a device has no kernel for it, after a wait for the groups' sizes; before
+    torch 2.10 there is none at all.
+
+    Raises:
+        VersionError: this transformers has another function there.
+    """
+    module: Any = import_module(GROUPED_MODULE)
+    if not hasattr(module, GROUPED_FUNCTION):
+        raise VersionError(
+            f"engine fsdp on NPUs replaces {GROUPED_MODULE}.{GROUPED_FUNCTION}, which transformers "
+            f"{import_module('transformers').__version__} does not have; install 5.10 to 5.23"
+        )
+    patch(module, GROUPED_FUNCTION, _npu_grouped, "experts' products are torch_npu's grouped operator")
+
+
+def _npu_grouped(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Multiply [n, k] by [experts, k, m], given the ends of the experts' rows, to [n, m]; names are transformers'."""
+    rows = input.to(weight.dtype)
+    if not len(rows):  # the operator takes no empty factors; the gradients are 0
+        return rows @ weight[0]
+    return GroupedProduct.apply(rows, weight, offs)  # type: ignore[reportReturnType]

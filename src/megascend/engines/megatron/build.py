@@ -1,26 +1,32 @@
-"""Building a model through mcore-bridge, and what has to be set right around it."""
+"""Building a model through mcore-bridge: whether its architecture is known, its configuration, its chunks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
-from mcore_bridge.model import GPTModel
+from mcore_bridge.model import GPTModel, get_mcore_model_type, get_model_meta, register
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from torch import Tensor
 from transformers import AutoConfig
 
-from megascend.changes import changed
+from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
+from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
-from megascend.engines.megatron.activation import activation_arguments
 from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.huggingface.architectures import import_part, make_known_to_transformers, registered
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.huggingface.unsupported import expert_layers
+from megascend.huggingface.unsupported import expert_layers, unsupported_settings
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology
 
@@ -34,7 +40,58 @@ ROUTING = {
 }
 """Megatron's own load balancing off, whatever a model says; see :mod:`megascend.engines.megatron.routers`."""
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": F.relu,
+    "relu2": squared_relu,
+}
+"""Activation functions of gated MLPs by the names that transformers gives them (``transformers.activations.ACT2FN``)."""
+SILU = ("silu", "swish")
+"""What mcore-bridge takes for all gated MLPs, whatever ``hidden_act`` says."""
+
+
+def check_architecture(model_dir: Path) -> None:
+    """Check that the model of ``config.json`` can be built here, before ranks meet. Imports the modules it is registered with.
+
+    Raises:
+        CheckpointError: transformers cannot read it, or mcore-bridge has no such architecture.
+        ConfigError: it has settings that the Megatron model has not, and the message names each; or a module that it is
+            registered with cannot be imported.
+    """
+    make_known_to_transformers(model_dir)
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:  # its validators raise classes without a common base
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise CheckpointError(
+            f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
+        ) from error
+    _make_known_to_mcore_bridge(config.model_type)
+    if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
+        raise CheckpointError(
+            f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
+            f"model_type {config.model_type!r}; a package of your own can bring it (megascend.register_architecture)"
+        )
+    if problems := unsupported_settings(config.to_dict()):
+        raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
+
+
+def _make_known_to_mcore_bridge(model_type: str) -> None:
+    architecture = registered(model_type)
+    if architecture is None or architecture.megatron is None:
+        return
+    import_part(model_type, architecture.megatron)
+    if register.get_mcore_model_type(model_type) is None:
+        # mcore-bridge makes the table when it is first asked for a type, and does not look again.
+        patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
+    if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
+        raise ConfigError(
+            f"architecture {model_type!r}: importing {architecture.megatron!r} has registered no model of that type with "
+            "mcore-bridge (mcore_bridge.model.register.register_model)"
+        )
 
 
 def build_config(
@@ -47,7 +104,7 @@ def build_config(
     *,
     tied: bool | None = None,
 ) -> ModelConfig:
-    """mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
+    """Return mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
     Args:
         tied: the output layer is the embedding, whatever ``config.json`` says; None: what it says.
@@ -83,8 +140,28 @@ def build_config(
     return config
 
 
+def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TransformerConfig's settings for a gated MLP with ``hidden_act``.
+
+    Args:
+        hidden_act: as the model's configuration has it, or None if it has none.
+        arguments: mcore-bridge's; where they decide the activation themselves, nothing is added.
+
+    Raises:
+        ConfigError: a function that nothing here is known to compute.
+    """
+    if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
+        return {}
+    if hidden_act not in ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: hidden_act {hidden_act!r}: megascend computes {', '.join([*SILU, *ACTIVATIONS])}; a model with "
+            "another one cannot be trained here"
+        )
+    return {"swiglu": False, "gated_linear_unit": True, "activation_func": ACTIVATIONS[hidden_act]}
+
+
 def parallel_arguments(topology: Topology) -> dict[str, Any]:
-    """TransformerConfig's parallel settings for ``topology``."""
+    """Return TransformerConfig's parallel settings for ``topology``."""
     return {
         "tensor_model_parallel_size": topology.tensor,
         "pipeline_model_parallel_size": topology.pipeline,
@@ -129,7 +206,7 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
 
 
 def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge passes over."""
+    """Return TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge passes over."""
     layers = expert_layers(hf_config)
     if layers is None or all(layers):
         return {}
@@ -225,7 +302,7 @@ def preserved_rope_functions() -> Iterator[None]:
 
 
 def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
-    """The model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
+    """Return the model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
     with preserved_rope_functions():
         chunks = get_mcore_model(config)
     if head is not None:

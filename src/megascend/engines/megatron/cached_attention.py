@@ -24,7 +24,7 @@ from megascend.topology.topology import Topology
 
 
 def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
-    """Why this model's keys and values are not kept, or None."""
+    """Return why this model's keys and values cannot be kept, or None."""
     rope = config.rope_scaling or {}
     if topology.context > 1:
         return f"parallel.context={topology.context}"
@@ -49,7 +49,7 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
 
 
 class CachedAttention:
-    """What stands before the attention of a rank's layers while there is a cache.
+    """Reads and writes the cache of keys and values before the attention of a rank's layers.
 
     Attributes:
         batch: the micro batch that is computed at the moment, as its ``cached`` tells.

@@ -1,24 +1,206 @@
-"""The work on micro batches of one shape: as usual the first time, then captured, then replayed."""
+"""The work on micro batches of one shape: as usual the first time, then captured as CUDA graphs, then replayed.
+
+Captured kernels read a micro batch by address: its memory stays where it is, and every call writes its own contents.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
-from megascend.batch.step_shapes import StepShape
-from megascend.engines.megatron.capture import Capture
+from megascend.batch.step_shapes import StepShape, adapter_ends, boundaries
 from megascend.engines.megatron.output_head import OutputHead
-from megascend.engines.megatron.static_batch import StaticBatch
+from megascend.kernels.host_copy import to_device
+from megascend.lora.grouped import Segments
+from megascend.lora.segments import TokenSegments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Capture(Protocol):
+    """Captures work that has run before, so that nothing in it happens for the first time."""
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Call ``work`` once without executing what it asks of the device.
+
+        Returns:
+            What executes it all, as often as it is called; and what ``work`` returned, tensors that each execution overwrites.
+
+        Raises:
+            RuntimeError: something in ``work`` cannot be captured.
+        """
+        ...
+
+    def stream(self) -> AbstractContextManager[None]:
+        """A context in which all work happens that is captured now or later: what comes before it has been done when it begins,
+        and it has been done when what follows begins."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the device: captured work that still runs must not be given up."""
+        ...
+
+    def free(self) -> None:
+        """Return the memory of captured work that has been given up to the device."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that all captured work holds."""
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs in one memory pool: no two of them ever run at a time, so they may use the same memory.
+
+    The pool is as large as the largest of them needs, rather than all together. What a graph returns is valid until another one
+    runs.
+
+    Args:
+        own_stream: all work happens on one stream that is not the default one. Where nodes of autograd that add gradients up
+            outlive a step, as under Megatron's DDP, they belong to the stream on which they were made, and no node of the
+            default stream can be captured.
+    """
+
+    def __init__(self, *, own_stream: bool = False) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream() if own_stream else None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """See :class:`Capture`."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """See :class:`Capture`. Waits for the device."""
+        graph = torch.cuda.CUDAGraph()
+        # torch keeps cuBLAS's workspace of a stream. One from before would not lie in the pool, and go while the graph still
+        # writes to it; one of the pool would stay there beyond the life of all graphs.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Other threads (checkpoints, NCCL's watchdog) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                found = work()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph.replay, found
+
+    def wait(self) -> None:
+        """See :class:`Capture`."""
+        torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """See :class:`Capture`."""
+        torch.cuda.empty_cache()
+
+    @property
+    def bytes(self) -> int:
+        """Of the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self._pool))
+
+
+class StaticBatch:
+    """The inputs of one shape.
+
+    Attributes:
+        batch: what the model is given: token ids, positions, segments of attention and of adapters.
+        coefficients, entropy_coefficients: float32 [tokens]: of each token's log-probability (or its negative, for cross
+            entropy) and entropy in what is differentiated; 0 at padding.
+    """
+
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self.coefficients = torch.zeros(shape.tokens, device=device)
+        self.entropy_coefficients = torch.zeros(shape.tokens, device=device)
+        self._boundaries = torch.zeros(shape.samples + 1, dtype=torch.int32, device=device)
+        self._ends = torch.zeros(shape.adapters, dtype=torch.int32, device=device)
+        self._tokens = torch.arange(shape.tokens, dtype=torch.int32, device=device)
+
+        def indices(*size: int) -> Tensor:
+            return torch.zeros(*size, dtype=torch.int64, device=device)
+
+        nothing = indices(0)  # what only the loss needs, which is computed on the micro batch itself
+        self.batch = MicroBatch(
+            members=[],
+            lengths=[],
+            padded_lengths=[],
+            input_ids=indices(shape.rows, shape.tokens // shape.rows),
+            position_ids=indices(shape.rows, shape.tokens // shape.rows),
+            packed=self._packed(),
+            targets=indices(shape.tokens),
+            weights=self.coefficients,
+            fields={},
+            sample=nothing,
+            place=nothing,
+            pairs=indices(0, 2),
+            adapter_index=[],
+            positions=[],
+            padding=nothing,
+            segments=self._segments(indices(shape.tokens)),
+        )
+
+    def _packed(self) -> PackedSeqParams | None:
+        if not self._shape.samples:
+            return None
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self._boundaries,
+            cu_seqlens_kv=self._boundaries,
+            max_seqlen_q=self._shape.longest,
+            max_seqlen_kv=self._shape.longest,
+        )
+
+    def _segments(self, adapter_index: Tensor) -> TokenSegments | None:
+        """With several adapters the ends of their tokens are known to the device alone."""
+        if not self._shape.adapters:
+            return None
+        whole = Segments(self._ends) if self._shape.adapters > 1 else None
+        return TokenSegments(None if whole else 0, whole, whole, adapter_index)
+
+    def load(self, batch: MicroBatch) -> None:
+        """Take the tokens of ``batch``. Padding is token 0 at position 0."""
+        for static, values in (
+            (self.batch.input_ids, batch.input_ids),
+            (self.batch.position_ids, batch.position_ids),
+            (self.batch.targets, batch.targets),
+        ):
+            write(static, values)
+        if self._shape.samples:
+            starts = boundaries(batch.padded_lengths, self._shape)
+            self._boundaries.copy_(to_device(torch.tensor(starts, dtype=torch.int32), self._device))
+        if self._shape.adapters > 1:
+            counts = tokens_per_adapter(batch.adapter_index, batch.padded_lengths, self._shape.adapters)
+            ends = adapter_ends(counts, self._shape)
+            self._ends.copy_(to_device(torch.tensor(ends, dtype=torch.int32), self._device))
+            self.batch.segments.adapter_index.copy_(torch.searchsorted(self._ends, self._tokens, right=True))
+
+
+def write(static: Tensor, values: Tensor) -> None:
+    """Write ``values`` to the beginning of ``static`` and 0 behind them; shapes are flattened."""
+    flat, count = static.view(-1), values.numel()
+    flat[:count].copy_(values.reshape(-1), non_blocking=True)
+    flat[count:].zero_()
 
 
 @dataclass(frozen=True)
@@ -41,7 +223,7 @@ class Work:
 
 
 @dataclass
-class Counts:
+class StepCounts:
     """What became of micro batches; see :class:`megascend.engines.megatron.graphed_steps.GraphReport`."""
 
     captured: int = 0
@@ -57,8 +239,8 @@ class Counts:
         self.eager[problem] = self.eager.get(problem, 0) + 1
 
 
-class WithRoom(Protocol):
-    """Calls work, and once more without captures if memory has no room beside them."""
+class RunWithRoom(Protocol):
+    """Calls work, and once more without captures if memory runs out beside them."""
 
     def __call__(self, work: Callable[[], tuple[Tensor, ...]], /) -> tuple[Tensor, ...]: ...
 
@@ -77,8 +259,8 @@ class CapturedStep:
         shape: StepShape,
         stacked: StackedAdapters | None,
         work: Work,
-        counts: Counts,
-        with_room: WithRoom,
+        counts: StepCounts,
+        with_room: RunWithRoom,
         device: torch.device,
     ) -> None:
         self._shape, self.stacked = shape, stacked

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,15 +17,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.bootstrap import Runtime
 from megascend.changes import patch
-from megascend.config import Adam, Adapters, Batching, CudaGraphs, Moe, Precision, Recompute, Schedule
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.base import OnOutput, ScalarOutput, Trainable
-from megascend.engines.export import export
+from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.config import CudaGraphs
+from megascend.distributed.objects import gather_objects, raise_on_all_ranks
+from megascend.engines.base import Engine, OnOutput, ScalarOutput, seed_generators
+from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
-from megascend.engines.hf_parts import HfPart, HfParts
+from megascend.engines.heads import fresh_weights
 from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
@@ -37,23 +33,20 @@ from megascend.engines.megatron import (
     fused_qkv,
     graph_support,
     grouped_experts,
-    hf_parts,
+    hf_slices,
     routers,
     state,
     weights,
 )
-from megascend.engines.megatron.build import DTYPES, build_chunks, build_config, check_window
-from megascend.engines.megatron.capture import Capture, CudaCapture
+from megascend.engines.megatron.build import build_chunks, build_config, check_window
+from megascend.engines.megatron.captured_step import Capture, CudaCapture
 from megascend.engines.megatron.named_weights import named_weights
-from megascend.engines.megatron.optimizer import Optimizer
+from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
-from megascend.engines.scalar_head import fresh_weights, refuse_adapters
 from megascend.errors import CheckpointError
-from megascend.huggingface.info import ModelInfo
 from megascend.lora.factors import merged
 from megascend.selfcheck.check import require_agreement, tell
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
@@ -65,116 +58,141 @@ LARGE_LAYER = 2**29
 """Parameters of a layer that is collected in host memory for an export; smaller ones on the device."""
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     """A model sharded over a topology by Megatron-Core; see :class:`megascend.engines.base.Engine`.
+
+    Args:
+        checker: a process that has been started for the self-check, on rank 0.
 
     Attributes:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
         head: the output head on the last pipeline stage of a causal language model, else None.
+        adapters: on a frozen model, or None.
+        optimizer: of the model's own parameters, or None.
         graphs: runs micro batches captured, or None.
-        self_check: what holding a slice of the model against transformers found.
-        self_check_s: seconds that it took, or that its verdict was waited for.
     """
 
     kind = "megatron"
-    mixes_adapters = True
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        topology: Topology,
-        groups: ProcessGroups,
-        info: ModelInfo,
-        model_dir: Path,
-        *,
-        precision: Precision,
-        adam: Adam,
-        schedule: Schedule,
-        recompute: Recompute,
-        moe: Moe,
-        batching: Batching,
-        adapters: Adapters | None,
-        provider_options: Mapping[str, Any],
-        seed: int,
-        self_check: bool,
-        checker: Worker | None = None,
-    ) -> None:
-        self.runtime, self.topology, self.groups, self.info = runtime, topology, groups, info
-        self.batching, self.device, self.adam = batching, groups.device, adam
-        self.precision: Precision = precision
-        self.model_dir = model_dir
-        self.max_length = longest_sample(batching.max_length, info.shape.max_position)
+    def __init__(self, spec: EngineSpec, context: EngineContext, checker: Worker | None = None) -> None:
+        super().__init__(spec, context)
+        self.runtime, self.adam = context.runtime, spec.optimizer
+        platform, info, graphs = self.runtime.platform, self.info, spec.batching.cuda_graphs
+        self.adapters: AdapterManager | None = None
+        self.graphs: GraphedSteps | None = None
+        self.optimizer: MegatronOptimizer | None = None
+        self._hf_slices: HfSlices | None = None
+        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
+        self._overlaps = self.adam.overlap_grad_reduce and spec.adapters is None
         self.layout = SequenceLayout(
-            packing=batching.packing,
-            context_size=topology.context,
-            context_rank=groups.coordinates.context,
-            token_multiple=topology.tensor if topology.sequence_parallel else 1,
-            lengths_on_host=runtime.platform.packed_lengths_on_host,
+            packing=spec.batching.packing,
+            context_size=self.topology.context,
+            context_rank=self.groups.coordinates.context,
+            token_multiple=self.topology.tensor if self.topology.sequence_parallel else 1,
+            lengths_on_host=platform.packed_lengths_on_host,
         )
-        refuse_adapters(info.scalar_head, adapters)
-        seed_everything(seed)
-        scalar, tied = info.scalar_head, info.shape.tied
-        self.config = build_config(model_dir, topology, precision, recompute, runtime.platform, scalar, tied=tied)
-        routers.check(self.config, moe, topology.pipeline, frozen=adapters is not None)
-        overlap = adam.overlap_grad_reduce and adapters is None
-        group = grouped_experts.wanted(moe, self.config, precision, self.device, overlapped=overlap)
-        if batching.cuda_graphs is not None:
-            graph_support.refuse("does not know scalar heads" if info.scalar_head else None)
-            trained = None if adapters is not None else adam
-            graph_support.refuse(
-                graph_support.refused_because(
-                    self.device.type, topology, precision, recompute, self.config, trained, grouped=group
-                )
-            )
-        check_window(self.config, self.max_length)
-        groups.limit_timeouts()  # mcore-bridge has made a group of its own
+        seed_everything(spec.seed)
+        groups_experts = self._configure(spec)
+        self.groups.limit_timeouts()  # mcore-bridge has made a group of its own
         began = time.monotonic()
-        self.self_check = self._check(model_dir, self_check, checker)
+        self.self_check = self._check_slice(checker, enabled=spec.self_check)
         self.self_check_s = time.monotonic() - began
-        runtime.configure_model(self.config, provider_options)
-        self.bare_chunks = build_chunks(self.config, self.device, info.scalar_head)
-        if runtime.platform.attention_draws_its_own_dropout:
-            attention_dropout.use_own_stream(self.bare_chunks, self.config)
-        if runtime.platform.implicit_causal_masks:
-            attention_mask.install(self.bare_chunks, self.config)
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, seed) if info.scalar_head else None
-        weights.load(self.bare_chunks, self.config.bridge, model_dir, info.tensors, groups, fresh)
-        self.routers = routers.Routers(self.bare_chunks, self.config, moe, groups)
+        self.runtime.configure_model(self.config, spec.provider_options)
+        self.bare_chunks = self._build_chunks(spec)
+        self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
         if last.post_process and info.scalar_head is None:
-            self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=overlap)
-        if runtime.platform.has_transformer_engine_kernels:
+            self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=self._overlaps)
+        if platform.has_transformer_engine_kernels:
             self._use_kernels()
-        required = moe.experts == "grouped" or batching.cuda_graphs is not None  # which need it
-        grouped = grouped_experts.install(self.bare_chunks, self.device, required=required) if group else []
-        self.adapters: AdapterManager | None = None
-        self.graphs: GraphedSteps | None = None
-        self.optimizer: Optimizer | None = None
-        self._hf_parts: HfParts | None = None
-        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
-        capture = None if batching.cuda_graphs is None else CudaCapture(own_stream=adapters is None)
-        if adapters is not None:
-            self.adapters = self._adapter_manager(adapters, schedule, seed)
-            self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
-            grouped_experts.settle(grouped, self.chunks)
-            self.trainable: Trainable = self.adapters
-            if capture is not None:
-                graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
+        expert_weights = []
+        if groups_experts:
+            required = spec.moe.experts == "grouped" or graphs is not None  # which need it
+            expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
+        capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
+        if spec.adapters is not None:
+            self._train_adapters(spec, expert_weights)
         else:
             with contextlib.nullcontext() if capture is None else capture.stream():
                 self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
-            grouped_experts.settle(grouped, self.chunks)
-            if runtime.platform.has_transformer_engine_kernels:
-                fuse_weight_gradients(self.bare_chunks)
-                if topology.tensor == 1 and not overlap:
-                    embedding_gradient.install(self.bare_chunks)
-            self.optimizer = Optimizer(self.chunks, adam, schedule, precision, groups, self.routers)
-            self._connect_schedule(self.optimizer)
-            self.trainable = FullModel(self.optimizer, reduces_while_running=adam.overlap_grad_reduce)
-        if batching.cuda_graphs is not None and capture is not None:
-            self.graph_steps(batching.cuda_graphs, capture)
+            self._train_model(spec, expert_weights)
+        if graphs is not None and capture is not None:
+            self.graph_steps(graphs, capture)
+
+    # --- construction ---
+
+    def _configure(self, spec: EngineSpec) -> bool:
+        """Set mcore-bridge's configuration, refuse what would be wrong with it; return whether experts are to be grouped."""
+        info, platform = self.info, self.runtime.platform
+        self.config = build_config(
+            self.model_dir,
+            self.topology,
+            spec.precision,
+            spec.recompute,
+            platform,
+            info.scalar_head,
+            tied=info.shape.tied,
+        )
+        routers.check(self.config, spec.moe, self.topology.pipeline, frozen=spec.adapters is not None)
+        groups_experts = grouped_experts.wanted(
+            spec.moe, self.config, spec.precision, self.device, overlapped=self._overlaps
+        )
+        if spec.batching.cuda_graphs is not None:
+            self._check_graphs(spec, groups_experts=groups_experts)
+        check_window(self.config, self.max_length)
+        return groups_experts
+
+    def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Freeze the model, and train adapters on it."""
+        self.trainable = self.adapters = self._adapter_manager(spec)
+        # Copies of a dense model, whose adapters communicate in their step.
+        self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
+        self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+        grouped_experts.settle(expert_weights, self.chunks)
+        if spec.batching.cuda_graphs is not None:
+            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
+
+    def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Train the chunks, which Megatron's DDP has wrapped."""
+        grouped_experts.settle(expert_weights, self.chunks)
+        if self.runtime.platform.has_transformer_engine_kernels:
+            fuse_weight_gradients(self.bare_chunks)
+            if self.topology.tensor == 1 and not self._overlaps:
+                embedding_gradient.install(self.bare_chunks)
+        self.optimizer = MegatronOptimizer(
+            self.chunks, self.adam, spec.schedule, spec.precision, self.groups, self.routers
+        )
+        self._connect_schedule(self.optimizer)
+        self.trainable = FullModel(self.optimizer, reduces_while_running=self.adam.overlap_grad_reduce)
+
+    def _check_graphs(self, spec: EngineSpec, *, groups_experts: bool) -> None:
+        """Raise ConfigError if no micro batch of this model can be captured."""
+        graph_support.refuse("does not know scalar heads" if self.info.scalar_head else None)
+        adam = None if spec.adapters is not None else spec.optimizer
+        problem = graph_support.refused_because(
+            self.device.type,
+            self.topology,
+            spec.precision,
+            spec.recompute,
+            self.config,
+            adam,
+            grouped=groups_experts,
+        )
+        graph_support.refuse(problem)
+
+    def _build_chunks(self, spec: EngineSpec) -> list[Any]:
+        """Build this rank's model chunks and fill them from the checkpoint. Collective."""
+        platform, info = self.runtime.platform, self.info
+        chunks = build_chunks(self.config, self.device, info.scalar_head)
+        if platform.attention_draws_its_own_dropout:
+            attention_dropout.use_own_stream(chunks, self.config)
+        if platform.implicit_causal_masks:
+            attention_mask.install(chunks, self.config)
+        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
+        return chunks
 
     def _use_kernels(self) -> None:
         """Put megascend's kernels for CUDA into the model's layers, where they fit."""
@@ -186,29 +204,30 @@ class MegatronEngine:
         if self.config.attention_dropout == 0:
             attention_dropout.leave_streams_alone(self.bare_chunks)
 
-    def _check(self, model_dir: Path, self_check: bool, checker: Worker | None) -> Verdict:
-        """Hold a slice of the model against transformers, before anything large is built; or only say what is unproven."""
+    def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
+        """Compare a slice of the model with transformers, before anything large is built; or only warn of what is unproven."""
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
-        if not self_check:
+        if not enabled:
             tell(Verdict("off"), full, self.groups.rank)
             return Verdict("off")
         window_in_force = self.config.window_size is not None
-        return require_agreement(model_dir, full, self.max_length, window_in_force, self.groups, checker)
+        return require_agreement(self.model_dir, full, self.max_length, window_in_force, self.groups, checker)
 
-    def _adapter_manager(self, adapters: Adapters, schedule: Schedule, seed: int) -> AdapterManager:
+    def _adapter_manager(self, spec: EngineSpec) -> AdapterManager:
         from megascend.lora.layers import AdapterManager
 
+        assert spec.adapters is not None
         return AdapterManager(
             self.bare_chunks,
             self.config,
             self.topology,
             self.groups,
             self.info.tensor_names,
-            adapters,
-            adam=self.adam,
-            schedule=schedule,
-            seed=seed,
-            dtype=DTYPES[self.precision],
+            spec.adapters,
+            adam=spec.optimizer,
+            schedule=spec.schedule,
+            seed=spec.seed,
+            dtype=self.dtype,
             device=self.device,
             vocab_size=self.info.shape.vocab_size,
             model_dir=self.model_dir,
@@ -268,7 +287,7 @@ class MegatronEngine:
             disable_bucketing=index > 0,
         )
 
-    def _connect_schedule(self, optimizer: Optimizer) -> None:
+    def _connect_schedule(self, optimizer: MegatronOptimizer) -> None:
         """Tell Megatron's schedules how to scale the loss and when to reduce gradients."""
         self.config.grad_scale_func = optimizer.scale_loss
         if self.adam.overlap_grad_reduce:
@@ -284,15 +303,11 @@ class MegatronEngine:
             # Reduced once, in optimizer_step, so that forward_backward may be called several times before it.
             self.config.finalize_model_grads_func = None
 
+    # --- running micro batches ---
+
     def scales(self, micro_batches: int) -> tuple[float, float]:
         # Megatron divides by the micro batches and multiplies by CP; its DDP then divides by DP x CP, as adapters do.
         return micro_batches * self.topology.data, self.topology.context / micro_batches
-
-    @property
-    def apart(self) -> bool:
-        """See :class:`megascend.engines.base.ApartEngine`: copies of a frozen dense model, whose adapters meet in their step."""
-        topology = self.topology
-        return self.adapters is not None and topology.data == topology.world_size and not topology.is_moe
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         if self.graphs is not None and self._cached is None:
@@ -346,7 +361,6 @@ class MegatronEngine:
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Dropout off, parameters complete, until the block ends."""
         # Replays know their mode, and telling every module takes longer than a small one of them.
         replaying = self.graphs is not None and self._cached is None
         return contextlib.nullcontext() if replaying else self._evaluating()
@@ -369,7 +383,7 @@ class MegatronEngine:
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        """See :class:`megascend.engines.base.CachingEngine`; nothing is replayed meanwhile."""
+        """See :meth:`megascend.engines.base.Engine.caching`; nothing is replayed meanwhile."""
         self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
         try:
             with self._cached.installed():
@@ -383,6 +397,8 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
+    # --- checkpoints and weights ---
+
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
@@ -393,30 +409,26 @@ class MegatronEngine:
             **state.optimizer_state(entries, self.optimizer, everything=everything),
         }
 
-    def hf_parts(self) -> HfParts:
-        """See :class:`megascend.engines.base.Engine`; made in the first call."""
-        if self._hf_parts is None:
-            mine: dict[str, list[HfPart]] = {}
-            problem = None
-            place = self.groups.coordinates
-            try:
-                entries = list(state.entries(self.bare_chunks, self.groups))
-                found = hf_parts.hf_parts(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
-                first = place.tensor == place.data == place.context == 0
-                first_of_experts = place.expert_tensor == place.expert_data == 0
-                mine = found if first or first_of_experts else {}
-            except CheckpointError as error:
-                problem = str(error)
-            everyone = gather_objects((mine, problem), "world", self.groups, "what the model's tensors are")
-            problems = [text for _, text in everyone if text is not None]
-            if problems:
-                raise CheckpointError(problems[0])
-            merged: dict[str, list[HfPart]] = {}
-            for found, _ in everyone:
-                for name, parts in found.items():
-                    merged.setdefault(name, []).extend(parts)
-            self._hf_parts = {name: list(dict.fromkeys(parts)) for name, parts in merged.items()}
-        return self._hf_parts
+    def hf_slices(self) -> HfSlices:
+        """See :meth:`megascend.engines.base.Engine.hf_slices`; made in the first call."""
+        if self._hf_slices is not None:
+            return self._hf_slices
+        problem, local, place = None, {}, self.groups.coordinates
+        try:
+            entries = list(state.entries(self.bare_chunks, self.groups))
+            local = hf_slices.hf_slices(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
+        except CheckpointError as error:
+            problem = error
+        what = "what the model's tensors are"
+        raise_on_all_ranks(problem, self.groups, what)
+        first = place.tensor == place.data == place.context == 0
+        first_of_experts = place.expert_tensor == place.expert_data == 0
+        merged: dict[str, list[HfSlice]] = {}
+        for of_rank in gather_objects(local if first or first_of_experts else {}, "world", self.groups, what):
+            for name, slices in of_rank.items():
+                merged.setdefault(name, []).extend(slices)
+        self._hf_slices = {name: list(dict.fromkeys(slices)) for name, slices in merged.items()}
+        return self._hf_slices
 
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
@@ -436,13 +448,11 @@ class MegatronEngine:
             device=device,
         )
 
-    def export(self, path: Path, adapter: str | None) -> None:
+    def export(self, path: Path, adapter: str | None = None, device: str | None = None) -> None:
         # mcore-bridge collects a layer at a time: one that is large waits in host memory, at the price of a slower copy.
         parameters = sum(math.prod(header.shape) for header in self.info.tensors.values())
-        device = "cpu" if parameters / self.info.shape.num_layers > LARGE_LAYER else None
-        weights = self.named_weights(adapter, receivers="main", device=device)
-        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self.precision]
-        export(weights, self.model_dir, path, dtype, self.groups, self.info)
+        large = parameters / self.info.shape.num_layers > LARGE_LAYER
+        super().export(path, adapter, "cpu" if large else device)
 
     def random_streams(self) -> Any:
         return tensor_parallel.get_cuda_rng_tracker().get_states()  # type: ignore[reportOptionalMemberAccess]
@@ -451,23 +461,17 @@ class MegatronEngine:
         tensor_parallel.get_cuda_rng_tracker().set_states(state)  # type: ignore[reportOptionalMemberAccess]
 
     def release_memory(self) -> None:
-        """See :class:`megascend.engines.base.ReleasingEngine`: captures of micro batches."""
+        """Give up captures of micro batches."""
         if self.graphs is not None:
             self.graphs.release_memory()
 
     def close(self) -> None:
-        """Captures go; the groups, which the backend closes, are all that is left in the process."""
         if self.graphs is not None:
             self.graphs.clear()
 
 
-def longest_sample(setting: int | None, of_model: int | None) -> int:
-    """The smaller of the two limits that are known."""
-    return min([limit for limit in (setting, of_model) if limit is not None], default=sys.maxsize)
-
-
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let Transformer Engine add weight gradients to Megatron's fp32 buffers inside its matrix products.
+    """Have Transformer Engine add weight gradients to Megatron's fp32 buffers inside its matrix products.
 
     Megatron's own switch (``gradient_accumulation_fusion``) would also ask for Apex in layers that are not Transformer
     Engine's. With its parameter cache on, a module takes the first micro batch of a call as the first of the step and
@@ -487,7 +491,5 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 def seed_everything(seed: int) -> None:
     """Seed every random generator of this process; tensor parallel ranks get their own dropout stream."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -27,6 +27,15 @@ from megascend.kernels.head_sizes import rotary_fits, width_fits
 from megascend.kernels.qkv_rope_plain import QkvRope
 
 WHY = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
+UNKNOWN_ARGUMENTS = (
+    "key_value_states",
+    "inference_context",
+    "inference_params",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "rotary_pos_cos_sin",
+)
+"""Arguments of attention with which Megatron makes q, k and v its own way."""
 
 
 class Rotation(NamedTuple):
@@ -66,80 +75,83 @@ def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
 
 
 def why_not(attention: Any, device_type: str) -> str | None:
-    """Why q, k and v of a layer's attention are made Megatron's way, or None."""
-    kind = type(attention)
+    """Return why q, k and v of a layer's attention are made Megatron's way, or None."""
+    kind, config = type(attention), attention.config
     if (
         not isinstance(attention, SelfAttention)
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
     ):
         return f"{kind.__name__} has a way of its own"
-    if {"forward", "get_query_key_value_tensors"} & vars(attention).keys():
-        return "something else has taken the place of its methods"
-    config: Any = attention.config
-    if next(attention.parameters()).device.type != device_type:
-        return f"not on {device_type}"
-    if not config.apply_rope_fusion or config.position_embedding_type != "rope" or config.rotary_interleaved:
-        return "a rotary embedding that is not Transformer Engine's of rotated halves"
-    if config.multi_latent_attention or getattr(config, "attention_output_gate", False):
-        return "latent attention, or an output gate"
-    if _yarn_get_concentration_factor_from_config(config) != 1.0 or config.attention_scaling != 1.0:
-        return "a rotary embedding that scales"
-    if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
-        return "a layer without rotary embedding"
-    if config.context_parallel_size > 1:
-        return "context parallelism"
-    if config.num_query_groups < config.tensor_model_parallel_size:
-        return "more tensor parallel ranks than heads of keys"
-    if config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
-        return "a setting that changes how q, k and v are made"
-    if config.fp8 or getattr(config, "fp4", None):
-        return "products in 8 bits or less"
-    if getattr(config, "fine_grained_activation_offloading", False):
-        return "activations that are moved to the host"
     width = attention.hidden_size_per_attention_head
-    if not width_fits(width):
-        return f"heads of {width}"
+    obstacles = {
+        "something else has taken the place of its methods": bool(
+            {"forward", "get_query_key_value_tensors"} & vars(attention).keys()
+        ),
+        f"not on {device_type}": next(attention.parameters()).device.type != device_type,
+        "a rotary embedding that is not Transformer Engine's of rotated halves": (
+            not config.apply_rope_fusion or config.position_embedding_type != "rope" or config.rotary_interleaved
+        ),
+        "latent attention, or an output gate": (
+            config.multi_latent_attention or getattr(config, "attention_output_gate", False)
+        ),
+        "a rotary embedding that scales": (
+            _yarn_get_concentration_factor_from_config(config) != 1.0 or config.attention_scaling != 1.0
+        ),
+        "a layer without rotary embedding": (config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]),
+        "context parallelism": config.context_parallel_size > 1,
+        "more tensor parallel ranks than heads of keys": config.num_query_groups < config.tensor_model_parallel_size,
+        "a setting that changes how q, k and v are made": (
+            config.fused_single_qkv_rope or config.flash_decode or config.test_mode
+        ),
+        "products in 8 bits or less": config.fp8 or getattr(config, "fp4", None),
+        "activations that are moved to the host": getattr(config, "fine_grained_activation_offloading", False),
+        f"heads of {width}": not width_fits(width),
+        "a QK-norm that is no plain RMSNorm over a head": not _norms_fit(attention, width),
+    }
+    return next((reason for reason, present in obstacles.items() if present), None)
+
+
+def _norms_fit(attention: Any, width: int) -> bool:
+    """Check that q and k have no norm, or each a plain RMSNorm over a head, of one epsilon."""
     norms: tuple[Any, Any] = (attention.q_layernorm, attention.k_layernorm)
     if all(_is_none(norm) for norm in norms):
-        return None
-    if not all(_fits(norm, width) for norm in norms) or norms[0].eps != norms[1].eps:
-        return "a QK-norm that is no plain RMSNorm over a head"
-    return None
+        return True
+    return all(_fits(norm, width) for norm in norms) and norms[0].eps == norms[1].eps
 
 
 class FusedQkv:
-    """In the place of two methods of one self-attention, which it holds."""
+    """Replaces two methods of one self-attention, which it holds."""
 
     def __init__(self, attention: Any, compute: QkvRope) -> None:
         self._attention, self._compute = attention, compute
         self._forward, self._split = attention.forward, attention.get_query_key_value_tensors
         self._norms = () if _is_none(attention.q_layernorm) else (attention.q_layernorm, attention.k_layernorm)
-        self._now: Rotation | None = None  # from where attention is called to where it asks for q, k and v
+        self._pending: Rotation | None = None  # from where attention is called to where it asks for q, k and v
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attention. Where all is as known it is called without rotary angles: what it asks for is rotated already."""
+        """Run attention; where the call is known, without rotary angles: its q, k and v are rotated already."""
         rotation = self._rotation(hidden_states, args, kwargs)
         if rotation is None:
             return self._forward(hidden_states, *args, **kwargs)
-        self._now = rotation
+        self._pending = rotation
         try:
-            found = self._forward(hidden_states, *args, **(kwargs | {"rotary_pos_emb": None}))
-            if self._now is not None:
+            output = self._forward(hidden_states, *args, **(kwargs | {"rotary_pos_emb": None}))
+            if self._pending is not None:
                 raise PlatformError(
                     f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not asked for q, k and v by "
                     "get_query_key_value_tensors, and its rotary embedding is missing; this megatron-core is not known"
                 )
-            return found
+            return output
         finally:
-            self._now = None
+            self._pending = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """q, k and v [tokens, batch, heads, width]; rotated, if attention has been called for it just now."""
-        rotation, attention = self._now, self._attention
+        """Return q, k and v [tokens, batch, heads, width]; rotated within :meth:`forward`."""
+        rotation, attention = self._pending, self._attention
         if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
             return self._split(hidden_states, *args, **kwargs)
-        self._now = None
+        self._pending = None
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None
         if self._norms:
@@ -157,36 +169,26 @@ class FusedQkv:
         )
 
     def _rotation(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Rotation | None:
-        """What to rotate by in this call, or None: Megatron's own way. Looks at no value on the device."""
+        """Return what to rotate by in this call, or None: Megatron's own way. Looks at no value on the device."""
         config, packed = self._attention.config, kwargs.get("packed_seq_params")
         angles = kwargs.get("rotary_pos_emb")
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
-        others = ("key_value_states", "inference_context", "inference_params", "rotary_pos_cos", "rotary_pos_sin")
-        if (
-            not isinstance(angles, Tensor)
-            or len(args) > 1  # of which the first is the mask
-            or any(kwargs.get(name) is not None for name in (*others, "rotary_pos_cos_sin"))
-            or not config.apply_rope_fusion
-            or any(_has_other_hooks(norm) for norm in self._norms)
-            or not self._fits(angles)
-        ):
+        known = (
+            len(args) <= 1  # the mask
+            and all(kwargs.get(name) is None for name in UNKNOWN_ARGUMENTS)
+            and config.apply_rope_fusion
+            and not any(_has_other_hooks(norm) for norm in self._norms)
+        )
+        if not (known and isinstance(angles, Tensor) and self._fits(angles)):
             return None
-        if packed is None:
-            tokens = hidden_states.shape[0]
-            if config.sequence_parallel:
-                tokens *= config.tensor_model_parallel_size
-            return Rotation(angles, None) if len(angles) == tokens else None
-        starts, longest = _starts(packed, "q"), packed.max_seqlen_q
-        known = packed.qkv_format == "thd" and starts is _starts(packed, "kv") and isinstance(longest, int)
-        if not known or getattr(packed, "local_cp_size", None) is not None:  # sequences that lie on several ranks
-            return None
-        if not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
-            return None
-        return Rotation(angles, starts.contiguous()) if longest <= len(angles) else None
+        if packed is not None:
+            return _packed_rotation(angles, packed)
+        tokens = hidden_states.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return Rotation(angles, None) if len(angles) == tokens else None
 
     def _fits(self, angles: Tensor) -> bool:
-        """Whether a table is one that the kernel reads."""
+        """Check whether the kernel reads such a table of angles."""
         width, rotary = self._attention.hidden_size_per_attention_head, angles.shape[-1]
         return (
             angles.dim() == 4
@@ -198,8 +200,22 @@ class FusedQkv:
         )
 
 
+def _packed_rotation(angles: Tensor, packed: Any) -> Rotation | None:
+    """Return the rotation of packed sequences; None if they lie on several ranks or are not known."""
+    starts, longest = _starts(packed, "q"), packed.max_seqlen_q
+    whole = (
+        packed.qkv_format == "thd"
+        and starts is _starts(packed, "kv")
+        and isinstance(longest, int)
+        and getattr(packed, "local_cp_size", None) is None
+    )
+    if not whole or not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
+        return None
+    return Rotation(angles, starts.contiguous()) if longest <= len(angles) else None
+
+
 def _starts(packed: Any, of: str) -> Any:
-    """Where sequences begin, as Megatron chooses it for the rotary embedding."""
+    """Return where sequences begin, as Megatron chooses it for the rotary embedding."""
     padded = getattr(packed, f"cu_seqlens_{of}_padded", None)
     return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
 
@@ -209,7 +225,7 @@ def _is_none(norm: Any) -> bool:
 
 
 def _fits(norm: Any, width: int) -> bool:
-    """A plain RMSNorm over a head."""
+    """Check that a norm is a plain RMSNorm over a head."""
     weight = getattr(norm, "weight", None)
     return (
         type(norm).__name__ == "RMSNorm"
@@ -223,7 +239,7 @@ def _fits(norm: Any, width: int) -> bool:
 
 
 def _has_other_hooks(norm: Any) -> bool:
-    """Hooks beside those that only wait before the norm's parameters are read."""
+    """Check for hooks beside those that only wait before the norm's parameters are read."""
     return bool(
         norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks or norm._forward_pre_hooks_with_kwargs
     )

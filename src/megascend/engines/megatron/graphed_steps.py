@@ -23,10 +23,8 @@ from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
-from megascend.engines.megatron.capture import Capture
-from megascend.engines.megatron.captured_step import CapturedStep, Counts, Work
+from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, Work, write
 from megascend.engines.megatron.output_head import OutputHead
-from megascend.engines.megatron.static_batch import write
 from megascend.lora.grouped import kernel_of
 from megascend.lora.layers import AdapterManager
 from megascend.lora.stacked_adapters import StackedAdapters
@@ -94,7 +92,7 @@ class GraphedSteps:
         self._work = Work(forward, head, self._mode, uncached, drop_unfinished, capture)
         self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
-        self._counts = Counts()
+        self._counts = StepCounts()
         self._largest = settings.max_tokens
         self._root = torch.empty(0, requires_grad=True)
 

@@ -1,29 +1,226 @@
-"""``moe.experts``: experts by grouped products and indexed permutations, chosen when a model is built."""
+"""``moe.experts``: experts by grouped products and indexed permutations, chosen when a model is built.
+
+All experts of a layer are one tensor, and products of them one launch: forward, input gradient and weight gradient. Megatron's
+all-to-all dispatcher takes indices in place of masks, splits and concatenations: where one rank has all experts nothing waits for
+the device; under expert parallelism the sizes of the exchanges are read, as upstream, and nothing else.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 
-from megascend.changes import patch
+from megascend.changes import changed, patch
 from megascend.config import Moe, Precision
-from megascend.engines.megatron.expert_dispatch import IndexedDispatcher
-from megascend.engines.megatron.expert_weights import ExpertWeights
-from megascend.errors import ConfigError
-from megascend.lora.grouped import kernel_of
+from megascend.errors import ConfigError, PlatformError
+from megascend.kernels.token_rows import Combine, Moved, Spread, TokenRows, chunk_order, token_rows
+from megascend.lora.grouped import Segments, accumulate, kernel_of, product
 
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ExpertSegments(Segments):
+    """Which rows are which expert's, for Megatron's ``TEGroupedMLP``, which asks for a list and only passes it on."""
+
+    def tolist(self) -> ExpertSegments:
+        """Itself: a list would have to wait for the device."""
+        return self
+
+
+class ExpertWeights:
+    """The weights ``weight0``, ``weight1``... of one grouped layer, which stay the parameters that Megatron knows.
+
+    Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. So these are put into the
+    layer in descending order, and lie there in ascending order, one after the other.
+
+    Attributes:
+        parameters: of each expert, [out, in].
+        stacked: [experts, out, in], a view of all of them.
+        grads: float32, of the same shape, a view of Megatron's gradient buffer; None for frozen weights.
+        ready: tells Megatron's DDP that a parameter's gradient is complete, where that starts its reduction.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        names = [f"weight{index}" for index in range(layer.num_gemms)]
+        self.parameters: list[Any] = [getattr(layer, name) for name in names]
+        for name in reversed(names):
+            layer._parameters[name] = layer._parameters.pop(name)
+        changed(f"order of the parameters of {type(layer).__name__}", "last expert first, so that buffers are in order")
+        self.stacked = self.parameters[0].data
+        self.grads: Tensor | None = None
+        self.ready: Callable[[Any], None] | None = None
+        self._root = torch.empty(0, requires_grad=True)
+        patch(layer, "forward", self._forward, "products of all experts in one launch")
+
+    def settle(self, ready: Callable[[Any], None] | None) -> None:
+        """Find parameters and gradients where Megatron's DDP has put them, or put frozen ones together.
+
+        Raises:
+            ConfigError: they do not lie evenly, which buckets of overlapped reductions may bring about.
+        """
+        values = [parameter.data for parameter in self.parameters]
+        found = one_view(values)
+        if found is None:
+            found = torch.stack(values)
+            for parameter, part in zip(self.parameters, found, strict=True):
+                parameter.data = part
+        self.stacked, self.ready = found, ready
+        if not self.parameters[0].requires_grad:
+            return
+        self.grads = one_view([parameter.main_grad for parameter in self.parameters])
+        if self.grads is None:
+            raise ConfigError(
+                "moe.experts: grouped: gradients of a layer's experts do not lie evenly in Megatron's buffers; "
+                "set optimizer.overlap_grad_reduce: false, or moe.experts: upstream"
+            )
+
+    def check(self) -> None:
+        """Raise PlatformError if somebody has moved the parameters since :meth:`settle`."""
+        last = self.parameters[-1]
+        if self.parameters[0].data_ptr() != self.stacked.data_ptr() or last.data_ptr() != self.stacked[-1].data_ptr():
+            raise PlatformError(
+                "parameters of experts were moved after the model had been built; set moe.experts: upstream"
+            )
+
+    def _forward(self, rows: Tensor, segments: ExpertSegments) -> tuple[Tensor, None]:
+        self.check()
+        out: Any = _Product.apply(rows, self._root if self.grads is not None else None, self, segments)
+        return out, None
+
+
+class _Product(torch.autograd.Function):
+    """Rows [n, in] to [n, out]. Weights are no autograd inputs: their gradients go into Megatron's buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, root: Tensor | None, weights: ExpertWeights, segments: Segments) -> Tensor:
+        ctx.save_for_backward(None if root is None else rows)
+        ctx.weights, ctx.segments = weights, segments
+        return product(rows, weights.stacked.mT, segments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        grad, weights, segments = grads[0].contiguous(), ctx.weights, ctx.segments
+        below = product(grad, weights.stacked, segments) if ctx.needs_input_grad[0] else None
+        (rows,) = ctx.saved_tensors
+        if rows is not None:
+            accumulate(weights.grads, grad, rows, segments)
+            if weights.ready is not None:
+                for parameter in weights.parameters:
+                    weights.ready(parameter)
+        return below, None, None, None
+
+
+def one_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """[len(tensors), ...] of tensors of one shape that lie one after the other in one storage, evenly; else None."""
+    first, size = tensors[0], tensors[0].element_size()
+    distances = {(b.data_ptr() - a.data_ptr()) for a, b in pairwise(tensors)}
+    distance = distances.pop() // size if distances else first.numel()
+    same_storage = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    whole = all(tensor.is_contiguous() and tensor.shape == first.shape for tensor in tensors)
+    if distances or distance < first.numel() or not same_storage or not whole:
+        return None
+    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
+
+
+class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
+    """Takes the place of a dispatcher that a layer has been built with.
+
+    Attributes:
+        rows: the rows of the present micro batch before the exchange.
+        order: which row of those received comes to each place, and the inverse; None: they are in order.
+    """
+
+    def __init__(self, built: MoEAlltoAllTokenDispatcher) -> None:
+        vars(self).update(vars(built))
+        self.rows: TokenRows | None = None
+        self.order: tuple[Tensor, Tensor] | None = None
+        self._alone = self.tp_size == self.ep_size == 1
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        counts = super().preprocess(routing_map)
+        self._counts, self._received = counts, getattr(self, "num_global_tokens_per_local_expert", None)
+        return counts
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        return tokens_per_expert if self._alone else super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[reportArgumentType]
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [tokens * k, h] by expert, and their probabilities."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        hidden = hidden_states.view(-1, hidden_states.shape[-1])
+        self.hidden_shape_before_permute = hidden.shape
+        self.tokens_per_expert = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        self.rows = rows = token_rows(routing_map, self.config.moe_router_topk)
+        self.reversed_local_input_permutation_mapping = rows.token
+        spread: Any = Spread.apply(hidden, rows.token, rows.place)
+        return spread, probs.reshape(-1).index_select(0, rows.choice)
+
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, ExpertSegments, Tensor]:
+        """What has been received, by expert; which rows are whose; and their probabilities."""
+        tokens, probs = self.gather_slices(global_input_tokens), self.gather_slices(global_probs)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
+        self.tokens_per_expert, self.order = None, None
+        if self.num_local_experts > 1 and not self._alone:
+            assert self._received is not None
+            self.order = chunk_order(self._received.view(-1, self.num_local_experts), len(tokens))
+        segments = ExpertSegments(self._counts.cumsum(0).int())
+        return self.sort_received(tokens), segments, self.sort_received(probs)
+
+    def gather_slices(self, values: Tensor) -> Tensor:
+        """``values`` of all tensor parallel ranks that share these experts."""
+        if self.tp_size == 1:
+            return values
+        splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+        return gather_from_sequence_parallel_region(values, group=self.tp_group, output_split_sizes=splits)
+
+    def sort_received(self, values: Tensor) -> Tensor:
+        """Received rows, which lie by (source, expert), by expert."""
+        if self.order is None:
+            return values
+        sorted_rows: Any = Moved.apply(values, *self.order)
+        return sorted_rows
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The way back of :meth:`dispatch_postprocess`."""
+        if self.order is not None:
+            order, place = self.order
+            hidden_states = Moved.apply(hidden_states, place, order)  # type: ignore[reportAssignmentType]
+        if self.tp_size > 1:
+            splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+            dtype = hidden_states.dtype
+            hidden_states = reduce_scatter_to_sequence_parallel_region(
+                hidden_states.to(self.probs.dtype), group=self.tp_group, input_split_sizes=splits
+            ).to(dtype)
+        return hidden_states
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """The sum of each token's rows, in the shape of the layer's input."""
+        assert self.rows is not None
+        combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.place)
+        return combined.view(self.hidden_shape)
+
+
 def wanted(moe: Moe, config: Any, precision: Precision, device: torch.device, *, overlapped: bool) -> bool:
-    """Whether experts are to be grouped. ``auto`` groups them on GPUs, wherever that can be done.
+    """Check whether experts are to be grouped. ``auto`` groups them on GPUs, wherever that can be done.
 
     Args:
         overlapped: gradients are reduced while the backward pass runs, in buckets that may divide a layer's experts.

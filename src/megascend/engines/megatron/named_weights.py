@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.meetings import Meetings, Stopped
+from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import FusedPart, differences, fused_part
+from megascend.huggingface.exported import FusedPart, fused_part
 from megascend.huggingface.files import TensorHeader
-from megascend.huggingface.safetensors_writer import DTYPES
 from megascend.kernels.reductions import out_of_range
 from megascend.topology.weight_routes import Receivers, Route, participants, ranks_of, route
 
@@ -55,10 +54,9 @@ def named_weights(
     """Every parameter under its Hugging Face name, one at a time, in the model's order, on the ranks that receive.
 
     Collective: every rank iterates to the end; on a rank that does not receive there is nothing to iterate over, and the
-    first ``next()`` lasts until the others are done. Before each layer, and at the end, all ranks meet over Gloo. A rank
-    whose consumer raises, breaks off or closes the stream says so at the next meeting; the stream then ends everywhere, with
-    an error on whoever would otherwise have taken a part for the whole. A rank that keeps the stream and does not go on is
-    a CollectiveTimeoutError on the others.
+    first ``next()`` lasts until the others are done. Before each layer, and at the end, all ranks join a barrier over Gloo; see
+    :func:`megascend.engines.weight_stream.stream_weights`. A rank that keeps the stream and does not continue is a
+    CollectiveTimeoutError on the others.
 
     A tensor may be the model's own memory, and is its consumer's until the next one: copy what is to stay. Beside the model,
     a receiver holds one layer (with all its experts) and one tensor more; others hold one shard.
@@ -80,47 +78,23 @@ def named_weights(
     """
     receiving = ranks_of(receivers, groups.topology)
     config = chunks[0].config
-    meetings = Meetings(groups, config.num_layers)
+    barrier = ExportBarrier(groups, config.num_layers)
     if groups.rank not in participants(groups.topology, receiving):
-        with contextlib.suppress(Stopped), groups.monitor.phase("named weights"):
-            meetings.attend()
+        with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
+            barrier.join_all()
         return
-    whole = joined(_Collector(bridge, groups, receiving, device, meetings.before_layer).weights(chunks), wanted)
-    found: dict[str, TensorHeader] = {}
-    try:
-        while True:
-            # mcore-bridge's own no_grad would last into the consumer's code.
-            with groups.monitor.phase("named weights"), torch.no_grad():
-                entry = next(whole, None)
-                if entry is None:
-                    meetings.at_end()
-                    break
-            name, tensor = entry
-            del entry
-            try:
-                if merge is not None:
-                    tensor = merge(name, tensor)
-                if problem := out_of_range(name, tensor, tensor.dtype):
-                    raise CheckpointError(f"named_weights: {problem}")
-                found[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
-                yield name, tensor
-                del tensor
-            except BaseException as error:
-                meetings.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
-                with contextlib.suppress(Stopped), groups.monitor.phase("named weights"), torch.no_grad():
-                    for _ in whole:  # up to the next meeting
-                        pass
-                    meetings.at_end()
-                raise
-    except Stopped as stopped:
-        if groups.rank in receiving:
-            raise CheckpointError(
-                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
-                "is not the whole model"
-            ) from None
-        return
-    if groups.rank in receiving:
-        _hold_against(wanted, found, config)
+
+    def finish(name: str, tensor: Tensor) -> Tensor:
+        if merge is not None:
+            tensor = merge(name, tensor)
+        if problem := out_of_range(name, tensor, tensor.dtype):
+            raise CheckpointError(f"named_weights: {problem}")
+        return tensor
+
+    weights = joined(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), wanted)
+    yield from stream_weights(
+        weights, barrier, groups, wanted, config.params_dtype, receives=groups.rank in receiving, finish=finish
+    )
 
 
 def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
@@ -157,14 +131,6 @@ def _place(part: FusedPart, whole: Tensor) -> Tensor:
         return inside
     rows = inside.shape[0] // 2
     return inside[:rows] if part.half == "gate" else inside[rows:]
-
-
-def _hold_against(wanted: Mapping[str, TensorHeader], found: Mapping[str, TensorHeader], config: Any) -> None:
-    if problems := differences(wanted, found, DTYPES[str(config.params_dtype)]):
-        raise CheckpointError(
-            f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
-            "report the model's architecture"
-        )
 
 
 class _Collector:

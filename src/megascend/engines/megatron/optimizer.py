@@ -18,7 +18,7 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.megatron.build import DTYPES
+from megascend.engines.base import DTYPES
 from megascend.engines.megatron.routers import Routers
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -41,7 +41,7 @@ class ParameterState:
     tensors: dict[str, torch.Tensor]
 
 
-class Optimizer:
+class MegatronOptimizer:
     """AdamW over the model chunks of this rank: one step for all ranks, or none.
 
     Attributes:

@@ -3,90 +3,88 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
-from megascend.config import Adam, Adapters, Schedule
-from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.single.worn_adapter import WornAdapter
+from megascend.config import Lora
+from megascend.engines.base import DTYPES
+from megascend.engines.context import EngineContext, EngineSpec
 from megascend.lora.adapter_set import AdapterSet
+from megascend.lora.factors import Factors
+from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.transfer import scatter
 from megascend.lora.transformers_targets import is_transposed, layer_targets
-from megascend.topology.topology import Topology
+
+ACTIVE = "active"
+"""peft's name of the one adapter that the model has at a time."""
 
 
 class PeftAdapters(AdapterSet):
-    """Adapters on a frozen model. Each micro batch is of one adapter, which is put on for it."""
+    """Adapters on a frozen model. Each micro batch is of one adapter, which is activated for it."""
 
-    def __init__(
-        self,
-        model: Any,
-        topology: Topology,
-        groups: ProcessGroups,
-        limits: Adapters,
-        *,
-        adam: Adam,
-        schedule: Schedule,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        model_dir: Path,
-    ) -> None:
+    def __init__(self, model: Any, spec: EngineSpec, context: EngineContext) -> None:
         # peft imports Transformer Engine where that is installed. Its library must be loaded before the first kernel of
         # cuDNN is: with two versions of cuDNN on a machine, the loader would mix them.
         import peft  # noqa: F401
 
+        assert spec.adapters is not None
         model.requires_grad_(False)
         # peft before 0.20 takes the dimensions of transposed experts for each other.
-        found = [target for target in layer_targets(model) if not is_transposed(target)]
-        everything = sorted(target.slices[0].name for target in found)
+        targets = [target for target in layer_targets(model) if not is_transposed(target)]
         registry = AdapterRegistry.of_model(
-            found, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
+            targets,
+            sorted(target.slices[0].name for target in targets),
+            spec.adapters,
+            adam=spec.optimizer,
+            schedule=spec.schedule,
+            seed=spec.seed,
+            dtype=DTYPES[spec.precision],
+            device=context.groups.device,
         )
-        super().__init__(registry, topology, groups, model_dir)
+        super().__init__(registry, context.topology, context.groups, context.model_dir)
         self._model = model
-        self._order: list[str] = []
-        self._worn: tuple[str, WornAdapter] | None = None
-        self._pending: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []
+        self._active: tuple[str, ActiveAdapter] | None = None
+        self._pending: dict[str, Tensor] = {}
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Nothing to do: micro batches are padded, and those hold samples of one adapter each."""
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
-        """Have :meth:`put_on` know ``names`` until the block ends, and the base model as it was afterwards."""
-        self._order, self._pending = list(names), {}
+        """Let :meth:`activate` choose from ``names`` within the context; the model is the base model afterwards."""
+        self._names, self._pending = list(names), {}
         try:
             yield
         finally:
-            self._take_off()
-            self._order = []
+            self._deactivate()
+            self._names = []
 
-    def put_on(self, batch: MicroBatch) -> None:
-        """Have the model be that of the batch's adapter."""
-        name = self._order[batch.adapter_index[0]]
-        if self._worn is not None and self._worn[0] == name:
+    def activate(self, batch: MicroBatch) -> None:
+        """Make the batch's adapter part of the model."""
+        name = self._names[batch.adapter_index[0]]
+        if self._active is not None and self._active[0] == name:
             return
-        self._take_off()
+        self._deactivate()
         if name:
-            whole = self.collect_whole(name, optimizer=False)
-            assert whole is not None, "a world of one"
-            self._worn = name, WornAdapter(self._model, whole.lora, whole.values)
+            saved = self.collect_whole(name, optimizer=False)
+            assert saved is not None, "a world of one"
+            self._active = name, ActiveAdapter(self._model, saved.lora, saved.values)
 
     def take_gradients(self) -> None:
-        """Add what the last backward pass has left to what this call has so far, in float32."""
-        if self._worn is None:
+        """Add the gradients of the last backward pass to those of this call so far, in float32."""
+        if self._active is None:
             return
-        name, worn = self._worn
+        name, active = self._active
         adapter = self.registry[name]
         vector = torch.zeros_like(adapter.grads)
-        scatter(worn.take_gradients(), adapter, vector, self._shape_groups)
+        scatter(active.take_gradients(), adapter, vector, self._shape_groups)
         self._pending[name] = vector if name not in self._pending else self._pending[name].add_(vector)
 
     def collect(self) -> None:
@@ -101,7 +99,72 @@ class PeftAdapters(AdapterSet):
         """Drop the gradients of the last call; those of earlier ones stay."""
         self._pending = {}
 
-    def _take_off(self) -> None:
-        if self._worn is not None:
-            self._worn[1].take_off()
-            self._worn = None
+    def _deactivate(self) -> None:
+        if self._active is not None:
+            self._active[1].deactivate()
+            self._active = None
+
+
+class ActiveAdapter:
+    """An adapter that is part of a transformers model until :meth:`deactivate`.
+
+    Args:
+        factors: of every adapted projection; copied, in the model's dtype.
+    """
+
+    def __init__(self, model: Any, lora: Lora, factors: Mapping[str, Factors]) -> None:
+        from peft import LoraConfig
+        from peft.tuners.lora import LoraModel
+
+        parameters = sorted(name for name in factors if is_expert_parameter(name))
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[reportArgumentType]
+            use_rslora=lora.rslora,
+            lora_dropout=lora.dropout,
+            target_modules=sorted(name for name in factors if name not in parameters),
+            target_parameters=parameters or None,
+            bias="none",
+        )
+        training = model.training
+        self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank
+        model.train(training)
+        self._weights = {name: _weights(model, name) for name in factors}
+        for name, (a, b) in self._weights.items():
+            pair = factors[name]
+            with torch.no_grad():
+                a.copy_(pair.a.reshape(a.shape))
+                b.copy_(pair.b if pair.b.ndim == 2 else pair.b.permute(1, 2, 0).reshape(b.shape))
+
+    def take_gradients(self) -> dict[str, Factors]:
+        """Return and clear the gradients since the last call, float32; experts as [experts, ...]."""
+        gradients = {}
+        for name, (a, b) in self._weights.items():
+            grad_a, grad_b = _take_gradient(a), _take_gradient(b)
+            if is_expert_parameter(name):
+                grad_a = grad_a.view(-1, self._rank, grad_a.shape[1])
+                grad_b = grad_b.view(grad_b.shape[0], self._rank, -1).permute(2, 0, 1)
+            gradients[name] = Factors(grad_a, grad_b)
+        return gradients
+
+    def deactivate(self) -> None:
+        """Make the model the base model again."""
+        self._tuner.unload()
+
+
+def _weights(model: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Return peft's A and B of one projection."""
+    if not is_expert_parameter(name):
+        layer = model.get_submodule(name)
+    else:  # one wrapper for each adapted parameter of the module, one around the other
+        experts, _, parameter = name.rpartition(".")
+        layer = model.get_submodule(experts)
+        while layer.parameter_name != parameter:
+            layer = layer.base_layer
+    return layer.lora_A[ACTIVE].weight, layer.lora_B[ACTIVE].weight
+
+
+def _take_gradient(weight: Tensor) -> Tensor:
+    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    weight.grad = None
+    return grad.float()

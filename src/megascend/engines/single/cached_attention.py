@@ -10,15 +10,14 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import changed
-from megascend.engines.caching import other_attention
-from megascend.engines.key_values import Filling, Growing
+from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.errors import ConfigError
 
 REFUSED = ("softcap", "s_aux")
 
 
 def why_not(model: Any) -> str | None:
-    """Why this model's keys and values are not kept, or None."""
+    """Return why this model's keys and values cannot be kept, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -27,8 +26,8 @@ def why_not(model: Any) -> str | None:
     return other_attention(model.config)
 
 
-class CachedAttention:
-    """What stands before a model's attention function while there is a cache.
+class CachedAttentionFunction:
+    """Wraps a model's attention function while there is a cache of keys and values.
 
     Attributes:
         batch: the micro batch that is computed at the moment, as its ``cached`` tells.
@@ -72,10 +71,10 @@ class CachedAttention:
         options: dict[str, Any],
     ) -> Any:
         """See ``transformers.AttentionInterface``: [batch, heads, tokens, head dim] to [batch, tokens, heads, head dim]."""
-        asked = [name for name in REFUSED if options.get(name) is not None]
-        if asked:
+        refused = [name for name in REFUSED if options.get(name) is not None]
+        if refused:
             raise ConfigError(
-                f"engine single: attention with {asked[0]} ({type(module).__name__}) has no cache; set Sampler(cache=False)"
+                f"engine single: attention with {refused[0]} ({type(module).__name__}) has no cache; set Sampler(cache=False)"
             )
         if isinstance(cached, Growing):
             q, k, v = (part[0].transpose(0, 1) for part in states)

@@ -7,6 +7,7 @@ of verl's settings, and what is not there.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
+from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
@@ -26,11 +28,11 @@ from megascend.config import Adapters, Batching
 from megascend.distributed.objects import gather_objects
 from megascend.engines.megatron.groups import require_none_alive
 from megascend.errors import ConfigError, ProcessGroupError
+from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.huggingface.scalar_head import HeadKind
-from megascend.integrations.verl import checkpoints, critics, losses
+from megascend.huggingface.scalar_head import WEIGHT, HeadKind
+from megascend.integrations.verl import losses
 from megascend.integrations.verl.batches import Batch
-from megascend.integrations.verl.rates import Rates
 from megascend.integrations.verl.settings import translate
 from megascend.integrations.verl.settings_table import VENDOR
 from megascend.kernels.host_copy import to_device
@@ -41,8 +43,13 @@ log = logging.getLogger(__name__)
 ADAPTER = "verl"
 """Name of the one adapter that a run with LoRA trains."""
 
-
 DEVICES = ["cpu", "cuda", "npu"]
+STATE, HF_MODEL = "megascend", "huggingface"
+"""Below verl's directory of a checkpoint: the backend's own, and the Hugging Face export."""
+CRITICS: dict[HeadKind, str] = {
+    "scalar": "a critic with the head of its checkpoint",
+    "new_token_classifier": "a critic with a new head",
+}
 
 
 @EngineRegistry.register("language_model", "megatron", device=DEVICES, vendor=VENDOR)
@@ -68,13 +75,13 @@ class MegascendEngine(BaseEngine):
             get_device_name(),
         )
         self._model_dir = Path(model_config.local_path)
-        self._head: HeadKind = critics.head(self._model_dir) if self.settings.value_model else "lm"
+        self._head: HeadKind = critic_head(self._model_dir) if self.settings.value_model else "lm"
         info = inspect_checkpoint(self._model_dir, self._head)
         self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
         self._place = self._topology.coordinates(dist.get_rank())
         self._backend: MegatronBackend | None = None
         self._rates: Rates | None = None
-        self._kept = checkpoints.Kept()
+        self._saved: list[Path] = []  # directories of checkpoints, oldest first
         self._adapter_on = True
         self.mode: str | None = None
 
@@ -112,7 +119,7 @@ class MegascendEngine(BaseEngine):
             self._backend.add_adapter(ADAPTER, settings.lora)
         self._rates = None if settings.forward_only else Rates(self.optimizer_config)
         if self._backend.rank == 0:
-            head = "" if self._head == "lm" else f", {critics.DESCRIPTIONS[self._head]}"
+            head = "" if self._head == "lm" else f", {CRITICS[self._head]}"
             print(f"verl's engine is megascend: {self._topology}, {settings.precision}{head}", flush=True)
 
     @property
@@ -314,19 +321,27 @@ class MegascendEngine(BaseEngine):
         backend, directory = self.backend, Path(local_path)
         backend.from_rank_0(lambda: directory.mkdir(parents=True, exist_ok=True))
         progress = {"global_step": global_step, "scheduler_steps": self._rates.steps if self._rates else 0}
-        backend.save(directory / checkpoints.STATE, progress=progress, wait=not self.settings.async_save)
+        backend.save(directory / STATE, progress=progress, wait=not self.settings.async_save)
         if self.settings.hf_model:
             adapter = ADAPTER if self.settings.lora is not None else None
-            backend.export_hf(directory / checkpoints.HF_MODEL, adapter)
-        surplus = self._kept.add(directory, max_ckpt_to_keep)
-        backend.from_rank_0(lambda: checkpoints.delete(surplus))
+            backend.export_hf(directory / HF_MODEL, adapter)
+        surplus = self._surplus(directory, max_ckpt_to_keep)
+        backend.from_rank_0(lambda: [shutil.rmtree(path) for path in surplus])
+
+    def _surplus(self, directory: Path, limit: int | None) -> list[Path]:
+        """Note a complete checkpoint; return those to delete, the oldest beyond ``limit``, as verl's engines do."""
+        self._saved = [*(path for path in self._saved if path != directory), directory]
+        if not limit or limit < 0:
+            return []
+        surplus, self._saved = self._saved[:-limit], self._saved[-limit:]
+        return surplus
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
         """Resume from :meth:`save_checkpoint`'s directory, under any layout. A local directory is never deleted."""
         _refuse_remote(hdfs_path)
-        progress = self.backend.load(Path(local_path) / checkpoints.STATE)
+        progress = self.backend.load(Path(local_path) / STATE)
         if not self.settings.forward_only:
             self._rates = Rates(self.optimizer_config)
             if progress["scheduler_steps"]:
@@ -338,8 +353,51 @@ class MegascendValueEngine(MegascendEngine):
     """A critic: a token classifier with one label in place of a language model, and values in place of log-probabilities."""
 
 
+class Rates:
+    """The learning rate of each step, by Megatron-Core's scheduler with verl's settings.
+
+    Attributes:
+        steps: how often it has advanced.
+    """
+
+    def __init__(self, optimizer_config: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0}]  # what the scheduler writes into
+        self.steps = 0
+        self._scheduler = get_megatron_optimizer_param_scheduler(self, optimizer_config)
+
+    @property
+    def now(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.param_groups[0]["lr"])
+
+    def advance(self, steps: int = 1) -> float:
+        """Advance by ``steps`` and return the rate then."""
+        self._scheduler.step(steps)
+        self.steps += steps
+        return self.now
+
+
+def critic_head(model_dir: Path) -> HeadKind:
+    """Return the head that a critic's checkpoint has, or a new one, as verl's other engines. Reads headers alone.
+
+    Raises:
+        ConfigError: the checkpoint asks for dropout before the head, which verl switches off in all critics.
+        CheckpointError: its head is not one of a number for each token.
+    """
+    if WEIGHT not in tensor_headers(model_dir):
+        return "new_token_classifier"
+    head = inspect_checkpoint(model_dir, "scalar").scalar_head
+    assert head is not None
+    if head.dropout:
+        raise ConfigError(
+            f"{model_dir}/config.json: a critic of verl has no dropout before its head, and classifier_dropout is "
+            f"{head.dropout:g} here (transformers' default where none is given); set classifier_dropout: 0 there"
+        )
+    return "scalar"
+
+
 class _TrainMode(BaseEngineCtx):
-    """Gradients do not outlast the block."""
+    """Drops gradients when the block ends."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.zero_grad_on_exit or exc_type is not None:

@@ -1,4 +1,4 @@
-"""Which Hugging Face weight each box of a checkpoint's tensors is, for engines that know nothing of Megatron.
+"""Slices of Hugging Face's weights that a Megatron checkpoint's tensors consist of, for engines that know nothing of Megatron.
 
 mcore-bridge knows it as a conversion of whole tensors. It is asked once, on a copy, with row numbers in place of parameters:
 what comes out under a weight's name says which rows of which tensor that weight is. A matrix stands for its rows, so the numbers
@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from megascend.engines.hf_parts import HfPart, check_sizes
+from megascend.checkpoint.hf_slices import HfSlice, check_sizes
 from megascend.engines.megatron.state import Entry, tensors_of
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import fused_part
@@ -33,7 +33,7 @@ class _Rows:
 
     Attributes:
         key, shape: of the whole tensor.
-        lead: place along its first dimensions, those of layers and experts.
+        lead: offsets along its first dimensions, those of layers and experts.
         first, count: of the rows, along the dimension after these.
         divided: tensor parallel ranks have other rows of the tensor.
     """
@@ -46,10 +46,10 @@ class _Rows:
     divided: bool
 
 
-def hf_parts(
+def hf_slices(
     chunks: Sequence[Any], bridge: Any, entries: Sequence[Entry], headers: Mapping[str, TensorHeader]
-) -> dict[str, list[HfPart]]:
-    """What this rank's tensors, and those of its tensor parallel peers, are. Local.
+) -> dict[str, list[HfSlice]]:
+    """Return the slices of this rank's tensors, and of those of its tensor parallel peers. Local.
 
     Args:
         chunks: the model chunks of this rank, without wrappers.
@@ -60,7 +60,7 @@ def hf_parts(
         CheckpointError: the architecture is converted by more than cutting and joining rows.
     """
     probe = _Probe(bridge, entries)
-    found: dict[str, list[HfPart]] = {}
+    slices: dict[str, list[HfSlice]] = {}
     for chunk in chunks:
         try:
             weights = list(probe.weights(chunk))
@@ -77,11 +77,11 @@ def hf_parts(
             if fused is not None and fused.half is not None:
                 rows //= 2
                 start = rows if fused.half == "up" else 0
-            for key, part in _parts(weight, (rows, *columns), start, numbers, probe.rows):
-                inside = replace(part, weight_offsets=(*expert, *part.weight_offsets))
-                found.setdefault(key, []).append(inside)
-    check_sizes(found, {rows.key: rows.shape for rows in probe.rows})
-    return found
+            for key, each in _slices(weight, (rows, *columns), start, numbers, probe.rows):
+                inside = replace(each, weight_offsets=(*expert, *each.weight_offsets))
+                slices.setdefault(key, []).append(inside)
+    check_sizes(slices, {rows.key: rows.shape for rows in probe.rows})
+    return slices
 
 
 class _Probe:
@@ -110,32 +110,34 @@ class _Probe:
         view._broadcast_ep_pp = lambda tensor, is_expert: tensor
 
     def weights(self, chunk: Any) -> Iterator[tuple[str, Tensor]]:
-        """Names and numbers of what is made of this rank's parameters."""
+        """Yield names and numbers of the weights made of this rank's parameters."""
         options = {"converter": lambda name, tensor: (name, tensor), "disable_tqdm": True, "_is_saving": True}
         for name, numbers in self._view.export_weights([chunk], **options):
             if numbers is not None:
                 yield name, numbers
 
     def _number(self, entry: Any) -> Tensor:
-        """In place of a parameter: its rows' numbers, [rows, 1, ...]; a vector stands for itself."""
+        """Return the numbers of a parameter's rows, [rows, 1, ...]; a vector stands for itself."""
         data: Tensor = entry.data
         numbers = torch.full(data.shape[:1], -1, dtype=torch.int64)
         inner = math.prod(data.shape[1:])
-        parts = tensors_of(entry)
-        for part in parts:
-            values: Any = part.data
-            dims = part.prepend_axis_num
+        tensors = tensors_of(entry)
+        for tensor in tensors:
+            values: Any = tensor.data
+            dims = tensor.prepend_axis_num
             start = (values.storage_offset() - data.storage_offset()) // inner
             count = values.shape[0] if values.dim() else 1
-            numbers[start : start + count] = len(self.rows) * _NUMBERS + part.global_offset[dims] + torch.arange(count)
+            numbers[start : start + count] = (
+                len(self.rows) * _NUMBERS + tensor.global_offset[dims] + torch.arange(count)
+            )
             self.rows.append(
                 _Rows(
-                    part.key,
-                    tuple(part.global_shape),
-                    tuple(part.global_offset[:dims]),
-                    part.global_offset[dims],
+                    tensor.key,
+                    tuple(tensor.global_shape),
+                    tuple(tensor.global_offset[:dims]),
+                    tensor.global_offset[dims],
                     count,
-                    _fragments(part) > len(parts),
+                    _fragments(tensor) > len(tensors),
                 )
             )
         return numbers.view(-1, *(1 for _ in data.shape[1:]))
@@ -168,16 +170,16 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _fragments(part: ShardedTensor) -> int:
-    """Into how many runs the rows of a tensor are divided over all ranks."""
-    fragments = part.axis_fragmentations
-    return 1 if fragments is None else fragments[part.prepend_axis_num]
+def _fragments(tensor: ShardedTensor) -> int:
+    """Return into how many runs the rows of a tensor are divided over all ranks."""
+    fragments = tensor.axis_fragmentations
+    return 1 if fragments is None else fragments[tensor.prepend_axis_num]
 
 
-def _parts(
+def _slices(
     weight: str, shape: tuple[int, ...], first_row: int, numbers: Tensor, known: Sequence[_Rows]
-) -> Iterator[tuple[str, HfPart]]:
-    """The runs of rows that a weight consists of.
+) -> Iterator[tuple[str, HfSlice]]:
+    """Yield the runs of rows that a weight consists of.
 
     Args:
         shape: of the weight, or of the half of it that ``numbers`` are.
@@ -185,8 +187,8 @@ def _parts(
         numbers: its dimensions but the last are the weight's; a vector's is its own. A padded vocabulary may be longer.
     """
     dims = shape if len(shape) == 1 else shape[:-1]
-    got = tuple(numbers.shape) if len(shape) == 1 else tuple(numbers.shape[:-1])
-    if got[1:] != dims[1:] or got[0] < dims[0] or numbers.numel() != math.prod(got):
+    actual = tuple(numbers.shape) if len(shape) == 1 else tuple(numbers.shape[:-1])
+    if actual[1:] != dims[1:] or actual[0] < dims[0] or numbers.numel() != math.prod(actual):
         raise CheckpointError(
             f"{weight} of shape {list(shape)} is not made of whole rows, but as {list(numbers.shape)}"
         )
@@ -214,7 +216,7 @@ def _parts(
             place[0] += first_row
         yield (
             rows.key,
-            HfPart(
+            HfSlice(
                 (*rows.lead, row, *(0 for _ in columns)),
                 (*(1 for _ in rows.lead), stop - start, *columns),
                 weight,

@@ -1,4 +1,4 @@
-"""Boxes of one engine's tensors, in terms of Hugging Face's weights, against whole tensors put together by hand."""
+"""Slices of one engine's tensors, in terms of Hugging Face's weights, against whole tensors put together by hand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascend.checkpoint import hf_parts_file
-from megascend.engines.chunks import Chunks
-from megascend.engines.hf_parts import HfPart, HfParts, translated
+from megascend.checkpoint import hf_slices
+from megascend.checkpoint.hf_slices import HfSlice, HfSlices, translate
+from megascend.checkpoint.slices import TensorSlices
 from megascend.errors import CheckpointError
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 5, 6, 3, 2
@@ -27,45 +27,45 @@ def weights() -> dict[str, Tensor]:
     return found
 
 
-def stacked() -> tuple[dict[str, tuple[int, ...]], HfParts]:
+def stacked() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
     """Shapes and parts of an engine that stacks layers and experts, mixes q and k by heads, and pads the vocabulary."""
     shapes = {
         "embedding": (PADDED, HIDDEN),
         "qk": (LAYERS, 8, HIDDEN),
         "experts.fc1": (LAYERS, EXPERTS, 2 * WIDTH, HIDDEN),
     }
-    parts: dict[str, list[HfPart]] = {name: [] for name in shapes}
-    parts["embedding"].append(HfPart((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0)))
+    parts: dict[str, list[HfSlice]] = {name: [] for name in shapes}
+    parts["embedding"].append(HfSlice((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0)))
     for layer in range(LAYERS):
         for head in range(2):
             for place, name in enumerate(("q", "k")):
                 row = 4 * head + 2 * place
-                parts["qk"].append(HfPart((layer, row, 0), (1, 2, HIDDEN), f"{layer}.{name}", (2 * head, 0)))
+                parts["qk"].append(HfSlice((layer, row, 0), (1, 2, HIDDEN), f"{layer}.{name}", (2 * head, 0)))
         for expert in range(EXPERTS):
             for place, name in enumerate(("gate", "up")):
                 box = ((layer, expert, place * WIDTH, 0), (1, 1, WIDTH, HIDDEN))
-                parts["experts.fc1"].append(HfPart(*box, f"{layer}.{expert}.{name}", (0, 0)))
+                parts["experts.fc1"].append(HfSlice(*box, f"{layer}.{expert}.{name}", (0, 0)))
     return shapes, parts
 
 
-def by_layer() -> tuple[dict[str, tuple[int, ...]], HfParts]:
+def by_layer() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
     """Shapes and parts of an engine that fuses a layer's experts alone."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCABULARY, HIDDEN)}
-    parts = {"embed": [HfPart((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0))]}
+    parts = {"embed": [HfSlice((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0))]}
     for layer in range(LAYERS):
         for name in ("q", "k"):
             shapes[f"{layer}.{name}"] = (4, HIDDEN)
-            parts[f"{layer}.{name}"] = [HfPart((0, 0), (4, HIDDEN), f"{layer}.{name}", (0, 0))]
+            parts[f"{layer}.{name}"] = [HfSlice((0, 0), (4, HIDDEN), f"{layer}.{name}", (0, 0))]
         shapes[f"{layer}.experts"] = (EXPERTS, 2 * WIDTH, HIDDEN)
         parts[f"{layer}.experts"] = [
-            HfPart((expert, place * WIDTH, 0), (1, WIDTH, HIDDEN), f"{layer}.{expert}.{name}", (0, 0))
+            HfSlice((expert, place * WIDTH, 0), (1, WIDTH, HIDDEN), f"{layer}.{expert}.{name}", (0, 0))
             for expert in range(EXPERTS)
             for place, name in enumerate(("gate", "up"))
         ]
     return shapes, parts
 
 
-def whole(shapes: dict[str, tuple[int, ...]], parts: HfParts, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole(shapes: dict[str, tuple[int, ...]], parts: HfSlices, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """An engine's whole tensors, made of weights; padding is 0."""
     found = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for name, of_tensor in parts.items():
@@ -90,8 +90,8 @@ def cut(shape: tuple[int, ...], generator: random.Random) -> list[tuple[tuple[in
     return boxes
 
 
-def like(tensors: dict[str, Tensor]) -> dict[str, Chunks]:
-    return {name: Chunks(tuple(values.shape), values.dtype) for name, values in tensors.items()}
+def like(tensors: dict[str, Tensor]) -> dict[str, TensorSlices]:
+    return {name: TensorSlices(tuple(values.shape), values.dtype) for name, values in tensors.items()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,19 +107,19 @@ def test_every_number_is_found(mine, theirs, seed) -> None:
         expected |= {kind + name: tensor for name, tensor in whole(own_shapes, own, of_kind).items()}
         stored |= {kind + name: tensor for name, tensor in whole(shapes, parts, of_kind).items()}
     for name, tensor in expected.items():
-        wanted[name] = Chunks(tuple(tensor.shape), tensor.dtype, may_differ=name.endswith("embedding"))
+        wanted[name] = TensorSlices(tuple(tensor.shape), tensor.dtype, may_differ=name.endswith("embedding"))
         for offsets, sizes in cut(tuple(tensor.shape), generator):
             wanted[name].add(offsets, torch.full(sizes, torch.nan))
-    found = translated(wanted | {"object": 1}, own, parts, like(stored))
+    found = translate(wanted | {"object": 1}, own, parts, like(stored))
     for padding in found.padding:
         padding.zero_()
     for name, chunks in found.reads.items():
         assert chunks.shape == tuple(stored[name].shape)
-        for offsets, target in chunks.parts:
+        for offsets, target in chunks.slices:
             box = tuple(slice(a, a + n) for a, n in zip(offsets, target.shape, strict=True))
             target.copy_(stored[name][box])
     for name, tensor in expected.items():
-        for offsets, part in wanted[name].parts:
+        for offsets, part in wanted[name].slices:
             box = tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))
             assert torch.equal(part, tensor[box]), (name, offsets)
     assert found.weights == set(values[""])
@@ -127,50 +127,50 @@ def test_every_number_is_found(mine, theirs, seed) -> None:
 
 def test_an_fp32_original_is_read_where_there_is_one() -> None:
     """16 bits and an original on one side, fp32 alone on the other."""
-    parts = {"w": [HfPart((0, 0), (2, 3), "weight", (0, 0))]}
+    parts = {"w": [HfSlice((0, 0), (2, 3), "weight", (0, 0))]}
     original = "optimizer.state.param.w"
 
-    def wanted(**dtypes: torch.dtype) -> dict[str, Chunks]:
+    def wanted(**dtypes: torch.dtype) -> dict[str, TensorSlices]:
         found = {}
         for name, dtype in dtypes.items():
-            found[name] = Chunks((2, 3), dtype)
+            found[name] = TensorSlices((2, 3), dtype)
             found[name].add((0, 0), torch.zeros(2, 3, dtype=dtype))
         return found
 
-    both = {"w": Chunks((2, 3), torch.bfloat16), original: Chunks((2, 3), torch.float32)}
-    assert list(translated(wanted(w=torch.float32), parts, parts, both).reads) == [original]
-    plain = {"w": Chunks((2, 3), torch.float32)}
-    reads = translated(wanted(w=torch.bfloat16, **{original: torch.float32}), parts, parts, plain).reads
-    assert [len(chunks.parts) for chunks in reads.values()] == [2]
+    both = {"w": TensorSlices((2, 3), torch.bfloat16), original: TensorSlices((2, 3), torch.float32)}
+    assert list(translate(wanted(w=torch.float32), parts, parts, both).reads) == [original]
+    plain = {"w": TensorSlices((2, 3), torch.float32)}
+    reads = translate(wanted(w=torch.bfloat16, **{original: torch.float32}), parts, parts, plain).reads
+    assert [len(chunks.slices) for chunks in reads.values()] == [2]
     assert list(reads) == ["w"]
 
 
 def test_what_is_missing_is_named() -> None:
     shapes, mine = by_layer()
-    wanted = {"0.q": Chunks(shapes["0.q"], torch.float32)}
+    wanted = {"0.q": TensorSlices(shapes["0.q"], torch.float32)}
     wanted["0.q"].add((0, 0), torch.zeros(4, HIDDEN))
     _, theirs = stacked()
     without = {name: [part for part in parts if part.weight != "0.q"] for name, parts in theirs.items()}
-    stored = {name: Chunks((), torch.float32) for name in theirs}
+    stored = {name: TensorSlices((), torch.float32) for name in theirs}
     with pytest.raises(CheckpointError, match=r"of 0\.q it has 0 of the 20 numbers"):
-        translated(wanted, mine, without, stored)
+        translate(wanted, mine, without, stored)
     with pytest.raises(CheckpointError, match="it has no qk"):
-        translated(wanted, mine, theirs, {})
+        translate(wanted, mine, theirs, {})
     with pytest.raises(CheckpointError, match=r"nothing says which Hugging Face weight 0\.q is"):
-        translated(wanted, {}, theirs, stored)
+        translate(wanted, {}, theirs, stored)
 
 
 def test_the_file_holds_parts_or_a_reason(tmp_path) -> None:
     _, parts = stacked()
-    path = tmp_path / hf_parts_file.NAME
+    path = tmp_path / hf_slices.NAME
     with pytest.raises(CheckpointError, match=r"it has no hf_parts\.json: a version of megascend"):
-        hf_parts_file.read(tmp_path)
-    path.write_text(hf_parts_file.to_text(parts))
-    assert hf_parts_file.read(tmp_path) == parts
-    path.write_text(hf_parts_file.to_text("its experts are transposed"))
+        hf_slices.read(tmp_path)
+    path.write_text(hf_slices.to_text(parts))
+    assert hf_slices.read(tmp_path) == parts
+    path.write_text(hf_slices.to_text("its experts are transposed"))
     with pytest.raises(CheckpointError, match="its experts are transposed"):
-        hf_parts_file.read(tmp_path)
+        hf_slices.read(tmp_path)
     for damaged in ("[", "{}", json.dumps({"tensors": {"w": [[1]]}})):
         path.write_text(damaged)
         with pytest.raises(CheckpointError, match="cannot be read"):
-            hf_parts_file.read(tmp_path)
+            hf_slices.read(tmp_path)

@@ -1,22 +1,20 @@
-"""Which tensors of a checkpoint each parameter of a model consists of, and where in it they lie.
+"""Names of a transformers model's tensors in its checkpoint, and the slices of its parameters that these are.
 
-transformers knows it as a conversion of whole tensors. It is asked once, layer by layer, with tensors of row numbers in place of
-weights: what comes out under a checkpoint's name says which rows of which parameter that tensor is.
+transformers knows both as a conversion of whole tensors. For slices it is asked once, layer by layer, with tensors of row numbers
+in place of weights: what comes out under a checkpoint's name says which rows of which parameter that tensor is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascend.engines.fsdp.transformers_api import in_checkpoint
-from megascend.engines.hf_parts import HfPart
+from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import LAYER, some
 from megascend.huggingface.files import TensorHeader
@@ -25,22 +23,29 @@ _NUMBERS = 2**32
 """Row numbers are below it; what comes above is the parameter's number."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of the checkpoint, as a box of a parameter.
+def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Return tensors of a model, all those of a layer, under the names of its checkpoint and in its parts.
 
-    Attributes:
-        source: its name in the checkpoint; its shape is ``sizes``, or that without the 1 of a single expert.
-        offsets, sizes: of the box, along each dimension of the parameter.
+    transformers fuses experts that many checkpoints keep apart; they are taken apart again, as ``save_pretrained`` does, unless
+    the checkpoint has them fused.
+
+    Args:
+        stored: names of the checkpoint's tensors.
     """
+    from transformers.core_model_loading import revert_weight_conversion
 
-    source: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    reverted = revert_weight_conversion(model, dict(tensors))
+    if all(name in stored for name in reverted):
+        return reverted
+    same = {name: tensor for name, tensor in tensors.items() if name in stored}
+    others = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    return same | (revert_weight_conversion(model, others) if others else {})
 
 
-def pieces(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[Piece]]:
-    """What each parameter, and each buffer that checkpoints hold, is read from.
+def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[HfSlice]]:
+    """Return the checkpoint's tensors, each whole, that each parameter and each buffer in checkpoints is read from.
+
+    A slice's ``weight_offsets`` are all 0; the weight may lack its first dimension, the 1 of a single expert.
 
     Args:
         model: of transformers; may be without memory, not yet sharded.
@@ -49,56 +54,46 @@ def pieces(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[Pi
     Raises:
         CheckpointError: the checkpoint lacks a tensor, has one that nothing here needs, or holds one in a way that is not known.
     """
-    shapes = wanted_tensors(model)
-    found: dict[str, list[Piece]] = {}
+    shapes = persistent_shapes(model)
+    slices: dict[str, list[HfSlice]] = {}
     for _, names in groupby(shapes, key=layer_of):
-        found |= _pieces_of(model, {name: shapes[name] for name in names}, headers)
-    used = {piece.source for parts in found.values() for piece in parts}
+        slices |= _slices_of_layer(model, {name: shapes[name] for name in names}, headers)
+    used = {each.weight for of_tensor in slices.values() for each in of_tensor}
     left = sorted(name for name in headers if name not in used)
     if left:
         raise CheckpointError(
             f"model: {some(left)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes it, is read "
             "from there: correct config.json, or remove the tensors from the files"
         )
-    for name, parts in found.items():
-        covered = sum(math.prod(part.sizes) for part in parts)
+    for name, of_tensor in slices.items():
+        covered = sum(math.prod(each.sizes) for each in of_tensor)
         if covered != math.prod(shapes[name]):
             raise CheckpointError(f"model: {name} is not read whole: {covered} of {math.prod(shapes[name])} numbers")
-    return found
+    return slices
 
 
-def hf_parts(sources: Mapping[str, Sequence[Piece]], headers: Mapping[str, TensorHeader]) -> dict[str, list[HfPart]]:
-    """What :func:`pieces` has found, as checkpoints say it: every piece is a whole weight."""
-    return {
-        name: [
-            HfPart(piece.offsets, piece.sizes, piece.source, (0,) * len(headers[piece.source].shape)) for piece in parts
-        ]
-        for name, parts in sources.items()
-    }
-
-
-def wanted_tensors(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of all that checkpoints hold of a model, in its order, tied weights once."""
+def persistent_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of all that checkpoints hold of a model, in its order, tied weights once."""
     persistent = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     return {name: tuple(t.shape) for name, t in persistent.items() if first.setdefault(id(t), name) == name}
 
 
 def layer_of(name: str) -> str:
-    """What tells a layer's tensors from others'."""
-    found = LAYER.search(name)
-    return found[0] if found else ""
+    """Return the part of a tensor's name that all of its layer have in common."""
+    match = LAYER.search(name)
+    return match[0] if match else ""
 
 
-def _pieces_of(
+def _slices_of_layer(
     model: Any, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorHeader]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[HfSlice]]:
     names = list(shapes)
     rows, columns = (
         in_checkpoint(model, {name: _numbers(shapes[name], number, dim) for number, name in enumerate(names)}, headers)
         for dim in (0, 1)
     )
-    found: dict[str, list[Piece]] = {name: [] for name in names}
+    slices: dict[str, list[HfSlice]] = {name: [] for name in names}
     for source, values in rows.items():
         if source not in headers:
             raise CheckpointError(
@@ -106,18 +101,18 @@ def _pieces_of(
                 "correct config.json, or fetch the files again"
             )
         name = names[int(values.flatten()[0]) // _NUMBERS]
-        piece = _box(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
-        if tuple(size for size in piece.sizes if size > 1) != tuple(s for s in headers[source].shape if s > 1):
+        offsets, sizes = _offsets_and_sizes(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
+        stored = headers[source].shape
+        if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
             raise CheckpointError(
-                f"model: {source} has shape {list(headers[source].shape)} in the checkpoint, {list(piece.sizes)} is needed "
-                f"for {name}"
+                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"
             )
-        found[name].append(piece)
-    return found
+        slices[name].append(HfSlice(offsets, sizes, source, (0,) * len(stored)))
+    return slices
 
 
 def _numbers(shape: tuple[int, ...], parameter: int, dim: int) -> Tensor:
-    """Of a parameter, at every place its number and the place along ``dim``; dimensions after the second are 1 long.
+    """Return, for every element of a parameter, its number and the index along ``dim``; dimensions after the second are 1 long.
 
     A matrix stands for its rows alone: only fused experts are taken apart in two dimensions.
     """
@@ -129,11 +124,13 @@ def _numbers(shape: tuple[int, ...], parameter: int, dim: int) -> Tensor:
     return values
 
 
-def _box(source: str, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Piece:
-    """Where in a parameter of ``shape`` the places lie that ``rows`` and ``columns`` tell.
+def _offsets_and_sizes(
+    source: str, rows: Tensor, columns: Tensor, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the slice of a parameter of ``shape`` whose elements have these indices.
 
     Raises:
-        CheckpointError: they are not a box in order.
+        CheckpointError: they are not a slice in order.
     """
     first = [int(rows.min()), int(columns.min())]
     sizes = [int(rows.max()) - first[0] + 1, int(columns.max()) - first[1] + 1]
@@ -151,4 +148,4 @@ def _box(source: str, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> 
             f"model: {source} is stored in another order than the model has it, which engine fsdp cannot read; use another engine"
         )
     rest = shape[len(sizes) :]
-    return Piece(source, (*first, *(0 for _ in rest)), (*sizes, *rest))
+    return (*first, *(0 for _ in rest)), (*sizes, *rest)

@@ -1,0 +1,223 @@
+"""Slices of a checkpoint's tensors in terms of Hugging Face's weights, and the file ``hf_parts.json`` that says them.
+
+Every engine has names and layouts of its own: q, k and v in one tensor, experts stacked, a vocabulary that is padded. All of them
+know Hugging Face's weights, so a checkpoint that says which slice of which of its tensors is which slice of which weight can be
+read by an engine of another kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap, plus
+from megascend.errors import CheckpointError
+
+NAME = "hf_parts.json"
+_OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+)")
+
+
+@dataclass(frozen=True)
+class HfSlice:
+    """A slice of a tensor that is a slice of a Hugging Face weight.
+
+    The last dimensions of both are the same; where one has more of them, the slice is 1 long in its first ones.
+
+    Attributes:
+        offsets, sizes: in the tensor.
+        weight: its name in Hugging Face's checkpoint.
+        weight_offsets: in the weight.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    weight: str
+    weight_offsets: tuple[int, ...]
+
+    @property
+    def weight_sizes(self) -> tuple[int, ...]:
+        """Sizes in the weight."""
+        return _with_dims(self.sizes, len(self.weight_offsets), 1)
+
+
+HfSlices = Mapping[str, Sequence[HfSlice]]
+"""By name of a tensor of the model: all that it consists of. Moments and fp32 originals are made like their parameters."""
+
+
+@dataclass
+class Translation:
+    """What an engine reads from a checkpoint of another kind.
+
+    Attributes:
+        reads: by name of the checkpoint's tensors, slices that are views of the engine's tensors.
+        padding: the engine's tensors of which no weight has some rows; to be set to zero before reading.
+        weights: names of all weights that are read.
+    """
+
+    reads: dict[str, TensorSlices] = field(default_factory=dict)
+    padding: list[Tensor] = field(default_factory=list)
+    weights: set[str] = field(default_factory=set)
+
+
+def translate(
+    state: Mapping[str, object], engine_slices: HfSlices, stored_slices: HfSlices, stored: Mapping[str, TensorSlices]
+) -> Translation:
+    """Find an engine's tensors in a checkpoint of another kind.
+
+    An fp32 original is read from the checkpoint's, or, where parameters are fp32 themselves, from these; so is a parameter that
+    is fp32 in the engine.
+
+    Args:
+        state: the engine's: :class:`TensorSlices`, and what other engines do not have.
+        engine_slices, stored_slices: what the tensors of engine and checkpoint are.
+        stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
+
+    Raises:
+        CheckpointError: the checkpoint lacks something.
+    """
+    translation = Translation()
+    by_tensor = {name: _ByFirstOffset(slices) for name, slices in engine_slices.items()}
+    by_weight: dict[str, list[tuple[str, HfSlice]]] = defaultdict(list)
+    for name, slices in stored_slices.items():
+        for stored_slice in slices:
+            by_weight[stored_slice.weight].append((name, stored_slice))
+    for key, tensor in state.items():
+        if not isinstance(tensor, TensorSlices):
+            continue
+        match = _OPTIMIZER_NAME.fullmatch(key)
+        kind, name = (match[1], match[2]) if match else (None, key)
+        if name not in by_tensor:
+            raise CheckpointError(f"nothing says which Hugging Face weight {name} is")
+        fp32 = kind == "param" or (kind is None and tensor.dtype.itemsize == 4)
+        kinds = ("param", None) if fp32 else (kind,)
+        for offsets, values in tensor.slices:
+            read = 0
+            for hf_slice in by_tensor[name].near(offsets, values.shape):
+                for other, source, target in _common(hf_slice, offsets, values, by_weight[hf_slice.weight]):
+                    stored_name = _first_stored(other, kinds, stored)
+                    like = stored[stored_name]
+                    translation.reads.setdefault(stored_name, TensorSlices(like.shape, like.dtype)).add(source, target)
+                    translation.weights.add(hf_slice.weight)
+                    read += target.numel()
+            if read != values.numel():
+                if not tensor.may_differ:
+                    raise CheckpointError(f"of {key} it has {read} of the {values.numel()} numbers that are needed")
+                translation.padding.append(values)
+    return translation
+
+
+def _first_stored(name: str, kinds: Sequence[str | None], stored: Mapping[str, TensorSlices]) -> str:
+    """Return the name of the first state of a parameter that the checkpoint has."""
+    key = name
+    for kind in kinds:
+        key = name if kind is None else OPTIMIZER_KEY.format(state=kind, key=name)
+        if key in stored:
+            return key
+    raise CheckpointError(f"it has no {key}")
+
+
+class _ByFirstOffset:
+    """A tensor's slices. A tensor may hold all layers, with thousands of them, of which a rank needs those of its own."""
+
+    def __init__(self, slices: Sequence[HfSlice]) -> None:
+        self._all = slices
+        self._by_first: dict[int, list[HfSlice]] | None = None
+        if all(len(each.sizes) > 1 and each.sizes[0] == 1 for each in slices):
+            self._by_first = defaultdict(list)
+            for each in slices:
+                self._by_first[each.offsets[0]].append(each)
+
+    def near(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[HfSlice]:
+        """Yield all slices that may overlap with a slice."""
+        if self._by_first is None:
+            yield from self._all
+            return
+        for first in range(offsets[0], offsets[0] + sizes[0]):
+            yield from self._by_first.get(first, ())
+
+
+def _common(
+    hf_slice: HfSlice, offsets: tuple[int, ...], values: Tensor, stored: Sequence[tuple[str, HfSlice]]
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Intersect a slice of the engine's tensor, this rank's values from ``offsets`` on, and the checkpoint's of the same weight.
+
+    Yields:
+        (the checkpoint's tensor, offsets in it, a view of ``values`` with the checkpoint's dimensions).
+    """
+    held = overlap(hf_slice.offsets, hf_slice.sizes, offsets, tuple(values.shape))
+    if held is None:
+        return
+    starts, sizes = held
+    dims = len(hf_slice.weight_offsets)
+    start = plus(hf_slice.weight_offsets, _with_dims(minus(starts, hf_slice.offsets), dims, 0))
+    for name, other in stored:
+        both = overlap(start, _with_dims(sizes, dims, 1), other.weight_offsets, other.weight_sizes)
+        if both is None:
+            continue
+        first, shape = both
+        in_other = _with_dims(minus(first, other.weight_offsets), len(other.offsets), 0)
+        in_values = plus(minus(starts, offsets), _with_dims(minus(first, start), len(offsets), 0))
+        view = values[index_of(in_values, _with_dims(shape, len(offsets), 1))]
+        yield name, plus(other.offsets, in_other), view.view(_with_dims(shape, len(other.offsets), 1))
+
+
+def _with_dims(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
+    """Return the last ``dims`` of ``values``, with ``fill`` before them where they are fewer."""
+    assert all(value == fill for value in values[: max(0, len(values) - dims)]), "slices have the same last dimensions"
+    return (fill,) * (dims - len(values)) + tuple(values[max(0, len(values) - dims) :])
+
+
+def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless every slice lies within its tensor, and a tensor's slices are no more than it has."""
+    for name, shape in shapes.items():
+        slices = hf_slices.get(name, ())
+        inside = all(
+            offset >= 0 and offset + size <= length
+            for each in slices
+            for offset, size, length in zip(each.offsets, each.sizes, shape, strict=True)
+        )
+        if not inside or sum(math.prod(each.sizes) for each in slices) > math.prod(shape):
+            raise CheckpointError(f"{name} is not made of Hugging Face weights in a way that can be described")
+
+
+def to_text(hf_slices: HfSlices | str) -> str:
+    """Return the file's content, JSON: ``tensors``, or the ``problem`` that kept the engine from describing them."""
+    if isinstance(hf_slices, str):
+        return json.dumps({"problem": hf_slices}) + "\n"
+    rows = {
+        name: [[each.weight, each.weight_offsets, each.offsets, each.sizes] for each in slices]
+        for name, slices in hf_slices.items()
+    }
+    return json.dumps({"tensors": rows}, separators=(",", ":")) + "\n"
+
+
+def read(directory: Path) -> HfSlices:
+    """Read the file of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is from before there was this file, or its engine could not describe its tensors.
+    """
+    try:
+        values = json.loads((directory / NAME).read_text(encoding="utf-8"))
+        if "problem" in values:
+            raise CheckpointError(values["problem"])
+        return {
+            name: [
+                HfSlice(tuple(offsets), tuple(sizes), weight, tuple(weight_offsets))
+                for weight, weight_offsets, offsets, sizes in rows
+            ]
+            for name, rows in values["tensors"].items()
+        }
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"it has no {NAME}: a version of megascend has written it that did not write one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"its {NAME} cannot be read: {error}") from error

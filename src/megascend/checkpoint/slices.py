@@ -1,0 +1,152 @@
+"""Slices of tensors: what each rank holds of a whole tensor, and how torch's distributed checkpoints take it.
+
+A slice is a box: offsets and sizes along each dimension. Nothing here knows an engine, and all but :class:`TensorSlices` is pure
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+"""Name of ``exp_avg``, ``exp_avg_sq`` or ``param`` (the fp32 original) of a tensor ``key``."""
+
+
+@dataclass
+class TensorSlices:
+    """This rank's slices of one tensor.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+        may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
+        slices: (offsets in the whole tensor, values) with as many dimensions as the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    may_differ: bool = False
+    slices: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def whole(cls, values: Tensor) -> TensorSlices:
+        """Return a tensor that this rank has all of."""
+        return cls(tuple(values.shape), values.dtype, slices=[((0,) * values.dim(), values)])
+
+    def add(self, offsets: Sequence[int], values: Tensor) -> None:
+        """Add a slice. Two at the same offsets can be read, and are found when a plan to write them is checked."""
+        self.slices.append((tuple(offsets), values))
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        """Return the slice at ``index.offset``; of several there, the one that ``index`` names by its number.
+
+        Raises:
+            KeyError: no slice begins there.
+        """
+        if index.index is not None and index.index < len(self.slices):
+            offsets, values = self.slices[index.index]
+            if torch.Size(offsets) == index.offset:
+                return values
+        for offsets, values in self.slices:
+            if torch.Size(offsets) == index.offset:
+                return values
+        raise KeyError(f"{index.fqn} has no slice at {index.offset}")
+
+    # What torch's planners ask of an object that is no tensor (planner_helpers.py).
+
+    def __create_write_items__(self, name: str, of: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), values.shape),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=torch.Size(self.shape),
+                ),
+            )
+            for offsets, values in self.slices
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), values.shape) for offsets, values in self.slices]
+
+
+@dataclass(frozen=True)
+class ContiguousSlice:
+    """A slice whose elements follow one another in the flattened tensor.
+
+    Attributes:
+        offsets, sizes: along each dimension.
+        start: index of its first element in the flattened tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Index after its last element in the flattened tensor."""
+        return self.start + math.prod(self.sizes)
+
+
+def slices_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[ContiguousSlice]:
+    """Cut elements ``[start, stop)`` of a flattened tensor of ``shape`` into slices, in their order.
+
+    A distributed optimizer gives every data parallel rank such a run, wherever rows begin and end; checkpoint formats know slices
+    only. There are at most ``2 * len(shape) - 1``: the last part of a row, whole rows, the first part of a row, and so on in each
+    dimension.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ContiguousSlice((), (), 0)
+        return
+    row_size = math.prod(shape[1:])
+    first, last = -(-start // row_size), stop // row_size  # whole rows
+    if first > last:  # inside one row
+        yield from _slices_of_row(shape, last, start, stop)
+        return
+    yield from _slices_of_row(shape, first - 1, start, first * row_size)
+    if first < last:
+        rest = tuple(shape[1:])
+        yield ContiguousSlice((first, *(0 for _ in rest)), (last - first, *rest), first * row_size)
+    yield from _slices_of_row(shape, last, last * row_size, stop)
+
+
+def _slices_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[ContiguousSlice]:
+    begin = row * math.prod(shape[1:])
+    for inner in slices_of_run(shape[1:], start - begin, stop - begin):
+        yield ContiguousSlice((row, *inner.offsets), (1, *inner.sizes), begin + inner.start)
+
+
+def overlap(
+    a: Sequence[int], a_sizes: Sequence[int], b: Sequence[int], b_sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return (offsets, sizes) of the intersection of two slices of one tensor, or None if it is empty."""
+    starts = tuple(max(x, y) for x, y in zip(a, b, strict=True))
+    stops = (min(x + m, y + n) for x, m, y, n in zip(a, a_sizes, b, b_sizes, strict=True))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index by which a tensor gives a slice of it."""
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    """Add two offsets."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    """Subtract two offsets."""
+    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,220 @@
+"""An engine's checkpoints: what is saved of it, and how it continues from its own or from those of other engines."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megascend.checkpoint import hf_slices
+from megascend.checkpoint.hf_slices import HfSlices, Translation
+from megascend.checkpoint.manifest import Manifest
+from megascend.checkpoint.saver import CheckpointState
+from megascend.checkpoint.slices import TensorSlices
+from megascend.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
+from megascend.distributed.objects import gather_objects, raise_on_all_ranks
+from megascend.engines.base import Engine
+from megascend.errors import CheckpointError, ConfigError
+
+PACKAGES = ("megascend", "torch", "megatron-core", "mcore-bridge", "transformers")
+AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
+
+
+def describe(
+    engine: Engine, progress: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Return the manifest of a checkpoint of the engine as it is now.
+
+    Args:
+        progress, config: see :class:`Manifest`.
+
+    Raises:
+        ConfigError: one of them is not JSON.
+    """
+    shape, trainable = engine.info.shape, engine.trainable
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return Manifest(
+        step=trainable.step_count,
+        engine=engine.kind,
+        precision=engine.precision,
+        model={"layers": shape.num_layers, "hidden": shape.hidden_size, "vocabulary": shape.vocab_size},
+        layout={axis: getattr(engine.topology, axis) for axis in AXES},
+        optimizer=trainable.counters(),
+        adapters=sorted(trainable.adapters),
+        versions=versions,
+        progress=_as_json("progress", progress or {}),
+        config=None if config is None else _as_json("config", config),
+    )
+
+
+def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` as they will be read: with lists for tuples, and keys that are texts."""
+    try:
+        return json.loads(json.dumps(dict(values)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"save: {name} must be JSON: {error}") from error
+
+
+def checkpoint_state(engine: Engine, manifest: Manifest, base_model: str) -> CheckpointState:
+    """Collect everything that a checkpoint holds; tensors are live. Collective: adapters are gathered on rank 0."""
+    trainable = engine.trainable
+    slices: HfSlices | str | None = None
+    if not trainable.frozen:
+        try:
+            slices = engine.hf_slices()
+        except CheckpointError as error:
+            slices = str(error)
+    return CheckpointState(
+        state={**engine.state(everything=False), _random_key(engine): random_state(engine)},
+        manifest=manifest,
+        adapters=trainable.saved_adapters(),
+        base_model=base_model,
+        projections=list(trainable.projections),
+        hf_slices=slices,
+    )
+
+
+def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) -> None:
+    """Read a verified checkpoint into the model and its optimizer, or the adapters and theirs. Collective.
+
+    Where engine and layout are the same, the random generators continue too.
+
+    Args:
+        saved, current: manifests of the checkpoint and of the engine, which fit.
+
+    Raises:
+        CheckpointError: it does not hold what this model needs (nothing has been changed then), or it stopped being readable
+            half way (the model is of no use then).
+        ConfigError: an adapter does not fit; the adapters are those from before then.
+    """
+    state: dict[str, Any] = engine.state(everything=True)
+    same_engine = saved.engine == current.engine
+    same_layout = same_engine and saved.layout == current.layout
+    counters = saved.optimizer if same_engine else _translate_counters(current.optimizer, saved.optimizer)
+    if same_layout:
+        state[_random_key(engine)] = None
+    if same_engine or engine.trainable.frozen:
+        _check_names(state, directory, engine)
+    else:
+        translation = _translate(engine, state, directory, saved)
+        for values in translation.padding:
+            values.zero_()
+        state = {**translation.reads}
+    if engine.trainable.frozen:
+        engine.trainable.load_adapters({name: directory / "adapters" / name for name in saved.adapters})
+    problem = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Every rank reads what it needs of the files; nothing is planned together.
+            dcp.load(state, storage_reader=ChunkReader(directory), planner=SliceLoadPlanner(), no_dist=True)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
+        reason = f"{type(error).__name__}: {error}"
+        problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
+    raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
+    if same_layout:
+        set_random_state(engine, state[_random_key(engine)])
+    engine.trainable.restore(saved.step, counters)
+
+
+def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> None:
+    """Compare the tensors of an engine with those of a checkpoint of its kind, before anything is changed."""
+    problem, tensors = None, {}
+    try:
+        tensors, objects = stored_tensors(directory)
+        for name, value in state.items():
+            if name not in tensors and name not in objects:
+                problem = f"it has no {name}"
+            elif isinstance(value, TensorSlices):
+                shape = tensors[name].shape if name in tensors else ()
+                if shape != value.shape and not value.may_differ:
+                    problem = f"{name} has shape {shape}, here it has {value.shape}"
+    except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
+        problem = f"its metadata cannot be read: {error}"
+    refusal = f"load: {directory} does not fit this model"
+    _require_all_used(engine, directory, problem, list(state), tensors.keys(), lambda reason: f"{refusal}: {reason}")
+
+
+def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved: Manifest) -> Translation:
+    """Find this rank's tensors in a checkpoint of another engine. Collective; nothing has been changed afterwards."""
+    problem, translation, stored = None, Translation(), {}
+    engine_slices = engine.hf_slices()
+    try:
+        stored = hf_slices.read(directory)
+        translation = hf_slices.translate(state, engine_slices, stored, stored_tensors(directory)[0])
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
+        problem = f"its metadata cannot be read: {error}"
+    weights = {each.weight for slices in stored.values() for each in slices}
+
+    def refusal(reason: str) -> str:
+        return (
+            f"load: engine {engine.kind} cannot continue {directory} of engine {saved.engine}: {reason}. Continue it with engine "
+            f"{saved.engine}, or export its weights there (export_hf)"
+        )
+
+    _require_all_used(engine, directory, problem, sorted(translation.weights), weights, refusal)
+    return translation
+
+
+def _require_all_used(
+    engine: Engine,
+    directory: Path,
+    problem: str | None,
+    used: Sequence[str],
+    stored: Iterable[str],
+    refusal: Callable[[str], str],
+) -> None:
+    """Raise CheckpointError on every rank if one has a problem, or the checkpoint stores what no rank has used."""
+    what = f"what is needed of {directory}"
+    raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, what)
+    left = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, what)))
+    if left:
+        raise CheckpointError(refusal(f"unexpected key in checkpoint: {left[0]}"))
+
+
+def _translate_counters(current: dict[str, Any] | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the optimizer's counters of a checkpoint as this engine has them: fp16 scalers share nothing but the scale."""
+    if current is None or saved is None or saved["scaler"] is None:
+        return saved
+    return {**saved, "scaler": {**(current["scaler"] or {}), "scale": saved["scaler"]["scale"]}}
+
+
+def random_state(engine: Engine) -> dict[str, Any]:
+    """Return the state of every random generator of this process, and of those of the engine's own."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": None if engine.device.type == "cpu" else torch.get_device_module(engine.device).get_rng_state(),
+        "tracker": engine.random_streams(),
+    }
+
+
+def set_random_state(engine: Engine, state: dict[str, Any]) -> None:
+    """Set every generator to what :func:`random_state` has returned."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if engine.device.type != "cpu":
+        torch.get_device_module(engine.device).set_rng_state(state["device"])
+    engine.restore_random_streams(state["tracker"])
+
+
+def _random_key(engine: Engine) -> str:
+    return f"random/{engine.groups.rank}"

@@ -1,0 +1,222 @@
+"""transformers' model of a directory, complete and checked, and its weights under the names of the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.config import Moe
+from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
+from megascend.engines.transformers_names import in_checkpoint, layer_of
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.exported import some
+from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.padding_rows import restore_padding_rows
+from megascend.huggingface.scalar_head import BIAS
+from megascend.kernels.reductions import out_of_range
+
+HEAD_BOUND = 1e-2
+"""How far logits of the head alone may be from the model's, relative to their largest: the rounding of bf16."""
+ROUTER_LOSS = "load_balancing_loss_func"
+"""transformers' function for the load-balancing loss, in the modules of its mixture-of-experts models."""
+
+
+def model_config(model_dir: Path) -> Any:
+    """Return the configuration of a directory, in transformers' class.
+
+    Raises:
+        CheckpointError: transformers does not know it.
+    """
+    from transformers import AutoConfig
+
+    make_known_to_transformers(model_dir)
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
+
+
+def load_model(
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    info: ModelInfo,
+    fresh: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Return transformers' model of a directory, complete.
+
+    Args:
+        info: of the directory.
+        fresh: weights of a scalar head that are not in the checkpoint.
+
+    Raises:
+        CheckpointError: transformers cannot load it, would draw some of its weights at random, or passes over some of them; or a
+            number is beyond fp16's range.
+    """
+    head = info.scalar_head
+    config = model_config(model_dir)
+    try:
+        if head is None:
+            tie_embeddings(config, info.shape.tied)
+        loader = model_class(config, head)
+        with _no_progress_bars(known_differences=head is not None):
+            model, report = loader.from_pretrained(
+                model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        own = set() if head is None else {BIAS, *(fresh or {})} - (set() if head.fresh else {*head.names})
+        if found := set(report[what]) - own:
+            raise CheckpointError(
+                f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(found)[:3]}: correct config.json, or "
+                "fetch the files again"
+            )
+    if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
+        raise CheckpointError(
+            f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
+            f"describes: {some(unused)}: correct config.json, or remove the tensors from the files"
+        )
+    restore_padding_rows(model, info.tensors)
+    if head is None:
+        check_tied(model, info.shape.tied)
+    without_bias(model, head)
+    with torch.no_grad():
+        for name, values in (fresh or {}).items():
+            model.get_parameter(name).copy_(values)
+    if dtype == torch.float16:
+        _check_range(info)
+    return model.to(device)
+
+
+def _check_range(info: ModelInfo) -> None:
+    """Raise CheckpointError for a stored number that has become infinite in fp16."""
+    by_file = sorted((header.file, name) for name, header in info.tensors.items() if header.file is not None)
+    for file, names in groupby(by_file, key=lambda entry: entry[0]):
+        with safe_open(file, "pt") as opened:
+            for _, name in names:
+                if problem := out_of_range(name, opened.get_tensor(name)):
+                    raise CheckpointError(f"model: {file}: {problem}")
+
+
+@contextlib.contextmanager
+def _no_progress_bars(*, known_differences: bool = False) -> Iterator[None]:
+    """Have transformers load without a bar, and with ``known_differences`` without a report of them."""
+    from transformers.utils import logging
+
+    enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    if known_differences:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
+    """Return [batch, sequence, h] after the last norm, and the base model's whole output. Causal; padding comes last."""
+    output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
+    return output.last_hidden_state, output
+
+
+def check_plain_head(model: Any, vocab_size: int) -> None:
+    """Compare the output layer's plain product with the model's own logits, for a few tokens.
+
+    Raises:
+        ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would leave out.
+    """
+    head = model.get_output_embeddings()
+    if (problem := not_plain(head, None)) is not None:
+        raise ConfigError(f"engine single: {type(model).__name__} has {problem}; use another engine")
+    products: list[Tensor] = []
+    hook = head.register_forward_hook(lambda module, inputs, output: products.append(output))
+    try:
+        with torch.no_grad():
+            tokens = torch.arange(min(4, vocab_size), device=head.weight.device)[None]
+            hidden = hidden_states(model, tokens, None)[0]
+            logits = model(input_ids=tokens, use_cache=False).logits.float()
+            plain = torch.nn.functional.linear(hidden, head.weight).float()
+    finally:
+        hook.remove()
+    difference = float((logits - plain).abs().max() / logits.abs().max().clamp_min(1e-6))
+    if len(products) != 1 or not torch.equal(products[0].float(), logits):
+        raise ConfigError(
+            f"engine single: {type(model).__name__} does more with its logits than to return them (a cap or a scale in its "
+            "configuration?); use another engine"
+        )
+    if not difference <= HEAD_BOUND:
+        raise ConfigError(
+            f"engine single: the logits of {type(model).__name__} are not the product of its last hidden states and its output "
+            f"layer (relative difference {difference:.3g}, at most {HEAD_BOUND} expected); use another engine"
+        )
+
+
+def check_router_loss(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -> None:
+    """Raise ConfigError for settings of experts that this engine does not have."""
+    if moe.bias_update_rate:
+        raise ConfigError(
+            f"engine single: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
+        )
+    if moe.experts == "grouped":
+        raise ConfigError(f"engine single: moe.experts={moe.experts!r} is a setting of engine megatron; leave it out")
+    if moe.aux_loss == "none":
+        return
+    if moe.aux_loss != "transformers":
+        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} is not known here; set transformers or none")
+    if not hasattr(sys.modules[type(model).__module__], ROUTER_LOSS):
+        raise ConfigError(
+            f"engine single: moe.aux_loss is set, but transformers has no such loss for {type(model).__name__}; set none"
+        )
+    if frozen or recomputed:
+        what = "the model is frozen (adapters)" if frozen else "recompute.granularity is full"
+        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} does not work where {what}; set none")
+
+
+def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
+    """Return transformers' load-balancing loss of one micro batch over its samples' tokens, before any coefficient.
+
+    Args:
+        output: of the base model, with ``router_logits``.
+    """
+    function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
+    config, logits = model.config, output.router_logits
+    mask = (~batch.padding).view(batch.input_ids.shape).long()
+    return function(logits, logits[0].shape[-1], config.num_experts_per_tok, mask)
+
+
+def named_weights(
+    model: Any,
+    stored: Collection[str],
+    merge: Callable[[str, Tensor], Tensor] | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the checkpoint, tensor) of everything that a checkpoint has, a layer at a time; tied weights once.
+
+    Args:
+        stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
+        device: where to; default: where the model is.
+    """
+    persistent = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    untied = {name: tensor for name, tensor in persistent.items() if first.setdefault(id(tensor), name) == name}
+    describes = device is not None and torch.device(device).type == "meta"
+    for _, names in groupby(untied, key=layer_of):
+        layer = {name: untied[name].detach() for name in names}
+        if describes:
+            layer = {name: tensor.to("meta") for name, tensor in layer.items()}
+        for name, tensor in in_checkpoint(model, layer, stored).items():
+            merged = tensor if merge is None else merge(name, tensor)
+            yield name, merged if device is None else merged.to(device)

@@ -1,0 +1,124 @@
+"""Weights streaming out of a model on several ranks: one that leaves the stream is an error on the others and not a hang."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megascend.distributed.objects import gather_objects
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.errors import CheckpointError
+from megascend.huggingface.exported import differences
+from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.safetensors_writer import DTYPES
+
+
+class StreamStopped(Exception):
+    """A rank has left the stream."""
+
+    def __init__(self, rank: int, where: str, why: str) -> None:
+        super().__init__(rank, where, why)
+        self.rank, self.where, self.why = rank, where, why
+
+
+class ExportBarrier:
+    """Joins all ranks over Gloo during a stream: before each layer, and at the end.
+
+    Args:
+        layers: of the model; only :meth:`join_all` needs them.
+    """
+
+    def __init__(self, groups: ProcessGroups, layers: int = 0) -> None:
+        self._groups, self._layers = groups, layers
+        self._why: str | None = None
+        self._layer = 0
+
+    def stop(self, why: str) -> None:
+        """Have the others raise, at the next barrier, since this rank takes no more."""
+        self._why = why
+
+    def before_layer(self) -> None:
+        """Raise StreamStopped on every rank if any has stopped."""
+        self._join(f"before layer {self._layer}")
+        self._layer += 1
+
+    def at_end(self) -> None:
+        """As :meth:`before_layer`, after the last tensor."""
+        self._join("after the last layer")
+
+    def join_all(self) -> None:
+        """Join every barrier, on a rank that has no part in the stream."""
+        for _ in range(self._layers):
+            self.before_layer()
+        self.at_end()
+
+    def _join(self, where: str) -> None:
+        reasons = gather_objects(self._why, "world", self._groups, f"named weights, {where}")
+        for rank, why in enumerate(reasons):
+            if why is not None:
+                raise StreamStopped(rank, where, why)
+
+
+def stream_weights(
+    weights: Iterator[tuple[str, Tensor]],
+    barrier: ExportBarrier,
+    groups: ProcessGroups,
+    headers: Mapping[str, TensorHeader],
+    dtype: torch.dtype,
+    *,
+    receives: bool,
+    finish: Callable[[str, Tensor], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the checkpoint, tensor), and keep ranks together when one breaks off. Collective.
+
+    A rank whose consumer raises, breaks off or closes the stream says so at the next barrier; the stream then ends everywhere,
+    with an error on whoever would otherwise have taken a part for the whole.
+
+    Args:
+        weights: joins ``barrier`` before each layer; yields nothing on ranks that do not receive.
+        headers: of the checkpoint that the model comes from; names, shapes and dtypes are compared with them.
+        dtype: of the model's parameters.
+        finish: called with every tensor before it is yielded; returns what is.
+
+    Raises:
+        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
+            of ``headers``.
+    """
+    yielded: dict[str, TensorHeader] = {}
+    try:
+        while True:
+            # The producer's own no_grad would last into the consumer's code.
+            with groups.monitor.phase("named weights"), torch.no_grad():
+                entry = next(weights, None)
+                if entry is None:
+                    barrier.at_end()
+                    break
+            name, tensor = entry
+            del entry
+            try:
+                tensor = finish(name, tensor)
+                yielded[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+                yield name, tensor
+                del tensor
+            except BaseException as error:
+                barrier.stop("closed it" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}")
+                with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"), torch.no_grad():
+                    for _ in weights:  # up to the next barrier
+                        pass
+                    barrier.at_end()
+                raise
+    except StreamStopped as stopped:
+        if receives:
+            raise CheckpointError(
+                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
+                "is not the whole model"
+            ) from None
+        return
+    if receives and (problems := differences(headers, yielded, DTYPES[str(dtype)])):
+        raise CheckpointError(
+            f"named_weights: not the tensors of the checkpoint that the model comes from: {'; '.join(problems)}. Please "
+            "report the model's architecture"
+        )

@@ -1,0 +1,161 @@
+"""The loss of a micro batch: what is differentiated, and the figures reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascend.batch.agreement import Agreement
+from megascend.batch.loss_call import LossNormalizer, weighted
+from megascend.batch.losses import Loss, LossInputs, cross_entropy
+from megascend.batch.micro_batch import MicroBatch, last_tokens
+from megascend.distributed.objects import gather_objects
+from megascend.engines.base import Engine, Output, ScalarOutput
+from megascend.errors import DataError
+from megascend.kernels.host_copy import to_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormalizer:
+    """Return the normalizer of each adapter's loss (or that of the model itself).
+
+    Raises:
+        DataError: a mean has nothing to be divided by.
+    """
+    unit, loss_grad = engine.scales(agreed.micro_batches)
+    factors = engine.trainable.loss_scales(list(agreed.counts))
+    scales = []
+    for (name, counts), factor in zip(agreed.counts.items(), factors, strict=True):
+        total = counts.weight if loss.per == "token" else float(counts.pairs)
+        if loss.reduction == "sum":
+            total = 1.0
+        if total <= 0:
+            empty = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
+            adapter = f" of adapter {name!r}" if name else ""
+            raise DataError(f"{empty} in the whole global batch{adapter}: the loss {loss.name!r} is undefined")
+        scales.append(unit / total * factor)
+
+    def gather_context(obj: Any) -> list[Any]:
+        return gather_objects(obj, "cp", engine.groups, "the loss function")
+
+    gather = gather_context if engine.topology.context > 1 else None
+    count = sum(each.weight if loss.per == "token" else each.pairs for each in agreed.counts.values())
+    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count)
+
+
+class MicroBatchLoss:
+    """Computes the loss of micro batches on this rank.
+
+    Args:
+        context_group: of ranks that hold parts of every sample, or None.
+    """
+
+    def __init__(self, normalizer: LossNormalizer, context_group: ProcessGroup | None) -> None:
+        self._normalizer, self._loss, self._context_group = normalizer, normalizer.loss, context_group
+
+    def __call__(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the scalar to differentiate, every figure's sum by adapter [names], and log-probabilities or values [n]."""
+        loss, normalizer = self._loss, self._normalizer
+        if isinstance(output, ScalarOutput):
+            return self._evaluate(batch, output.values, None)
+        if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
+            coefficients = batch.weights * normalizer.of_tokens(batch)
+            total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
+            return total, self._cross_entropy_figures(batch, logprobs.detach()), logprobs
+        return self._evaluate(batch, *output.logprobs(loss.entropy))
+
+    def _evaluate(
+        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Call the loss function on log-probabilities or values of ``tokens`` [n] and, where it needs them, entropies."""
+        loss, normalizer, result = self._loss, self._normalizer, None
+        if not batch.dummy:
+            factors = normalizer.of_tokens(batch) if loss.per == "token" else normalizer.of_pairs(batch)
+            result = normalizer.function.evaluate(tokens, entropy, self._inputs(batch), factors, batch.padding)
+        if result is None:  # the model's backward pass runs all the same: other ranks communicate in it
+            nothing = torch.zeros_like(tokens).mul(tokens).sum()
+            return nothing, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
+        total = (result.scores * tokens).sum()
+        if entropy is not None and result.entropy is not None:
+            total = total + (result.entropy * entropy).sum()
+        if loss.per == "token":
+            return total, self._token_figures(batch, result.figures), tokens
+        # Every context parallel rank has every pair: it reports its share of the sum, but takes the whole gradient.
+        ranks = 1 if self._context_group is None else self._context_group.size()
+        share = normalizer.figure_scale / ranks
+        return total, {name: normalizer.pair_sums(of * share, batch) for name, of in result.figures.items()}, tokens
+
+    def _cross_entropy_figures(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
+        """Return the figures of a loss whose gradient needs no call of its function."""
+        figures: dict[str, Tensor] | None = None
+        if self._loss.function is not cross_entropy and not batch.dummy:
+            figures = self._normalizer.function.observe(logprobs, self._inputs(batch), batch.padding)
+        return self._token_figures(batch, figures or {"loss": -logprobs})
+
+    def _token_figures(self, batch: MicroBatch, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum values [n] for each adapter, scaled: of the loss by weights, of metrics as they are averaged."""
+        scale = self._normalizer.figure_scale
+        loss_weights = batch.weights * scale
+        metric_weights = (batch.weights != 0) * scale if self._loss.reduction == "sum" else loss_weights
+        return {
+            name: self._normalizer.sums(weighted(of, loss_weights if name == "loss" else metric_weights), batch)
+            for name, of in figures.items()
+        }
+
+    def _inputs(self, batch: MicroBatch) -> LossInputs:
+        return LossInputs(
+            targets=batch.targets,
+            weights=batch.weights,
+            sample=batch.sample,
+            sample_count=len(batch.members),
+            pairs=batch.pairs,
+            reduce_context=context_sum(self._context_group, self._loss.per),
+            advantages=batch.fields.get("advantages"),
+            old_logprobs=batch.fields.get("old_logprobs"),
+            ref_logprobs=batch.fields.get("ref_logprobs"),
+            returns=batch.fields.get("returns"),
+            old_values=batch.fields.get("old_values"),
+            last=to_device(last_tokens(batch)[0], batch.sample.device) if self._loss.of == "values" else None,
+            extra=batch.fields,
+            members=batch.members,
+        )
+
+
+class ContextSum(torch.autograd.Function):
+    """Sum over context parallel ranks; a log-probability's gradient counts every value that depends on it, once.
+
+    Values of pairs are the same on every rank, all made of the sums, so each rank's gradient of a sum is the whole one. Values of
+    tokens are each rank's own, so the gradient of a sum is that of all ranks together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup, per: Literal["token", "pair"]) -> Tensor:
+        ctx.group, ctx.per = group, per
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grads[0], ctx.group) if ctx.per == "token" else grads[0], None, None
+
+
+def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def context_sum(group: ProcessGroup | None, per: Literal["token", "pair"]) -> Callable[[Tensor], Tensor]:
+    """Return a differentiable sum over ``group``; the identity if there is none.
+
+    Args:
+        per: unit that the loss has a value for.
+    """
+    if group is None:
+        return lambda values: values
+    return lambda values: ContextSum.apply(values, group, per)
