@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megascend.acceptance import processes
-from megascend.app import kernels_ahead
+from megascend.app import ahead
 from megascend.cli.checks import run_python
 from megascend.distributed.launch import Launch, child_environment
 from megascend.distributed.plain_process import plain_environment
@@ -71,7 +71,7 @@ CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
     "local engine and whatever is guarded": of_guarded,
     "vLLM": lambda folder: engine_environment(sys.executable),
     "self-check and reference programs": lambda folder: plain_environment(),
-    "compiler of kernels": lambda folder: kernels_ahead._environment(),
+    "compiler of kernels": lambda folder: ahead.compiler_environment(),
     "acceptance": of_acceptance,
     "doctor": of_doctor,
 }

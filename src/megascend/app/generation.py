@@ -24,7 +24,7 @@ PROBE = "answerofaprobe"
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptAnswer:
     """What the model made of a prompt.
 
     Attributes:
@@ -93,7 +93,7 @@ class Answering:
         """Whether the model answers after ``step``: at intervals, and at the end."""
         return step % self.settings.every == 0 or step == last
 
-    def answer(self, backend: Backend, adapter: str | None) -> list[Answer]:
+    def answer(self, backend: Backend, adapter: str | None) -> list[PromptAnswer]:
         """Have the model answer all prompts; the same on every rank. Collective."""
         requests = [
             SampleRequest(prompt, sampling, adapter)
@@ -106,10 +106,10 @@ class Answering:
             answers.append(self._answer(title, result.samples[0]))
         return answers
 
-    def _answer(self, title: str, found: SampledSequence) -> Answer:
+    def _answer(self, title: str, found: SampledSequence) -> PromptAnswer:
         ended = found.stop_reason == "stop"
         text = str(self.tokenizer.decode(list(found.tokens[:-1] if ended else found.tokens), skip_special_tokens=True))
-        return Answer(title, text, len(found.tokens), "stop" if ended else "length")
+        return PromptAnswer(title, text, len(found.tokens), "stop" if ended else "length")
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatTemplate | None) -> set[int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megascend.data.split import Part
 
 
-class Objective(Protocol):
+class LearningObjective(Protocol):
     """How the samples of a run become batches, and batches a loss."""
 
     @property
@@ -48,7 +48,7 @@ class Objective(Protocol):
         ...
 
 
-def make_objective(config: RunConfig, samples: Part) -> Objective:
+def make_objective(config: RunConfig, samples: Part) -> LearningObjective:
     """The objective that the settings ask for.
 
     Raises:

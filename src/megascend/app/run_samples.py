@@ -23,7 +23,7 @@ from megascend.files import real
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megascend.app.objectives import Objective
+    from megascend.app.objectives import LearningObjective
     from megascend.backend import Backend
 
 
@@ -113,7 +113,7 @@ class RunSamples:
                 f"batching.max_length: {backend.max_length}"
             )
 
-    def batches(self, config: RunConfig, objective: Objective) -> Batches[int]:
+    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
         """The stream of global batches, as numbers of samples or pairs."""
         units = range(objective.units(self.learned))
         data, learned = config.data, self.learned
@@ -148,7 +148,7 @@ class RunSamples:
                     "files, and set template_date where they were started around midnight or in several time zones"
                 )
 
-    def drawn(self, config: RunConfig, objective: Objective) -> set[int]:
+    def drawn(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """The numbers that come up in the steps of this run."""
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megascend.app.budget_search import STEP, BudgetSearch
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.checkpoint.random_state import random_state, set_random_state
@@ -29,15 +29,20 @@ USUAL = 4096
 """Tokens of the first trial, and of what is computed before the budget is known."""
 SHARE = 0.92
 """Of the memory that tensors can have, which a trial may take: batches differ, and the allocator needs some for itself."""
+STEP = 256
+"""Budgets are multiples of this, except for the smallest."""
+WORTH = 1.1
+"""A further trial has to promise this factor."""
+TRIALS = 6
 PIPELINE_FILL = 4
 """Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
 
 
-def with_first_budget(config: RunConfig, samples: RunSamples, layout: SequenceLayout) -> RunConfig:
-    """Settings with a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
+def with_first_budget(config: RunConfig, longest_unit: int) -> RunConfig:
+    """Put a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
     if config.batching.micro_batch_tokens != AUTO:
         return config
-    tokens = max(USUAL, samples.longest_unit(layout))
+    tokens = max(USUAL, longest_unit)
     return config.model_copy(update={"batching": config.batching.with_budget(tokens)})
 
 
@@ -205,3 +210,58 @@ def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
         )
         left -= layout.padded_length(length)
     return found
+
+
+@dataclass
+class BudgetSearch:
+    """One rank's view of the search; ranks agree on what is tried and on whether it fitted.
+
+    Peaks grow with the tokens of a micro batch along a line whose constant part is at least what was there before: a line from
+    there through the first trial can only promise too little. Later trials are extrapolated from the last two that fitted.
+
+    Attributes:
+        smallest: what has to fit, tokens of the longest sample (or pair) with its padding.
+        largest: what a step can use.
+        limit: bytes that a peak may have.
+        before: bytes that are there without a step.
+    """
+
+    smallest: int
+    largest: int
+    limit: float
+    before: float
+    fitted: list[tuple[int, float]] = field(default_factory=list)
+    failed: list[tuple[int, float]] = field(default_factory=list)
+
+    def first(self, usual: int) -> int:
+        """What to try first: ``usual`` tokens, unless samples are longer or steps smaller."""
+        return max(self.smallest, min(usual, self.largest))
+
+    def add(self, tokens: int, peak: float, fits: bool) -> None:
+        """Take the peak of a trial (infinite if memory ran out), and whether it fitted on all ranks."""
+        (self.fitted if fits else self.failed).append((tokens, peak))
+
+    def next(self) -> int | None:
+        """What this rank would try next; None: it is content."""
+        if len(self.fitted) + len(self.failed) >= TRIALS:
+            return None
+        if not self.fitted:
+            worst, peak = min(self.failed)
+            share = (self.limit - self.before) / (peak - self.before)
+            return None if worst <= self.smallest else self._rounded(worst * max(0.0, min(share, 0.9)))
+        (before, peak_before), (tokens, peak) = ((0, self.before), *self.fitted)[-2:]
+        slope = (peak - peak_before) / (tokens - before)
+        reach = self.largest
+        if slope > 0:
+            reach = min(reach, self._rounded(tokens + (self.limit - peak) / slope))
+        if self.failed:
+            reach = min(reach, self._rounded((tokens + min(self.failed)[0]) / 2))
+        return reach if reach >= WORTH * tokens or (reach == self.largest > tokens) else None
+
+    @property
+    def best(self) -> int | None:
+        """The largest that fitted; None: nothing did."""
+        return max((tokens for tokens, _ in self.fitted), default=None)
+
+    def _rounded(self, tokens: float) -> int:
+        return max(self.smallest, int(tokens) // STEP * STEP)
