@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app import run
+from megascend.app import preflight
 from megascend.app.event_log import EventLog
 from megascend.app.train import train
 from megascend.cli.run_report import read_run
@@ -111,7 +111,7 @@ def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.Mo
     def missing(config: RunConfig, **_: bool) -> None:
         raise MissingDependencyError("matplotlib is not installed")
 
-    monkeypatch.setattr(run, "check_packages", missing)
+    monkeypatch.setattr(preflight, "check_packages", missing)
     with pytest.raises(MissingDependencyError):
         train(config)
     (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")

@@ -131,29 +131,27 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
 def _compiler(job: Job) -> Iterator[None]:
     """Run the process that compiles; if it has failed when the block ends, the log says why."""
     late = "the first step takes seconds longer"
-    try:
-        errors = tempfile.TemporaryFile()  # noqa: SIM115  closed below
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=compiler_environment(),
-            cwd="/",  # not where the user's own modules are: -m looks there first
-        )
-    except OSError as error:
-        logger.warning("no process for compiling kernels ahead (%s): %s", error, late)
-        yield
-        return
-    with errors:
+    with contextlib.ExitStack() as stack:
+        process = None
+        try:
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megascend.kernels.compile_ahead", job.to_text()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=compiler_environment(),
+                cwd="/",  # not where the user's own modules are: -m looks there first
+            )
+        except OSError as error:
+            logger.warning("no process for compiling kernels ahead (%s): %s", error, late)
         try:
             yield
         finally:
-            code = process.poll()
-            if code is None:
+            if process is not None and (code := process.poll()) is None:
                 process.kill()
                 process.wait()
-            elif code:
+            elif process is not None and code:
                 errors.seek(0)
                 end = " ".join(errors.read().decode(errors="replace").split())[-600:]
                 logger.warning("kernels could not be compiled ahead, so %s (exit code %d): %s", late, code, end)

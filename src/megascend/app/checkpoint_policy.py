@@ -63,9 +63,6 @@ class CheckpointPolicy:
 
         Args:
             stop: this rank was told to stop after this step.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written, and ``on_failure`` says to stop then.
         """
         running = self._pending is not None and not self._pending.done
         stopping, running = self._backend.any_rank(stop, running)
@@ -78,11 +75,7 @@ class CheckpointPolicy:
         return stopping
 
     def finish(self, step: int) -> None:
-        """Wait for the last checkpoint; without one of the last step, take it if checkpoints are taken at all.
-
-        Raises:
-            CheckpointError: as :meth:`after_step`.
-        """
+        """Wait for the last checkpoint; without one of the last step, take it if checkpoints are taken at all."""
         if self._settings.every and self._ready() and self._last != step:
             self._save(step)
         self._settle()

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
-from megascend.app.preflight import RunPlan, check_packages, check_run, disk_warning, free_bytes
+from megascend.app.preflight import RunPlan, check_run, disk_warning, free_bytes
 from megascend.app.run import World, backend_settings, bootstrap
 from megascend.app.run_samples import RunSamples
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
@@ -92,8 +92,7 @@ def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRu
     config = plan.config
     import_plugins(config.plugins)
     if config.plugins:  # which may bring the architecture of the model
-        plan = check_run(config, plan.world_size, overwrite=False)
-    check_packages(config)
+        plan = check_run(config, plan.world_size, overwrite=False, plugins_to_come=False)
     info, topology, layout = plan.info, plan.topology, plan.layout
     runtime = bootstrap(config)
     check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
@@ -189,9 +188,6 @@ def plan_steps(
 
     Args:
         budget: most tokens of a micro batch.
-
-    Raises:
-        DataError: a sample, or a pair, does not fit into a micro batch.
     """
     lengths = samples.learned.lengths.tolist()
     steps = min(config.steps, PLANNED)

@@ -78,11 +78,7 @@ class RunPlan(Generic[AnyConfig]):
 
     @cached_property
     def limits(self) -> Limits:
-        """The smallest of the limits that the settings and the model give a sample, and which one it is.
-
-        Raises:
-            ConfigError: neither gives one.
-        """
+        """The smallest of the limits that the settings and the model give a sample, and which one it is."""
         from megascend.data.samples import Limits
 
         shape, layout, batching = self.info.shape, self.layout, self.config.batching
@@ -127,8 +123,13 @@ def preflight(
     return run_plan
 
 
-def check_run(config: AnyConfig, world_size: int, overwrite: bool) -> RunPlan[AnyConfig]:
-    """Check settings, packages and the model's files, without torch and without importing plug-ins.
+def check_run(
+    config: AnyConfig, world_size: int, overwrite: bool, *, plugins_to_come: bool = True
+) -> RunPlan[AnyConfig]:
+    """Check settings, packages and the model's files, without torch.
+
+    Args:
+        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
 
     Raises:
         ConfigError: a setting cannot work with this model, or paths are in each other's way.
@@ -137,7 +138,7 @@ def check_run(config: AnyConfig, world_size: int, overwrite: bool) -> RunPlan[An
         CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
     """
     check_plugins(config.plugins)
-    check_packages(config, plugins_to_come=True)
+    check_packages(config, plugins_to_come=plugins_to_come)
     info = inspect_checkpoint(config.model)
     topology = plan(config.parallel, world_size, info.shape)
     check_paths(config, overwrite)
@@ -162,26 +163,14 @@ def check_service(config: ServeConfig, nproc: int) -> None:
 
 
 def check_packages(config: TrainerConfig, *, plugins_to_come: bool = False) -> None:
-    """Check that the packages which the settings need are installed, and that every tracker is known.
-
-    Args:
-        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
-
-    Raises:
-        ConfigError: there is no tracker of a name.
-        MissingDependencyError: a package is missing; the message names the extra that installs it.
-    """
+    """Check that the packages which the settings need are installed, and that every tracker is known."""
     if config.plot:
         require_extra("matplotlib", "plot")
     check_trackers(config.tracker_options, plugins=plugins_to_come and bool(config.plugins))
 
 
 def check_paths(config: TrainerConfig, overwrite: bool) -> None:
-    """Refuse an output directory whose files would be read as data, or a run that would overwrite what it reads.
-
-    Raises:
-        ConfigError: it would.
-    """
+    """Refuse an output directory whose files would be read as data, or a run that would overwrite what it reads."""
     output = real(config.output)
     read = {name: path for name, path in config.data_paths().items() if path is not None}
     for setting, path in read.items():
@@ -201,11 +190,7 @@ def check_paths(config: TrainerConfig, overwrite: bool) -> None:
 
 
 def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
-    """Check that the model, by its weights' names, has every layer that the adapter targets.
-
-    Raises:
-        ConfigError: it has not; the message lists what there is.
-    """
+    """Check that the model, by its weights' names, has every layer that the adapter targets."""
     if config.lora is None or config.lora.targets == "all-linear":
         return
     layers = linear_layers({name: header.shape for name, header in info.tensors.items()})
@@ -216,12 +201,7 @@ def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
 
 
 def check_processes(platform: str, nproc: int) -> None:
-    """Refuse more processes than this host can hold. Of several on a device it imports torch, which starting them needs anyway.
-
-    Raises:
-        ConfigError: there are more than devices, or than four a core.
-        PlatformError: the platform cannot be used here.
-    """
+    """Refuse more processes than this host can hold. Of several on a device it imports torch, as starting them does."""
     cores = len(os.sched_getaffinity(0))
     advice = "start fewer, or spread them over hosts with torchrun"
     if nproc > PROCESSES_PER_CORE * cores:
@@ -243,11 +223,7 @@ def check_processes(platform: str, nproc: int) -> None:
 
 
 def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
-    """Read the data of a run; where some of it is wrong, find what else is, as the ranks would.
-
-    Raises:
-        DataError: the message lists all problems of training and validation data, those of templates and lengths included.
-    """
+    """Read the data of a run; where some of it is wrong, find what else is, as the ranks would."""
     from megascend.data.check import check_files
     from megascend.data.findings import joined
 
@@ -268,11 +244,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 
 
 def check_rollouts(config: RlConfig) -> None:
-    """Check that prompts can be read, that the reward function is there, and that engines are addresses with a key.
-
-    Raises:
-        DataError, ConfigError: the message names file or setting.
-    """
+    """Check that prompts can be read, that the reward function is there, and that engines are addresses with a key."""
     from megascend.app.rl.engines import check_engines
     from megascend.rollout.prompts import read_prompts
     from megascend.rollout.rewards import check_name

@@ -117,14 +117,14 @@ class StepProfiler:
         if size <= self._limit:
             return
         fewer = max(1, len(steps) * self._limit // size)
-        found = (
+        problem = (
             f"the trace of {len(steps)} step(s) takes {size / MIB:.0f} MiB, above profile.max_mib: {self._limit // MIB}"
         )
         if len(steps) > 1 and number + 1 + fewer <= self._last:
             self._recorded = range(number + 2, number + 2 + fewer)
-            logger.warning("profile: %s; recording %d instead", found, fewer)
+            logger.warning("profile: %s; recording %d instead", problem, fewer)
         else:
-            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", found)
+            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", problem)
 
     def _write(self, session: Any, steps: range) -> int:
         """The size of the trace in bytes; where it is within the limit, both files are there."""
@@ -153,7 +153,7 @@ class StepProfiler:
 
 
 def recorded(steps: range, after: int, count: int) -> range:
-    """Which of ``steps`` are recorded: ``count`` of them behind the first ``after``, or as near to that as there are steps."""
+    """Return which of ``steps`` are recorded: ``count`` of them behind the first ``after``, or as near to that as possible."""
     start = max(steps.start, min(steps.start + after, steps.stop - count))
     return range(start, min(start + count, steps.stop))
 
@@ -171,24 +171,24 @@ class ProfileRow:
 
 
 def kernels(events: Iterable[Event]) -> list[ProfileRow]:
-    """What the device did, the longest first; kernels of several streams may have run at the same time."""
+    """Return what the device did, the longest first; kernels of several streams may have run at the same time."""
     return _sums((event["name"], float(event["dur"])) for event in events if _is(event, ON_DEVICE))
 
 
 def operators(events: Iterable[Event]) -> list[ProfileRow]:
-    """What the host's threads did in operators, each without the operators that it called; the longest first."""
+    """Return what the host's threads did in operators, each without the operators that it called; the longest first."""
     threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
     for event in events:
         if _is(event, (OPERATOR,)):
             threads[event["pid"], event["tid"]].append(event)
-    found: list[tuple[str, float]] = []
+    times: list[tuple[str, float]] = []
     for thread in threads.values():
-        found += _own_times(thread)
-    return _sums(found)
+        times += _self_times(thread)
+    return _sums(times)
 
 
 def busy_micros(events: Iterable[Event]) -> float:
-    """How long at least one kernel ran."""
+    """Return how long at least one kernel ran."""
     spans = sorted((float(event["ts"]), float(event["dur"])) for event in events if _is(event, ON_DEVICE))
     total, end = 0.0, float("-inf")
     for start, took in spans:
@@ -198,7 +198,7 @@ def busy_micros(events: Iterable[Event]) -> float:
 
 
 def render(events: Sequence[Event], steps: int, seconds: float) -> str:
-    """The tables of ``steps`` recorded steps that took ``seconds`` in all, as text."""
+    """Write the tables of ``steps`` recorded steps that took ``seconds`` in all, as text."""
     lines = [f"{steps} step{'s' if steps > 1 else ''}, {1000 * seconds / steps:.1f} ms each while recorded", ""]
     on_device = kernels(events)
     if on_device:
@@ -227,21 +227,21 @@ def _table(rows: Sequence[ProfileRow], steps: int, seconds: float) -> list[str]:
     return lines
 
 
-def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
-    """(name, microseconds without what lies inside) of the events of one thread, which nest."""
+def _self_times(thread: list[Event]) -> list[tuple[str, float]]:
+    """Return (name, microseconds without what lies inside) of the events of one thread, which nest."""
     thread.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-    found: list[tuple[str, float]] = []
-    open_calls: list[tuple[float, int]] = []  # end, and place in found
+    times: list[tuple[str, float]] = []
+    open_calls: list[tuple[float, int]] = []  # end, and index in times
     for event in thread:
         start, took = float(event["ts"]), float(event["dur"])
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if open_calls:
-            name, own = found[open_calls[-1][1]]
-            found[open_calls[-1][1]] = (name, own - took)
-        open_calls.append((start + took, len(found)))
-        found.append((event["name"], took))
-    return found
+            name, outer = times[open_calls[-1][1]]
+            times[open_calls[-1][1]] = (name, outer - took)
+        open_calls.append((start + took, len(times)))
+        times.append((event["name"], took))
+    return times
 
 
 def _sums(calls: Iterable[tuple[str, float]]) -> list[ProfileRow]:

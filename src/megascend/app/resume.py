@@ -248,9 +248,6 @@ def load_first_good(
 
     Returns:
         What was saved as ``progress`` and ``config``.
-
-    Raises:
-        CheckpointError: none is; the message says what is wrong with each.
     """
     refused: list[str] = []
     for path in candidates:

@@ -19,7 +19,7 @@ from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
 from megascend.app.lasting_output import LastingOutput
 from megascend.app.plot import PANELS, Panel, plot_metrics
-from megascend.app.preflight import AnyConfig, RunPlan, check_packages, check_run, disk_warning
+from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.resume import begin, belongs, check_start
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
@@ -97,7 +97,7 @@ class Training(ABC, Generic[AnyConfig]):
     chat_template: str | None = None
 
     def check(self, config: AnyConfig, launch: Launch) -> None:
-        """Refuse, before torch is imported, what the checks of every run do not see."""
+        """Refuse, before torch is imported, what :func:`check_run` does not see."""
 
     @abstractmethod
     def prepare(self, world: World[AnyConfig]) -> AnyConfig:
@@ -189,9 +189,8 @@ def run(
         stack.enter_context(event_log.keeping_errors(lambda: 0))
         import_plugins(config.plugins)
         if plan is None or config.plugins:  # which may bring the architecture of the model
-            plan = check_run(config, launch.world_size, overwrite)
-        check_packages(config)
-        training.check(config, launch)
+            plan = check_run(config, launch.world_size, overwrite, plugins_to_come=False)
+            training.check(config, launch)
         self_check = SelfCheckAhead(plan, launch.rank)
         stack.callback(self_check.close)
         kernels = stack.enter_context(ExitStack())
@@ -341,11 +340,7 @@ def make_backend(config: TrainerConfig) -> Backend:
 
 
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Return those of a run's settings that its engine's backend is constructed with.
-
-    Raises:
-        ConfigError: there is no such engine.
-    """
+    """Return those of a run's settings that its engine's backend is constructed with."""
     from megascend import backends
 
     lora = config.lora
@@ -399,9 +394,6 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
 
     Args:
         overwrite: an earlier run's results will be removed.
-
-    Raises:
-        CheckpointError: it cannot; the message says why.
     """
     from megascend.lora.adapter_io import check_target
 
@@ -420,11 +412,7 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
 
 
 def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:
-    """Write what was trained, the model or the adapter alone, and return where. Collective.
-
-    Raises:
-        CheckpointError: it cannot be written; the message says which checkpoint keeps it.
-    """
+    """Write what was trained, the model or the adapter alone, and return where. Collective."""
     config, backend = run.config, run.backend
     path = config.output / ("hf" if run.adapter is None else "adapter")
     try:
@@ -443,9 +431,6 @@ def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str
 
     Args:
         problem: why there is no checkpoint of that step.
-
-    Raises:
-        CheckpointError: there is none.
     """
     main_rank = directory.backend.rank == 0
     if directory.waiting:

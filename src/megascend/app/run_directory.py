@@ -64,11 +64,7 @@ class OutputDirectory:
     _taken: bool = field(default=False, init=False)
 
     def take_over(self) -> None:
-        """Make the directory this run's own, which has done a step or has something to keep. Once.
-
-        Raises:
-            ConfigError: files of the earlier run cannot be removed; on every rank.
-        """
+        """Make the directory this run's own, which has done a step or has something to keep. Once."""
         if self._taken:
             return
         self._taken = True
@@ -80,11 +76,7 @@ class OutputDirectory:
         self.event_log.write_waiting()
 
     def clear(self) -> None:
-        """Remove the earlier run's files.
-
-        Raises:
-            ConfigError: they cannot be removed, or are another process's by now; on every rank.
-        """
+        """Remove the earlier run's files."""
 
         def clear() -> None:
             if self.waiting:
@@ -272,9 +264,6 @@ def check_shared(backend: Backend, output: Path) -> None:
     """Refuse an output directory that the hosts of a run do not share. Collective; on one host it does nothing.
 
     Every rank writes its part of a checkpoint there, and rank 0 puts the manifest beside them.
-
-    Raises:
-        ConfigError: rank 0's directory is not what some ranks see under the same path; the message names hosts and ranks.
     """
     if not backend.groups.launch.several_hosts:
         return

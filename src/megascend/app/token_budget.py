@@ -59,7 +59,7 @@ class TokenBudget:
         self._layout = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
+        """Return what a checkpoint keeps; JSON."""
         return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
 
     def settle(
@@ -68,7 +68,7 @@ class TokenBudget:
         backend: Backend,
         samples: RunSamples,
         adapter: str | None,
-        kept: dict[str, Any] | None,
+        saved: dict[str, Any] | None,
         event_log: EventLog,
     ) -> None:
         """Give the backend its budget: that of the checkpoint if it was found on this layout, else one that is measured.
@@ -76,16 +76,13 @@ class TokenBudget:
         Collective; a no-op where the run file has a number.
 
         Args:
-            kept: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
-
-        Raises:
-            ConfigError: the platform tells no peaks, or not even the longest sample fits.
+            saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
         """
         if not self._wanted:
             return
         self._layout = _layout_of(config, backend)
-        if kept and kept["layout"] == self._layout:
-            self.tokens, how = int(kept["micro_batch_tokens"]), "kept from the checkpoint"
+        if saved and saved["layout"] == self._layout:
+            self.tokens, how = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
             self.tokens, how = find(config, backend, samples, adapter)
         backend.set_micro_batch_tokens(self.tokens)
@@ -95,7 +92,7 @@ class TokenBudget:
 
 
 def _layout_of(config: RunConfig, backend: Backend) -> str:
-    """What the memory of a step depends on beside the model."""
+    """Describe what the memory of a step depends on beside the model."""
     recompute = config.recompute.model_dump_json()
     return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}"
 
@@ -110,11 +107,7 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
 
 
 def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
-    """The largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay as they are.
-
-    Raises:
-        ConfigError: the longest sample, or pair, alone does not fit.
-    """
+    """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
     random = random_state(engine)
     engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
@@ -133,8 +126,8 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
         peak = trial(backend, samples.learned, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
-        mine = search.next()
-        agreed = int(backend.smallest(0 if mine is None else mine)[0])
+        tokens = search.next()
+        agreed = int(backend.smallest(0 if tokens is None else tokens)[0])
         proposal = agreed or None  # 0: some rank is content
     set_random_state(engine, random)
     platform.free_cached_memory()
@@ -151,7 +144,7 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
 
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
-    """Tokens of a step for one data parallel rank, at most; with pipeline parallelism so many that stages stay busy."""
+    """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
     of_step = -(-config.data.global_batch_size * sides // topology.data)
@@ -162,7 +155,7 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
 
 
 def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
-    """The largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
+    """Return the largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
     while largest > smallest:
         middle = max(smallest + 1, (smallest + largest + 1) // 2 // STEP * STEP)
         if fits(middle):
@@ -175,7 +168,7 @@ def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
 
 
 def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> float:
-    """Peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
+    """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
     count = 2 * backend.topology.pipeline
     batch = [sample for _ in range(count) for sample in filled(samples, tokens, backend)]
@@ -193,8 +186,8 @@ def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> 
 
 
 def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
-    """The longest samples of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
-    layout, found, left = backend.engine.layout, [], tokens
+    """Return the longest of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
+    layout, batch, left = backend.engine.layout, [], tokens
     longest_first = np.argsort(-samples.lengths, kind="stable")
     if not layout.packing:  # all are padded to the longest
         longest_first, left = (
@@ -202,14 +195,14 @@ def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
             left // (length := layout.padded_length(int(samples.lengths.max()))) * length,
         )
     while left >= layout.padded_length(1):
-        sample = samples[int(longest_first[len(found) % len(longest_first)])]
+        sample = samples[int(longest_first[len(batch) % len(longest_first)])]
         room = left // layout.padded_length(1) * layout.padded_length(1)
         length = min(len(sample), room)
-        found.append(
+        batch.append(
             Sample(sample.input_ids[:length], sample.target_ids[:length], torch.ones(length, dtype=torch.float32))
         )
         left -= layout.padded_length(length)
-    return found
+    return batch
 
 
 @dataclass
@@ -234,7 +227,7 @@ class BudgetSearch:
     failed: list[tuple[int, float]] = field(default_factory=list)
 
     def first(self, usual: int) -> int:
-        """What to try first: ``usual`` tokens, unless samples are longer or steps smaller."""
+        """Return what to try first: ``usual`` tokens, unless samples are longer or steps smaller."""
         return max(self.smallest, min(usual, self.largest))
 
     def add(self, tokens: int, peak: float, fits: bool) -> None:
@@ -242,7 +235,7 @@ class BudgetSearch:
         (self.fitted if fits else self.failed).append((tokens, peak))
 
     def next(self) -> int | None:
-        """What this rank would try next; None: it is content."""
+        """Return what this rank would try next; None: it is content."""
         if len(self.fitted) + len(self.failed) >= TRIALS:
             return None
         if not self.fitted:

@@ -258,11 +258,7 @@ class SupervisedTraining(Training[RunConfig]):
         )
 
     def after_step(self, number: int) -> None:
-        """Have the model answer the run's prompts where it is due.
-
-        Raises:
-            NonFiniteError: more steps in a row than the run allows were skipped.
-        """
+        """Have the model answer the run's prompts where it is due."""
         run, answering = self._run, self._answering
         config, backend = run.config, run.backend
         if self._skipped_in_a_row > config.max_skipped_steps:

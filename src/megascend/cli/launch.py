@@ -44,11 +44,7 @@ class WorkerError(MegascendError, RuntimeError):
 
 
 def under_torchrun(nproc: int | None = None) -> bool:
-    """Return True if the ranks have been started already.
-
-    Raises:
-        ConfigError: they have, and ``nproc`` asks for others.
-    """
+    """Return True if the ranks have been started already."""
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if started and nproc is not None:
         raise ConfigError(f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out")

@@ -131,9 +131,6 @@ def demo_directory(storage: Path | None) -> Iterator[Path]:
 
     Args:
         storage: where; None: in a directory that is removed at the end.
-
-    Raises:
-        ConfigError: it cannot be written, or its ``model`` holds something else.
     """
     if storage is not None:
         _fill(storage)

@@ -194,11 +194,7 @@ class ReinforcementLearning(Training[RlConfig]):
         return self._rollouts.take(number - 1, stop)
 
     def step(self, number: int, batch: Sequence[Group]) -> RlRecord:
-        """Learn from groups, update the engines, evaluate.
-
-        Raises:
-            NonFiniteError: too many steps in a row had gradients that are not finite.
-        """
+        """Learn from groups, update the engines, evaluate."""
         from megascend.app.rl.learn import learn
 
         run, arrived = self._run, time.perf_counter()
