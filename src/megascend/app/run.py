@@ -170,7 +170,7 @@ def run(
     """Run ``training`` as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Args:
-        plan: what :func:`megascend.app.preflight.preflight` has found on this host; None: it has not been called.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host; None: not called.
 
     Raises:
         MegascendError: a setting, data, a step, an export or a checkpoint that failed.

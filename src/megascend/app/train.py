@@ -76,7 +76,7 @@ def train(
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
             that checkpoint, or the newest of that run.
-        plan: what :func:`megascend.app.preflight.preflight` has computed on this host, if it has been called.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
 
     Raises:
         ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` or ``trackers`` for example.

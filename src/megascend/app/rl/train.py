@@ -68,7 +68,7 @@ def train_rl(
 
     Args:
         engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.
-        plan: what :func:`megascend.app.preflight.preflight` has computed on this host, if it has been called.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
 
     Raises:
         ConfigError: the output directory holds a run, the reward function cannot be used, or a setting cannot work.
