@@ -227,9 +227,9 @@ def main() -> None:
         from megascend.app.rl.learn import learn
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import fingerprint
-        from megascend.app.run import load_tokenizer
         from megascend.config.rl import Objective
         from megascend.data.order import Batches
+        from megascend.huggingface.tokenizer import load_tokenizer
         from megascend.rollout.buffer import RolloutBuffer
         from megascend.rollout.collector import RolloutCollector, Task
         from megascend.rollout.engines.base import Sampling

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megascend.app.budget_search import STEP, TRIALS, BudgetSearch
-from megascend.app.token_budget import predicted
+from megascend.app.token_budget import STEP, TRIALS, BudgetSearch, predicted
 
 Peak = Callable[[int], float]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app import loop
+from megascend.app import preflight
 from megascend.app.event_log import EventLog
-from megascend.app.loop import train
+from megascend.app.train import train
 from megascend.cli.run_report import read_run
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
@@ -108,10 +108,10 @@ def test_another_run_stays_untouched(config: RunConfig) -> None:
 
 
 def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(config: RunConfig) -> None:
+    def missing(config: RunConfig, **_: bool) -> None:
         raise MissingDependencyError("matplotlib is not installed")
 
-    monkeypatch.setattr(loop, "check_packages", missing)
+    monkeypatch.setattr(preflight, "check_packages", missing)
     with pytest.raises(MissingDependencyError):
         train(config)
     (record,) = lines(config.output / "errors" / "attempt-0-rank-0.json")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.profile import StepProfiler, recorded
-from megascend.app.profile_table import Row, busy_micros, kernels, operators, render
+from megascend.app.profile import ProfileRow, StepProfiler, busy_micros, kernels, operators, recorded, render
 from megascend.config import Profile
 from megascend.platforms.cpu import CpuPlatform
 
@@ -34,11 +33,15 @@ DEVICE = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7),
 
 
 def test_an_operators_time_is_without_what_it_calls() -> None:
-    assert operators(HOST) == [Row("linear", 2, 85.0), Row("matmul", 1, 50.0), Row("copy", 3, 22.0)]
+    assert operators(HOST) == [
+        ProfileRow("linear", 2, 85.0),
+        ProfileRow("matmul", 1, 50.0),
+        ProfileRow("copy", 3, 22.0),
+    ]
 
 
 def test_the_device_is_busy_while_any_kernel_runs() -> None:
-    assert kernels(HOST + DEVICE) == [Row("gemm", 2, 60.0), Row("add", 1, 20.0)]
+    assert kernels(HOST + DEVICE) == [ProfileRow("gemm", 2, 60.0), ProfileRow("add", 1, 20.0)]
     assert busy_micros(HOST + DEVICE) == 70.0
     text = render(HOST + DEVICE, steps=2, seconds=140e-6)
     assert "busy for 50% of" in text

@@ -15,19 +15,16 @@ import pytest
 
 from megascend.app.event_log import agent
 from megascend.app.resume import (
-    JOURNAL,
-    RESULTS,
-    RUN_FILES,
-    Start,
+    StartPoint,
     belongs,
     check_start,
     checkpoints_at,
     decide,
     differences,
     restarts,
-    run_files,
+    with_template_date,
 )
-from megascend.app.run import with_template_date
+from megascend.app.run_directory import JOURNAL, RESULTS, RUN_FILES, run_files
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.cli.random_checkpoint import byte_tokenizer
@@ -52,16 +49,16 @@ def add_run(output: Path, *steps: int, by: str | None = None) -> Path:
     return output
 
 
-def names(start: Start) -> list[str]:
+def names(start: StartPoint) -> list[str]:
     return [path.name for path in start.candidates]
 
 
 def test_a_new_directory(tmp_path: Path) -> None:
     for output in (tmp_path / "new", tmp_path):
-        assert decide(output, False, None, Launch()) == Start(clear=RESULTS)
+        assert decide(output, False, None, Launch()) == StartPoint(clear=RESULTS)
         start = decide(output, False, "auto", Launch())
         assert start.candidates == ()
-        assert "no checkpoint" in start.said
+        assert "no checkpoint" in start.remark
 
 
 def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path: Path) -> None:
@@ -69,7 +66,7 @@ def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path:
     for refuse in (decide, check_start):
         with pytest.raises(ConfigError, match=r"--resume auto, .*--overwrite"):
             refuse(output, False, None, Launch())
-    assert decide(output, True, None, Launch()) == Start(clear=RUN_FILES)
+    assert decide(output, True, None, Launch()) == StartPoint(clear=RUN_FILES)
     assert names(decide(output, False, "auto", Launch())) == ["step-00000008", "step-00000004"]
     with pytest.raises(ConfigError, match="--overwrite and --resume auto contradict each other"):
         check_start(output, True, "auto", Launch())
@@ -145,7 +142,7 @@ def test_a_path(tmp_path: Path) -> None:
     output, other = tmp_path / "new", add_run(tmp_path / "other", 4, 8)
     one = other / "checkpoints" / "step-00000004"
     assert decide(output, False, other, Launch()).candidates == tuple(checkpoints_at(other))
-    assert decide(output, False, str(one), Launch()) == Start((one,))
+    assert decide(output, False, str(one), Launch()) == StartPoint((one,))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint there"):
         decide(output, False, tmp_path / "empty", Launch())

@@ -12,15 +12,16 @@ import pytest
 from rich.console import Console
 
 from megascend.app import plot
-from megascend.app.earlier_run import clear_output
-from megascend.app.loop import Counts, end_line
 from megascend.app.plot import plot_metrics
-from megascend.app.resume import RUN_FILES, check_start
-from megascend.app.run import check_lora, check_packages
-from megascend.app.run_log import BarDisplay, Pace, PlainDisplay, RunLog, StepClock, StepRecord, clock
+from megascend.app.preflight import check_lora, check_packages
+from megascend.app.resume import check_start
+from megascend.app.run_directory import RUN_FILES, clear_output
+from megascend.app.run_log import BarDisplay, PlainDisplay, RunLog, StepClock, clock
+from megascend.app.train import StepRecord, TrainCounts, end_line
 from megascend.config import Data, Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, MissingDependencyError
+from megascend.huggingface.info import inspect_checkpoint
 from megascend.testing.parity import case_checkpoint
 from megascend.tracking.trackers import Trackers
 
@@ -77,14 +78,14 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
     """Micro batches of 10 s each, 8 a step, of which two steps were done by an earlier process; the clock is the test's."""
     seconds = 0.0
-    progress = StepClock(steps=5, done=2, every_s=30.0, now=lambda: seconds)
+    progress = StepClock(steps=5, done=2, now=lambda: seconds)
     lines = []
     for step in (3, 4):
         for done in range(8):
             lines.append(progress.micro_batch(done, 8))
             seconds += 10.0
         seconds += 20.0  # the update
-        progress.step_done(record(step), step - 2)
+        progress.step_done(step)
     told = [index for index, line in enumerate(lines) if line]
     assert told == [3, 6, 11, 14]
     assert (
@@ -95,10 +96,11 @@ def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
 
 def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = 0.0
-    display = PlainDisplay(100, now=lambda: seconds)
-    display.start()
+    pace = StepClock(100, now=lambda: seconds)
+    display = PlainDisplay(pace)
     for step in range(1, 101):
         seconds += 2.0
+        pace.step_done(step)
         display.show(record(step))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 21
@@ -109,11 +111,11 @@ def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[
 
 def test_a_resumed_run_tells_the_pace_of_this_process() -> None:
     seconds = 10.0
-    pace = Pace(100, done=50, now=lambda: seconds)
-    pace.start()
-    assert pace.remaining_s(50) is None
+    pace = StepClock(100, done=50, now=lambda: seconds)
+    assert pace.remaining_s is None
     seconds += 30.0
-    assert (pace.elapsed_s, pace.remaining_s(60)) == (30.0, 120.0)
+    pace.step_done(60)
+    assert (pace.elapsed_s, pace.remaining_s) == (30.0, 120.0)
 
 
 def test_the_picture_has_a_panel_for_each_figure_and_a_log_axis_where_decades_are_spanned() -> None:
@@ -148,8 +150,10 @@ def test_a_smoothed_line_is_a_mean_of_what_is_around_and_follows_a_trend_to_its_
 def test_the_counter_is_whole_whatever_the_width_of_the_terminal(width: int) -> None:
     seconds = 0.0
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    display = BarDisplay(120_000, console=console, now=lambda: seconds)
+    pace = StepClock(120_000, now=lambda: seconds)
+    display = BarDisplay(pace, console)
     seconds = 3725.0
+    pace.step_done(12_340)
     display.show(record(12_340, validation_loss=1.25, tokens_per_s=123_456.0))
     console.print(display.lines())
     first, *others = console.file.getvalue().splitlines()
@@ -186,7 +190,8 @@ def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path
     model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
 
     def check(*targets: str) -> None:
-        check_lora(RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets)))
+        config = RunConfig(model=model, output=tmp_path, data=Data(path=tmp_path), lora=Lora(targets=targets))
+        check_lora(config, inspect_checkpoint(model))
 
     check("q_proj", "experts.down_proj", "model.layers.1.self_attn.o_proj", "lm_head", "embed_tokens")
     for target in ("proj", "gate", "gate_proj", "layers.2.self_attn.q_proj"):
@@ -215,8 +220,8 @@ def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
 
 def test_the_last_line_says_how_many_steps_were_skipped(tmp_path: Path) -> None:
     config = RunConfig(model=tmp_path, output=Path("out"), data=Data(path=tmp_path), steps=6)
-    assert end_line(config, Counts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
-    skipping = Counts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
+    assert end_line(config, TrainCounts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
+    skipping = TrainCounts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
     assert end_line(config, skipping) == (
         "6 steps in 2 s, 5 of them skipped (non-finite gradients), last loss 5.5000, validation loss 6.0000; see out"
     )

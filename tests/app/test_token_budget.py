@@ -47,7 +47,7 @@ def config(folder: Path, output: str, **settings: Any) -> RunConfig:
 
 def train(run: RunConfig, room: int, resume: str | None = None) -> tuple[int, list[Any]]:
     """A run on this rank, whose device has ``room`` bytes for tensors; peak of its first two steps, and its events' budgets."""
-    from megascend.app.loop import train
+    from megascend.app.train import train
 
     with TensorMemory() as memory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "tells_peak_memory", True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megascend.app.preflight import check_processes
 from megascend.cli.launch import WorkerError, launch, why_not_started
-from megascend.cli.preflight import check_processes
 from megascend.errors import ConfigError, DataError, PlatformError
 from megascend.platforms.cpu import CpuPlatform
 from megascend.testing import faults

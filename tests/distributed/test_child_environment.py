@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app import kernels_ahead
+from megascend.app import ahead
 from megascend.cli.checks import run_python
 from megascend.distributed.launch import Launch, child_environment, plain_environment
 from megascend.platforms import cpu_products
@@ -70,7 +70,7 @@ CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
     "local engine and whatever is guarded": of_guarded,
     "vLLM": lambda folder: engine_environment(sys.executable),
     "self-check and reference programs": lambda folder: plain_environment(),
-    "compiler of kernels": lambda folder: kernels_ahead._environment(),
+    "compiler of kernels": lambda folder: ahead.compiler_environment(),
     "acceptance": of_acceptance,
     "doctor": of_doctor,
 }

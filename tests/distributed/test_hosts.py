@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megascend.app.shared_output import not_shared
+from megascend.app.run_directory import not_shared
 from megascend.diagnostics.diagnosis import PeerStatus, RankRecord, judge
 from megascend.distributed.launch import Launch
 from megascend.distributed.rendezvous import agree_on_start, gloo_problem

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend.app.kernels_ahead import job_of
+from megascend.app.ahead import job_of
+from megascend.app.preflight import check_run
 from megascend.config import RunConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -45,7 +46,7 @@ def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path, monkeypatch, s
         "data": {"path": str(tmp_path / "chat.jsonl"), "global_batch_size": 4},
         **settings,
     }
-    job = job_of(RunConfig.model_validate(given))
+    job = job_of(check_run(RunConfig.model_validate(given), 1, overwrite=False))
     run("megascend.kernels.compile_ahead", job.to_text())
     assert Path(job.done).is_file()
     ahead = compiled(tmp_path / "triton")

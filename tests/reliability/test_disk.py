@@ -285,7 +285,7 @@ def events(output):
 
 def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(prepared, disk):
     """The disk fills up under it, with metrics and all, and is cleared while it goes on."""
-    from megascend.app.loop import train as train_run
+    from megascend.app.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
 
@@ -323,7 +323,7 @@ def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(pr
 
 def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tmp_path):
     """It may go on without checkpoints, but must not end as if there were one of its last step."""
-    from megascend.app.loop import train as train_run
+    from megascend.app.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
 

@@ -91,7 +91,7 @@ def outcome(result, output):
 @pytest.fixture(scope="module")
 def uninterrupted(models):
     """What a layout's run ends with: ``uninterrupted(layout)``."""
-    from megascend.app.loop import train
+    from megascend.app.train import train
 
     @functools.cache
     def run(layout):
@@ -107,7 +107,7 @@ def uninterrupted(models):
 
 @pytest.mark.parametrize(("layout", "seed"), KILLS)
 def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
-    from megascend.app.loop import train
+    from megascend.app.train import train
 
     world_size, output = LAYOUTS[layout][0], tmp_path / "run"
     settings = config(models, layout, output)
@@ -118,7 +118,8 @@ def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layou
 
 
 def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, tmp_path, monkeypatch):
-    from megascend.app import loop, run
+    from megascend.app import run
+    from megascend.app.train import train
 
     frozen, make_backend = [], run.make_backend
 
@@ -128,7 +129,7 @@ def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, t
 
     def work():
         monkeypatch.setattr(run, "make_backend", note_and_make)
-        loop.train(config(models, "single", tmp_path / "run"))
+        train(config(models, "single", tmp_path / "run"))
         return frozen[0], gc.get_freeze_count()
 
     ((during, afterwards),) = run_distributed(work, 1, init=False, timeout_s=180)

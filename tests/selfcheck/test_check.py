@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from megascend import Batching, Parallel
-from megascend.app.loop import train
-from megascend.app.self_check_ahead import SelfCheckAhead
+from megascend.app.ahead import SelfCheckAhead
+from megascend.app.preflight import RunPlan, check_run
+from megascend.app.train import train
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
 from megascend.selfcheck import check, process, standing_by
@@ -148,6 +149,10 @@ def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch
 # --- through the backend ---
 
 
+def plan_of(config: RunConfig) -> RunPlan:
+    return check_run(config, 1, overwrite=False)
+
+
 def backend_of(model: Path, **options):
     from megascend.backends import MegatronBackend
 
@@ -188,10 +193,11 @@ class TestBackend:
 
     def test_a_verdict_asked_for_ahead_is_the_one_that_the_backend_looks_for(self, parity_folder, folder, monkeypatch):
         calls = counted(monkeypatch, [AGREES])
+        monkeypatch.setattr(standing_by, "worker_for", lambda *_: None)
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
         for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
-            ahead = SelfCheckAhead(config, rank)
+            ahead = SelfCheckAhead(plan_of(config), rank)
             ahead.begin()
             if ahead.thread is not None:
                 ahead.thread.join(60)
@@ -202,9 +208,8 @@ class TestBackend:
 
     def test_a_worker_that_stood_by_makes_the_verdict_and_the_next_run_needs_none(self, parity_folder, folder):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
-        run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
+        run = plan_of(RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}}))
         ahead = SelfCheckAhead(run, 0)
-        ahead.stand_by()
         (worker,) = workers()
         ahead.begin()
         ahead.thread.join(120)
@@ -212,8 +217,7 @@ class TestBackend:
         assert not worker.is_running()
         (kept,) = folder.glob("*.json")
         assert json.loads(kept.read_text())["status"] == "agrees"
-        following = SelfCheckAhead(run, 0)
-        following.stand_by()
+        SelfCheckAhead(run, 0)
         assert workers() == []
 
     def test_a_backend_that_imports_megatron_has_one_stand_by_meanwhile_the_first_time(self, parity_folder, folder):
@@ -239,11 +243,10 @@ class TestBackend:
     def test_a_worker_that_is_not_asked_is_ended(self, parity_folder, folder):
         """Mistral's configuration has a sliding window where the file says nothing of one."""
         model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
+        config = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
+        plan = plan_of(config)
         (model / "config.json").write_text(json.dumps({"model_type": "mistral", "max_position_embeddings": 512}))
-        ahead = SelfCheckAhead(
-            RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}}), 0
-        )
-        ahead.stand_by()
+        ahead = SelfCheckAhead(plan, 0)
         assert len(workers()) == 1
         ahead.begin()
         assert ahead.thread is None
@@ -267,7 +270,7 @@ class TestBackend:
         (model / "config.json").write_text(json.dumps(raw | {"sliding_window": 8}))
         run = {"model": model, "output": folder, "data": {"path": "chat.jsonl"}}
         for settings, rank in (({}, 0), ({"self_check": False}, 0), ({}, 1)):
-            SelfCheckAhead(RunConfig.model_validate(run | settings), rank).stand_by()
+            SelfCheckAhead(plan_of(RunConfig.model_validate(run | settings)), rank)
         assert workers() == []
 
     @pytest.mark.nightly

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from recording_backend import Served, served
 
-from megascend.cli.serve_demo import CLIENT, demo_directory, demo_settings
+from megascend.cli.serve import DEMO_CLIENT, demo_directory, demo_settings
 from megascend.config.serve import load_serve_config
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.status import loss_curve
@@ -127,11 +127,11 @@ def test_the_demo_has_a_model_and_a_client_program(tmp_path) -> None:
         settings = load_serve_config(None, demo_settings(directory, {"storage": tmp_path, "port": 0}))
         assert (settings.name, settings.storage, settings.precision) == ("demo", tmp_path / "checkpoints", "fp32")
         assert (settings.model / "model.safetensors").exists()
-        assert (directory / "demo_client.py").read_text() == CLIENT
+        assert (directory / "demo_client.py").read_text() == DEMO_CLIENT
     written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
     with demo_directory(tmp_path):
         assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
-    ast.parse(CLIENT)
+    ast.parse(DEMO_CLIENT)
     with demo_directory(None) as directory:
         assert (directory / "model" / "config.json").exists()
     assert not directory.exists()

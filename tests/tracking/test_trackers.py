@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.run import check_packages
+from megascend.app.preflight import check_packages
 from megascend.config import Data, RunConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.tracking import TrackedRun, registry

@@ -1,4 +1,4 @@
-"""The checkpoints that a run takes: when, and what happens when one fails."""
+"""When a run takes checkpoints, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.app.earlier_run import CHECKPOINTS
+from megascend.app.run_directory import CHECKPOINTS
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.errors import CheckpointError
@@ -59,13 +59,10 @@ class CheckpointPolicy:
             backend.prepare_saves()
 
     def after_step(self, step: int, stop: bool) -> bool:
-        """Save if it is time to; True if any rank was told to stop. Once a step.
+        """Save if it is time to; return True if any rank was told to stop. Once a step.
 
         Args:
             stop: this rank was told to stop after this step.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written, and ``on_failure`` says to stop then.
         """
         running = self._pending is not None and not self._pending.done
         stopping, running = self._backend.any_rank(stop, running)
@@ -78,17 +75,21 @@ class CheckpointPolicy:
         return stopping
 
     def finish(self, step: int) -> None:
-        """See the last checkpoint complete; without one of the last step, take it if checkpoints are taken at all.
-
-        Raises:
-            CheckpointError: as :meth:`after_step`.
-        """
+        """Wait for the last checkpoint; without one of the last step, take it if checkpoints are taken at all."""
         if self._settings.every and self._ready() and self._last != step:
             self._save(step)
         self._settle()
 
+    def save_last(self, step: int) -> None:
+        """Save what a run has learned that is about to end with an error, which takes precedence over one of the save."""
+        try:
+            self.after_step(step, stop=True)
+            self.finish(step)
+        except Exception as error:  # noqa: BLE001  the run ends with the error that came first
+            logger.warning("step %d could not be saved: %s", step, error)
+
     def keep(self, step: int) -> str:
-        """Have a checkpoint of the last step, for a run whose results could not be written; say in a sentence where it is."""
+        """Save the last step of a run whose results could not be written; return where it is, in a sentence."""
         path = self._series.path(step)
         if self._last != step or not self._saved:
             try:

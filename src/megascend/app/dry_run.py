@@ -4,40 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from megascend.app.disk_room import disk_warning, free_bytes
-from megascend.app.generation import Answering
-from megascend.app.objectives import make_objective
-from megascend.app.run import backend_settings, bootstrap, load_tokenizer, with_template_date
+from megascend.app.objectives import LearningObjective
+from megascend.app.preflight import RunPlan, check_run, disk_warning, free_bytes
+from megascend.app.run import World, backend_settings, bootstrap
 from megascend.app.run_samples import RunSamples
-from megascend.app.sample_limits import sample_limits, sequence_layout
-from megascend.app.step_plan import StepPlan, plan_steps
-from megascend.app.token_budget import AUTO, SHARE, check_platform, largest_useful, predicted
-from megascend.batch.sample import Sample
+from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
+from megascend.app.train import SupervisedTraining
+from megascend.batch.micro_batch import SequenceLayout
+from megascend.batch.packing import plan_micro_batches, shard
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
-from megascend.data.prepare import set_template
 from megascend.data.preview import SamplePiece, SampleStatistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.huggingface.info import ModelInfo
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import Kernels, Workload
-from megascend.platforms.base import Platform
-from megascend.topology.topology import Topology, plan
+from megascend.memory.sizes import Workload
+from megascend.topology.topology import Topology
 
 SHOWN = 3
 """Samples that are shown, or pairs of them."""
+PLANNED = 50
+"""Steps that are planned."""
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample of the first step.
-
-    Attributes:
-        name: what it is called, ``sample 7``.
-    """
+    """A sample of the first step, by its name (``sample 7``)."""
 
     name: str
     pieces: list[SamplePiece]
@@ -78,12 +74,13 @@ class DryRun:
     device_memory: int
 
 
-def dry_run(config: RunConfig, world_size: int, resume: str | Path | None = None) -> DryRun:
-    """Check what can be known of a run in one process, as the first of ``world_size`` ranks would begin it.
+def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRun:
+    """Check what can be known of a run in one process, as the first of its ranks would begin it.
 
     Prepares this process for the run's engine. Writes nothing but the samples in the cache folder, where the run finds them.
 
     Args:
+        plan: of :func:`megascend.app.preflight.preflight`.
         resume: what the run would resume from, which says the date that its chat template is given.
 
     Raises:
@@ -91,56 +88,43 @@ def dry_run(config: RunConfig, world_size: int, resume: str | Path | None = None
     """
     from megascend.backends import check_backend
 
+    config = plan.config
     import_plugins(config.plugins)
+    if config.plugins:  # which may bring the architecture of the model
+        plan = check_run(config, plan.world_size, overwrite=False, plugins_to_come=False)
+    info, topology, layout = plan.info, plan.topology, plan.layout
     runtime = bootstrap(config)
-    info = inspect_checkpoint(config.model)
-    topology = plan(config.parallel, world_size, info.shape)
-    check_platform(config, runtime.platform)
     check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
-
-    tokenizer = load_tokenizer(config.model)
-    limits = sample_limits(config, world_size)
-    set_template(config.data, tokenizer)
-    config = with_template_date(config, tokenizer, resume, Launch.from_environment())
-    samples = RunSamples.prepare(config, tokenizer, limits)
-    if config.generation is not None:
-        Answering.prepare(config.generation, config.data, tokenizer, limits, config.model, config.template_date)
-    objective = make_objective(config, samples.learned)
-    units = objective.units(samples.learned)
-    config = config.of_length(units)
+    training = SupervisedTraining()
+    config = training.prepare(World(plan, Launch.from_environment(), runtime, resume))
+    samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
-    layout, hf_config, kernels = (
-        sequence_layout(config, topology),
-        read_config(config.model),
-        kernels_of(runtime.platform),
-    )
-    device_memory = runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
-
+    hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
+    device_memory = runtime.platform.memory().total // (plan.world_size if runtime.platform.name == "cpu" else 1)
     longest = samples.longest_unit(layout)
 
     def fits(tokens: int) -> bool:
         workload = Workload(tokens, micro_batches=2, longest=longest)
-        found = estimate(config, info, hf_config, topology, workload, kernels)
-        return found is None or found.tensors <= SHARE * device_memory
+        need = estimate(config, info, hf_config, topology, workload, kernels)
+        return need is None or need.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
     if budget == AUTO:
-        largest = largest_useful(config, samples, layout, topology)
-        budget = predicted(longest, largest, fits)
+        budget = predicted(longest, largest_useful(config, samples, layout, topology), fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
 
-    def memory(of: RunConfig) -> Estimate | None:
+    def memory(config: RunConfig) -> Estimate | None:
         workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest)
-        return estimate(of, info, hf_config, topology, workload, kernels)
+        return estimate(config, info, hf_config, topology, workload, kernels)
 
     recompute = config.recompute.model_copy(update={"granularity": "full"})
     recomputed = config.model_copy(update={"recompute": recompute})
 
     def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def shown(index: int, pair: int | None) -> ShownSample:
-        sample: Sample = samples.learned[index]
+        sample = samples.learned[index]
         side = "chosen" if sample.chosen else "rejected"
         name = f"sample {index + 1}" if pair is None else f"pair {pair + 1}, {side}"
         return ShownSample(name, pieces(sample, decode))
@@ -153,17 +137,85 @@ def dry_run(config: RunConfig, world_size: int, resume: str | Path | None = None
         learned=SampleStatistics.of(samples.learned),
         held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
         remarks=samples.remarks,
-        epochs=config.steps * config.data.global_batch_size / units,
+        epochs=config.steps * config.data.global_batch_size / objective.units(samples.learned),
         steps=steps,
         shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
         free_disk=free_bytes(config.output),
-        disk_warning=disk_warning(config),
+        disk_warning=disk_warning(config, info),
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(recomputed),
         device_memory=device_memory,
     )
 
 
-def kernels_of(platform: Platform) -> Kernels:
-    """What computes on a platform. Of NPUs' own kernels nothing was measured; they are taken to keep what CUDA's do."""
-    return "plain" if platform.name == "cpu" else "fused"
+@dataclass(frozen=True)
+class StepPlan:
+    """Micro batches of a run's first steps.
+
+    Attributes:
+        steps: how many were planned.
+        budget: most tokens of a micro batch.
+        micro_batches: most that a data parallel rank has in a step.
+        tokens: of the largest micro batch, padding included, over all context parallel ranks.
+        samples: of that one.
+        longest: tokens of the longest sample, with its padding.
+        padding: share of tokens that are padding.
+        packed: some micro batch has samples of different length one after the other.
+        idle: True if some rank has no sample in some step.
+    """
+
+    steps: int
+    budget: int
+    micro_batches: int
+    tokens: int
+    samples: int
+    longest: int
+    padding: float
+    packed: bool
+    idle: bool
+
+
+def plan_steps(
+    config: RunConfig,
+    samples: RunSamples,
+    objective: LearningObjective,
+    layout: SequenceLayout,
+    topology: Topology,
+    budget: int,
+) -> StepPlan:
+    """Plan the first :data:`PLANNED` steps, from the lengths of samples alone.
+
+    Args:
+        budget: most tokens of a micro batch.
+    """
+    lengths = samples.learned.lengths.tolist()
+    steps = min(config.steps, PLANNED)
+    most = largest = largest_samples = longest = taken = padded = 0
+    idle = packed = False
+    for batch in islice(samples.batches(config, objective), steps):
+        members = objective.members(batch)
+        batch_lengths = [lengths[index] for index, _ in members]
+        pairs = [pair for _, pair in members]
+        for share in shard(batch_lengths, pairs, topology.data):
+            planned = _micro_batches([batch_lengths[i] for i in share], [pairs[i] for i in share], layout, budget)
+            most, idle = max(most, len(planned)), idle or not planned
+            for tokens, count, top in planned:
+                packed |= layout.packing and tokens < top * count
+                if tokens > largest:
+                    largest, largest_samples = tokens, count
+                longest, padded = max(longest, top), padded + tokens
+            taken += sum(batch_lengths[i] for i in share)
+    return StepPlan(steps, budget, most, largest, largest_samples, longest, 1 - taken / padded, packed, idle)
+
+
+def _micro_batches(
+    lengths: Sequence[int], pairs: Sequence[int | None], layout: SequenceLayout, budget: int
+) -> list[tuple[int, int, int]]:
+    """Return (tokens, samples, longest sample) of each micro batch of one rank."""
+    padded = [layout.padded_length(length) for length in lengths]
+    planned = []
+    for members in plan_micro_batches(padded, pairs, budget, layout.packing):
+        longest = max(padded[i] for i in members)
+        tokens = sum(padded[i] for i in members) if layout.packing else longest * len(members)
+        planned.append((tokens, len(members), longest))
+    return planned

@@ -170,7 +170,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         return [], []
     except OSError as error:
         return [], [f"{path} cannot be read: {error}"]
-    found, bad = [], []
+    records, bad = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -179,11 +179,11 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         except ValueError:
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            records.append(value)
         else:
             bad.append(str(number))
     remark = f"{path}: not JSON, perhaps cut off by a crash: line{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
-    return found, [remark] if bad else []
+    return records, [remark] if bad else []
 
 
 def _cut_off(path: Path) -> bool:

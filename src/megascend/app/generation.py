@@ -1,4 +1,4 @@
-"""What the model answers to given prompts while it learns, on any engine and any layout, by the embedded sampler."""
+"""Answers of the model to prompts while it learns, on any engine and any layout, by the embedded sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE = "answerofaprobe"
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptAnswer:
     """What the model made of a prompt.
 
     Attributes:
@@ -64,10 +64,6 @@ class Answering:
             tokenizer: with the chat template that the data have been written with.
             model: the model's directory, whose generation_config.json may name tokens that end an answer.
             template_date: what the chat template is given as the date; default: today.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template, or a prompt with its answer would be too long.
-            DataError: the chat template refuses a prompt.
         """
         if settings.chat and not tokenizer.chat_template:
             raise ConfigError(
@@ -90,10 +86,10 @@ class Answering:
         return cls(settings, tuple(map(_title, settings.prompts)), prompts, sampling, tokenizer)
 
     def due(self, step: int, last: int) -> bool:
-        """Whether the model answers after ``step``: at intervals, and at the end."""
+        """Return True if the model answers after ``step``: at intervals, and at the end."""
         return step % self.settings.every == 0 or step == last
 
-    def answer(self, backend: Backend, adapter: str | None) -> list[Answer]:
+    def answer(self, backend: Backend, adapter: str | None) -> list[PromptAnswer]:
         """Have the model answer all prompts; the same on every rank. Collective."""
         requests = [
             SampleRequest(prompt, sampling, adapter)
@@ -106,25 +102,27 @@ class Answering:
             answers.append(self._answer(title, result.samples[0]))
         return answers
 
-    def _answer(self, title: str, found: SampledSequence) -> Answer:
-        ended = found.stop_reason == "stop"
-        text = str(self.tokenizer.decode(list(found.tokens[:-1] if ended else found.tokens), skip_special_tokens=True))
-        return Answer(title, text, len(found.tokens), "stop" if ended else "length")
+    def _answer(self, title: str, sequence: SampledSequence) -> PromptAnswer:
+        ended = sequence.stop_reason == "stop"
+        text = str(
+            self.tokenizer.decode(list(sequence.tokens[:-1] if ended else sequence.tokens), skip_special_tokens=True)
+        )
+        return PromptAnswer(title, text, len(sequence.tokens), "stop" if ended else "length")
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatTemplate | None) -> set[int]:
-    """Tokens that end an answer: the tokenizer's, the model's (generation_config.json), what closes the assistant's turn."""
-    found: list[Any] = [tokenizer.eos_token_id]
+    """Return the tokens that end an answer: the tokenizer's, the model's (generation_config.json), what closes a turn."""
+    stops: list[Any] = [tokenizer.eos_token_id]
     try:
         named = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-        found += named if isinstance(named, list) else [named]
+        stops += named if isinstance(named, list) else [named]
     except (OSError, ValueError, AttributeError):
         pass  # many models have none
     if template is not None:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         behind = template.rendering(turns).text.rpartition(PROBE)[2].lstrip()
-        found += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]
-    return {number for number in found if isinstance(number, int)}
+        stops += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]
+    return {number for number in stops if isinstance(number, int)}
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a supervised run learns from, and by which loss: tokens, or preference pairs. Collective where a backend is used."""
+"""Objectives of supervised runs: tokens or preference pairs, each with its loss. Collective where a backend is used."""
 
 from __future__ import annotations
 
@@ -19,41 +19,37 @@ if TYPE_CHECKING:
     from megascend.data.store import Part
 
 
-class Objective(Protocol):
+class LearningObjective(Protocol):
     """How the samples of a run become batches, and batches a loss."""
 
     @property
     def loss(self) -> str | Loss:
-        """Of ``forward_backward``."""
+        """The loss of ``forward_backward``."""
         ...
 
     def units(self, samples: Part) -> int:
-        """How many things there are to draw a batch from."""
+        """Count the units (samples or pairs) of which batches are drawn."""
         ...
 
     def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
-        """What has to be known of these units of ``samples`` before the first step; ``batch`` of them at a time."""
+        """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
         ...
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        """The numbers of the samples of some units, each with the number of its pair among those."""
+        """Return the numbers of the samples of some units, each with the number of its pair among those."""
         ...
 
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
-        """The samples of some units."""
+        """Return the samples of some units."""
         ...
 
     def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
-        """The loss on all of ``samples``, without learning; ``batch`` units at a time."""
+        """Measure the loss on all of ``samples``, without learning; ``batch`` units at a time."""
         ...
 
 
-def make_objective(config: RunConfig, samples: Part) -> Objective:
-    """The objective that the settings ask for.
-
-    Raises:
-        ConfigError: the data are of the other kind.
-    """
+def make_objective(config: RunConfig, samples: Part) -> LearningObjective:
+    """Make the objective that the settings ask for."""
     if config.dpo is None and samples.has_pairs:
         raise ConfigError(f"{config.data.path} holds preference pairs: set dpo: {{beta: 0.1}} to learn from them")
     if config.dpo is not None and not samples.has_pairs:
@@ -84,9 +80,9 @@ class Tokens:
         """``sum(weight * -logprob) / sum(weight)``."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
-            mine = backend.shard(samples[start : start + batch])
-            for sample, found in zip(mine, backend.forward(mine, adapter=adapter).logprobs, strict=True):
-                total -= weighted_sum(found, sample)
+            shard = backend.shard(samples[start : start + batch])
+            for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True):
+                total -= weighted_sum(logprobs, sample)
                 weight += float(sample.weights.double().sum())
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
         return sum(totals) / sum(weights)
@@ -108,43 +104,43 @@ class Preferences:
         return len(samples) // 2
 
     def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
-        """Sums of the reference's log-probabilities. To be called before a checkpoint is loaded."""
-        wanted = sorted(set(units))
-        for start in range(0, len(wanted), batch):
-            mine = backend.shard(self._pairs(samples, wanted[start : start + batch]))
-            found = backend.forward(mine, reference=True).logprobs
+        """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
+        numbers = sorted(set(units))
+        for start in range(0, len(numbers), batch):
+            shard = backend.shard(self._pairs(samples, numbers[start : start + batch]))
+            reference = backend.forward(shard, reference=True).logprobs
             sums = {
                 self._key(samples, sample): weighted_sum(logprobs, sample)
-                for sample, logprobs in zip(mine, found, strict=True)
+                for sample, logprobs in zip(shard, reference, strict=True)
             }
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        return [(2 * unit + side, place) for place, unit in enumerate(units) for side in (0, 1)]
+        return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
     def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
-        """Samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum.
+        """Return samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum.
 
         A batch that spans two epochs may hold a pair twice, so pairs are numbered by their place in it.
         """
-        found = self._pairs(samples, units)
-        for index, sample in enumerate(found):
+        batch = self._pairs(samples, units)
+        for index, sample in enumerate(batch):
             total = self._reference[self._key(samples, sample)]
             weight = float(sample.weights.double().sum())
             sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
             sample.pair = index // 2
-        return found
+        return batch
 
     def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
         """Mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
-            mine = backend.shard(self._pairs(samples, units))
+            shard = backend.shard(self._pairs(samples, units))
             margins = [
                 weighted_sum(logprobs, sample) - self._reference[self._key(samples, sample)]
-                for sample, logprobs in zip(mine, backend.forward(mine, adapter=adapter).logprobs, strict=True)
+                for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True)
             ]
             for chosen, rejected in zip(margins[::2], margins[1::2], strict=True):
                 total -= float(logsigmoid(torch.tensor(self._beta * (chosen - rejected), dtype=torch.float64)))
@@ -154,11 +150,11 @@ class Preferences:
 
     @staticmethod
     def _pairs(samples: Part, units: Iterable[int]) -> list[Sample]:
-        found = [samples[2 * unit + side] for unit in units for side in (0, 1)]
-        for chosen, rejected in zip(found[::2], found[1::2], strict=True):
+        pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
+        for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
             if chosen.pair != rejected.pair or not chosen.chosen or rejected.chosen:
                 raise DataError("samples of preference pairs are out of order")
-        return found
+        return pairs
 
     @staticmethod
     def _key(samples: Part, sample: Sample) -> tuple[str, int, bool]:

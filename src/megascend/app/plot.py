@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_extra(package: str, setting: str) -> None:
-    """Find out before training, not after it, that a package of the ``track`` extra is missing.
-
-    Raises:
-        MissingDependencyError: ``package`` is not installed.
-    """
+    """Find out before training, not after it, that a package of the ``track`` extra is missing."""
     if not is_installed(package):
         raise MissingDependencyError(
             f"{setting}: true needs {package}, which is not installed: pip install 'megascend[track]', "
@@ -62,11 +58,7 @@ def plot_metrics(
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) -> Figure:
-    """The picture of a run, two panels a line, or three where there are more than four.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """The picture of a run, two panels a line, or three where there are more than four."""
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,12 +117,12 @@ def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
     """Means over ``reach`` steps on either side, fewer at the ends, as many on both; NaN stays and does not count. Pure."""
-    found = []
-    for place, value in enumerate(values):
-        near = min(reach, place, len(values) - 1 - place)
-        around = [each for each in values[place - near : place + near + 1] if each == each]
-        found.append(sum(around) / len(around) if value == value else math.nan)
-    return found
+    means = []
+    for index, value in enumerate(values):
+        near = min(reach, index, len(values) - 1 - index)
+        around = [each for each in values[index - near : index + near + 1] if each == each]
+        means.append(sum(around) / len(around) if value == value else math.nan)
+    return means
 
 
 def spans_decades(values: Sequence[float]) -> bool:

@@ -12,12 +12,13 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.app.profile_table import render
 from megascend.config import Profile
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROFILE = "profile"
+FILES = (("trace", "json.gz"), ("top", "txt"))
 MIB = 1024**2
+Event = dict[str, Any]
+"""One of ``traceEvents``: name, category, microseconds, process and thread."""
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what a GPU did, as torch.profiler calls them."""
+OPERATOR = "cpu_op"
+SHOWN = 25
+NAME_WIDTH = 72
 
 
 class StepProfiler:
@@ -108,14 +118,14 @@ class StepProfiler:
         if size <= self._limit:
             return
         fewer = max(1, len(steps) * self._limit // size)
-        found = (
+        problem = (
             f"the trace of {len(steps)} step(s) takes {size / MIB:.0f} MiB, above profile.max_mib: {self._limit // MIB}"
         )
         if len(steps) > 1 and number + 1 + fewer <= self._last:
             self._recorded = range(number + 2, number + 2 + fewer)
-            logger.warning("profile: %s; recording %d instead", found, fewer)
+            logger.warning("profile: %s; recording %d instead", problem, fewer)
         else:
-            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", found)
+            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", problem)
 
     def _write(self, session: Any, steps: range) -> int:
         """The size of the trace in bytes; where it is within the limit, both files are there."""
@@ -143,10 +153,107 @@ class StepProfiler:
         return size
 
 
-FILES = (("trace", "json.gz"), ("top", "txt"))
-
-
 def recorded(steps: range, after: int, count: int) -> range:
-    """Which of ``steps`` are recorded: ``count`` of them behind the first ``after``, or as near to that as there are steps."""
+    """Return which of ``steps`` are recorded: ``count`` of them behind the first ``after``, or as near to that as possible."""
     start = max(steps.start, min(steps.start + after, steps.stop - count))
     return range(start, min(start + count, steps.stop))
+
+
+# --- what took the time, from the events of a Chrome trace; pure ---
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """Everything of one name: how often it was called and how long it took in all, in microseconds, without what it called."""
+
+    name: str
+    calls: int
+    micros: float
+
+
+def kernels(events: Iterable[Event]) -> list[ProfileRow]:
+    """Return what the device did, the longest first; kernels of several streams may have run at the same time."""
+    return _sums((event["name"], float(event["dur"])) for event in events if _is(event, ON_DEVICE))
+
+
+def operators(events: Iterable[Event]) -> list[ProfileRow]:
+    """Return what the host's threads did in operators, each without the operators that it called; the longest first."""
+    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in events:
+        if _is(event, (OPERATOR,)):
+            threads[event["pid"], event["tid"]].append(event)
+    times: list[tuple[str, float]] = []
+    for thread in threads.values():
+        times += _self_times(thread)
+    return _sums(times)
+
+
+def busy_micros(events: Iterable[Event]) -> float:
+    """Return how long at least one kernel ran."""
+    spans = sorted((float(event["ts"]), float(event["dur"])) for event in events if _is(event, ON_DEVICE))
+    total, end = 0.0, float("-inf")
+    for start, took in spans:
+        total += max(0.0, start + took - max(start, end))
+        end = max(end, start + took)
+    return total
+
+
+def render(events: Sequence[Event], steps: int, seconds: float) -> str:
+    """Write the tables of ``steps`` recorded steps that took ``seconds`` in all, as text."""
+    lines = [f"{steps} step{'s' if steps > 1 else ''}, {1000 * seconds / steps:.1f} ms each while recorded", ""]
+    on_device = kernels(events)
+    if on_device:
+        share = busy_micros(events) / (1e6 * seconds)
+        lines += [f"The device was busy for {share:.0%} of that time. Its kernels and copies:", ""]
+        lines += [*_table(on_device, steps, seconds), ""]
+    lines += [
+        "Operators of the host, each without those that it called:",
+        "",
+        *_table(operators(events), steps, seconds),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _table(rows: Sequence[ProfileRow], steps: int, seconds: float) -> list[str]:
+    lines = [f"{'ms a step':>10}  {'of step':>7}  {'calls a step':>12}  name"]
+    for row in rows[:SHOWN]:
+        name = row.name if len(row.name) <= NAME_WIDTH else f"{row.name[: NAME_WIDTH - 3]}..."
+        share = row.micros / (1e6 * seconds)
+        lines.append(f"{row.micros / 1000 / steps:>10.3f}  {share:>7.1%}  {row.calls / steps:>12.1f}  {name}")
+    if len(rows) > SHOWN:
+        rest = sum(row.micros for row in rows[SHOWN:])
+        lines.append(
+            f"{rest / 1000 / steps:>10.3f}  {rest / (1e6 * seconds):>7.1%}  {'':>12}  {len(rows) - SHOWN} others"
+        )
+    return lines
+
+
+def _self_times(thread: list[Event]) -> list[tuple[str, float]]:
+    """Return (name, microseconds without what lies inside) of the events of one thread, which nest."""
+    thread.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
+    times: list[tuple[str, float]] = []
+    open_calls: list[tuple[float, int]] = []  # end, and index in times
+    for event in thread:
+        start, took = float(event["ts"]), float(event["dur"])
+        while open_calls and open_calls[-1][0] <= start:
+            open_calls.pop()
+        if open_calls:
+            name, outer = times[open_calls[-1][1]]
+            times[open_calls[-1][1]] = (name, outer - took)
+        open_calls.append((start + took, len(times)))
+        times.append((event["name"], took))
+    return times
+
+
+def _sums(calls: Iterable[tuple[str, float]]) -> list[ProfileRow]:
+    counts: dict[str, int] = defaultdict(int)
+    micros: dict[str, float] = defaultdict(float)
+    for name, took in calls:
+        counts[name] += 1
+        micros[name] += took
+    rows = [ProfileRow(name, counts[name], micros[name]) for name in counts]
+    return sorted(rows, key=lambda row: (-row.micros, row.name))
+
+
+def _is(event: Event, categories: Sequence[str]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in categories

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megascend.app.earlier_run import CHECKPOINTS, restore
-from megascend.app.event_log import ERRORS, EVENTS, agent, read_lines
-from megascend.app.liveness import process_lives
+from megascend.app.event_log import EVENTS, agent, read_lines
+from megascend.app.run_directory import (
+    CHECKPOINTS,
+    RESULTS,
+    RUN_FILES,
+    OutputDirectory,
+    check_shared,
+    refuse_earlier_run,
+    refuse_running,
+    restore,
+    run_files,
+    write_config,
+)
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
@@ -19,37 +31,28 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.io.paths import why_not_writable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megascend.app.event_log import EventLog
     from megascend.backend import Backend
 
+TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 logger = logging.getLogger(__name__)
-
-RUN_FILES = (
-    "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
-    "profile", "trackers",
-)  # fmt: skip
-"""Everything a run writes into its output directory."""
-JOURNAL = (EVENTS, ERRORS)
-"""What of it tells how earlier attempts have ended."""
-RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
-"""The rest of it."""
-WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", "trackers", CHECKPOINTS)
-"""What a run leaves that has failed in its first step."""
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """How a run begins.
 
     Attributes:
         candidates: checkpoints to resume from, the best first; empty: at the beginning.
         clear: which files of an earlier run to remove; all of them once this run has done a step.
-        said: what the user should know about the choice.
+        remark: what the user should know about the choice.
     """
 
     candidates: tuple[Path, ...] = ()
     clear: tuple[str, ...] = ()
-    said: str = ""
+    remark: str = ""
 
 
 def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> None:
@@ -81,8 +84,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
         decide(output, overwrite, resume, launch)
 
 
-def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> Start:
-    """How the run in ``output`` begins. Reads files, changes none.
+def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Launch) -> StartPoint:
+    """Decide how the run in ``output`` begins. Reads files, changes none.
 
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
 
@@ -90,42 +93,61 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
         ConfigError: there is an earlier run that is neither to be resumed nor overwritten, or has not ended.
         CheckpointError: there is no checkpoint at ``resume``.
     """
-    own = tuple(Retention(output / CHECKPOINTS).candidates())
+    checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
     if restarted(output, launch):
-        if own:
-            return Start(own, said=f"attempt {launch.attempt}: resuming from the last checkpoint")
+        if checkpoints:
+            return StartPoint(checkpoints, remark=f"attempt {launch.attempt}: resuming from the last checkpoint")
         if resume is None or str(resume) == "auto":
-            return Start(clear=RESULTS, said=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1")
+            return StartPoint(
+                clear=RESULTS, remark=f"attempt {launch.attempt}: no checkpoint yet, starting again at step 1"
+            )
     elif overwrite or resume is not None:
         refuse_running(output)
     if resume is None:
         if not overwrite:
             refuse_earlier_run(output)
-        return Start(clear=RUN_FILES if overwrite else RESULTS)
+        return StartPoint(clear=RUN_FILES if overwrite else RESULTS)
     if str(resume) != "auto":
-        found = checkpoints_at(Path(resume))
-        if not found:
+        candidates = tuple(checkpoints_at(Path(resume)))
+        if not candidates:
             raise CheckpointError(f"--resume {resume}: no complete checkpoint there")
-        return Start(tuple(found))
-    if own:
-        return Start(own)
+        return StartPoint(candidates)
+    if checkpoints:
+        return StartPoint(checkpoints)
     if run_files(output):
         raise ConfigError(
             f"--resume auto: {output} holds a run but no complete checkpoint of it; start over with --overwrite, or choose "
             "another directory with --set output=PATH"
         )
-    return Start(clear=RESULTS, said=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1")
+    return StartPoint(
+        clear=RESULTS, remark=f"--resume auto: no checkpoint in {output / CHECKPOINTS}, starting at step 1"
+    )
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Checkpoints at a path that is one, holds some, or is the directory of a run; the best first."""
+    """Return the checkpoints at a path that is one, holds some, or is the directory of a run; the best first."""
     if (path / manifest.NAME).exists():
         return [path]
     return Retention(path / CHECKPOINTS).candidates() or Retention(path).candidates()
 
 
+def with_template_date(
+    config: TrainerConfigT, tokenizer: PreTrainedTokenizerBase, resume: str | Path | None, launch: Launch
+) -> TrainerConfigT:
+    """Return the settings with the day that chat templates are given, where one may ask for it: the checkpoint's, or today.
+
+    It stands in config.yaml and in every checkpoint from then on, so that a resumed run renders the same text on another day.
+    """
+    from megascend.data.chat import writes_date
+
+    if config.template_date is not None or not writes_date(tokenizer):
+        return config
+    day = saved_settings(config.output, resume, launch).get("template_date")
+    return config.model_copy(update={"template_date": date.fromisoformat(day) if day else date.today()})
+
+
 def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> dict[str, Any]:
-    """Settings in the checkpoint that a run will resume from, as far as it can be read; empty without one."""
+    """Return the settings in the checkpoint that a run will resume from, as far as it can be read; empty without one."""
     candidates: list[Path] = []
     if restarted(output, launch) or str(resume) == "auto":
         candidates = Retention(output / CHECKPOINTS).candidates()
@@ -139,68 +161,8 @@ def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> d
     return {}
 
 
-def refuse_earlier_run(output: Path) -> None:
-    """Raise ConfigError if a directory holds a run."""
-    held = run_files(output)
-    if held:
-        advice = "resume it with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""
-        raise ConfigError(
-            f"output: {output} holds an earlier run ({', '.join(held)}); {advice}choose another with --set output=PATH, or "
-            "replace it with --overwrite"
-        )
-
-
-def run_files(output: Path) -> list[str]:
-    """What a run has left in ``output`` that must not be lost.
-
-    Nothing, where no run has taken a step: errors alone are of attempts that never began, and one that has failed in its first
-    step may be tried again.
-    """
-    held = [name for name in RUN_FILES if (output / name).exists()]
-    if held == [ERRORS] or (set(held) <= set(WITHOUT_STEPS) and failed_in_step_1(output)):
-        return []
-    return held
-
-
-def failed_in_step_1(output: Path) -> bool:
-    """True if the last run in ``output`` has surely ended, without a step that is logged or saved."""
-    checkpoints = output / CHECKPOINTS
-    if read_lines(output / "metrics.jsonl")[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
-        return False
-    starts = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "start"]
-    if not starts:
-        return False
-    since = starts[-1].get("time")
-    if not isinstance(since, (int, float)):
-        return False
-    return error_since(output, since) or process_lives(starts[-1].get("host"), starts[-1].get("pid"), since) is False
-
-
-def refuse_running(output: Path) -> None:
-    """Raise ConfigError if a run of another process is at work in a directory, as far as can be told on this machine."""
-    events = read_lines(output / EVENTS)[0]
-    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
-    if not starts:
-        return
-    start, later = events[starts[-1]], events[starts[-1] + 1 :]
-    host, pid, since = (start.get(name) for name in ("host", "pid", "time"))
-    if pid == os.getpid() or any(event.get("event") in ("finished", "stopped") for event in later):
-        return
-    if process_lives(host, pid, since) and not error_since(output, since):
-        raise ConfigError(
-            f"output: {output} is being written by another run, process {pid} on {host}: stop it first, or choose another with "
-            "--set output=PATH"
-        )
-
-
-def error_since(output: Path, since: Any) -> bool:
-    """Whether a rank of the run in ``output`` has left an error at ``since`` or later."""
-    errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
-    return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
-
-
 def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
-    """Whether a run that :func:`check_start` let pass may write to ``output`` before its first step.
+    """Return True if a run that :func:`check_start` let pass may write to ``output`` before its first step.
 
     Not where it is to overwrite an earlier run: that stays as it is until the new one begins.
     """
@@ -208,7 +170,7 @@ def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
 
 
 def restarted(output: Path, launch: Launch) -> bool:
-    """True if the launcher of the last run in ``output`` has started this process, too.
+    """Return True if the launcher of the last run in ``output`` has started this process, too.
 
     With several hosts the number of the attempt does not tell: torchrun does not count a restart because of another host.
     """
@@ -216,10 +178,67 @@ def restarted(output: Path, launch: Launch) -> bool:
 
 
 def restarts(output: Path) -> bool:
-    """True if the last run in ``output`` was started by the same launcher as this process."""
+    """Return True if the last run in ``output`` was started by the same launcher as this process."""
     events, _ = read_lines(output / EVENTS)
     starts = [event for event in events if event.get("event") == "start"]
     return bool(starts) and starts[-1].get("agent") == agent()
+
+
+def begin(
+    config: TrainerConfig,
+    backend: Backend,
+    event_log: EventLog,
+    overwrite: bool,
+    resume: str | Path | None,
+    progress_keys: Sequence[str],
+) -> tuple[OutputDirectory, dict[str, Any] | None]:
+    """Put the model at its first step, or where a checkpoint left it. Collective.
+
+    Args:
+        progress_keys: what this kind of run saves beside the model.
+
+    Returns:
+        The output directory, and what the run saved beside the model; None at its beginning.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run; or the hosts
+            do not share the output directory.
+    """
+    launch, output = backend.groups.launch, config.output
+    start = backend.from_rank_0(lambda: decide(output, overwrite, resume, launch))
+    check_shared(backend, output)
+
+    def earlier_files() -> tuple[tuple[str, ...], bool]:
+        present = tuple(name for name in start.clear if os.path.lexists(output / name))
+        return present, bool(present and run_files(output))
+
+    present, holds_run = backend.from_rank_0(earlier_files)
+    # What an attempt without a step has left is removed at once.
+    directory = OutputDirectory(config, backend, event_log, present, waiting=holds_run and EVENTS in start.clear)
+    if backend.rank == 0 and start.remark:
+        print(start.remark, flush=True)
+    if not directory.waiting:
+        directory.clear()
+    event_log.start(
+        wait=directory.waiting,
+        platform=backend.platform.name,
+        steps=config.steps,
+        every=config.checkpoint.every,
+    )
+    if not start.candidates:
+        if not directory.waiting and backend.rank == 0:
+            write_config(config)
+        return directory, None
+    progress, saved = load_first_good(backend, start.candidates, event_log)
+    changed = differences(saved, config)
+    if changed and backend.rank == 0:
+        print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
+    missing = [key for key in progress_keys if key not in progress]
+    if missing:
+        raise CheckpointError(
+            f"{start.candidates[0].parent}: this checkpoint of another kind of run has no {', '.join(missing)} beside its model"
+        )
+    return directory, progress
 
 
 def load_first_good(
@@ -229,9 +248,6 @@ def load_first_good(
 
     Returns:
         What was saved as ``progress`` and ``config``.
-
-    Raises:
-        CheckpointError: none is; the message says what is wrong with each.
     """
     refused: list[str] = []
     for path in candidates:
@@ -251,7 +267,7 @@ def load_first_good(
 
 
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:
-    """Settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
+    """Return settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
     before = flattened(_with_defaults(saved, type(config))) if saved is not None else now
     keys = sorted(now.keys() | before.keys())
@@ -259,7 +275,7 @@ def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str
 
 
 def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str, Any]:
-    """Settings of an earlier version, with the defaults of those that it did not have; of another kind of run as they are."""
+    """Fill in the defaults of settings that an earlier version did not have; leave those of another kind of run as they are."""
     try:
         return kind(**saved).model_dump(mode="json")
     except ConfigError:
@@ -267,8 +283,8 @@ def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings to dotted keys."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

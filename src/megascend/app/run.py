@@ -1,122 +1,320 @@
-"""What runs of every kind have in common: checks before the start, the backend, the first step, the export, the last words."""
+"""A run of any kind on one rank: world, data, model, loop, results. What kinds of runs differ in is in a :class:`Training`."""
 
 from __future__ import annotations
 
-import json
+import gc
 import logging
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import date
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
-from megascend.app.earlier_run import clear_output
-from megascend.app.event_log import EVENTS
-from megascend.app.plot import plot_metrics, require_extra
-from megascend.app.resume import decide, differences, load_first_good, refuse_running, run_files, saved_settings
-from megascend.app.shared_output import check_shared
+import psutil
+
+from megascend.app.ahead import SelfCheckAhead, compiling_kernels
+from megascend.app.checkpoint_policy import CheckpointPolicy
+from megascend.app.event_log import EventLog
+from megascend.app.lasting_output import LastingOutput
+from megascend.app.plot import PANELS, Panel, plot_metrics
+from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
+from megascend.app.resume import begin, belongs, check_start
+from megascend.app.run_log import RunLog
+from megascend.app.stop_signals import StopSignals
+from megascend.bootstrap.engines import needs
 from megascend.config import Adapters, Checkpoint, TrainerConfig
-from megascend.data.chat import writes_date
-from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.config.plugins import import_plugins
+from megascend.distributed.launch import Launch
+from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface.files import copy_tokenizer, read_config
-from megascend.io.atomic import replacing
-from megascend.io.paths import make_directory, stays, why_not_writable
-from megascend.tracking.registry import check_trackers
+from megascend.io.paths import stays, why_not_writable
 from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megascend.app.checkpoint_policy import CheckpointPolicy
-    from megascend.app.event_log import EventLog
-    from megascend.app.plot import Panel
-    from megascend.app.run_log import RunLog
+    from megascend.app.run_directory import OutputDirectory
+    from megascend.app.run_log import MetricsRecord
     from megascend.backend import Backend
-    from megascend.batch.sample import Sample
     from megascend.bootstrap import Runtime
-    from megascend.distributed.launch import Launch
 
-TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 """Name of a run's adapter, the same as peft gives to one that it loads."""
 
 
-def check_packages(config: TrainerConfig, *, plugins_to_come: bool = False) -> None:
-    """Find out before training that a package which the settings need is missing, or a tracker unknown.
+@dataclass(frozen=True)
+class World(Generic[AnyConfig]):
+    """What is known of a run before its model is built.
+
+    Attributes:
+        plan: what the checks of the settings have computed.
+        resume: ``auto``, the path of a checkpoint, or None.
+    """
+
+    plan: RunPlan[AnyConfig]
+    launch: Launch
+    runtime: Runtime
+    resume: str | Path | None
+
+
+@dataclass(frozen=True)
+class Run(Generic[AnyConfig]):
+    """A run whose model is built.
+
+    Attributes:
+        config: the settings as :meth:`Training.prepare` completed them.
+        adapter: name of the adapter that is trained; None: the model itself.
+        stack: closes what callbacks open, before the backend.
+    """
+
+    config: AnyConfig
+    backend: Backend
+    event_log: EventLog
+    adapter: str | None
+    stack: ExitStack
+
+    @property
+    def main_rank(self) -> bool:
+        """True on the rank that writes and prints."""
+        return self.backend.rank == 0
+
+
+class Training(ABC, Generic[AnyConfig]):
+    """What one kind of run does. :func:`run` calls these methods in their order, on every rank.
+
+    Attributes:
+        progress_keys: of :meth:`progress`; a checkpoint without them is of another kind of run.
+        shared_errors: what a step raises on every rank, so that all of them can save what is done.
+        panels: of the picture of the run.
+        chat_template: what the export carries in place of the model's; None: the model's.
+    """
+
+    progress_keys: ClassVar[tuple[str, ...]]
+    shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
+    panels: ClassVar[Sequence[Panel]] = PANELS
+    chat_template: str | None = None
+
+    def check(self, config: AnyConfig, launch: Launch) -> None:
+        """Refuse, before torch is imported, what :func:`check_run` does not see."""
+
+    @abstractmethod
+    def prepare(self, world: World[AnyConfig]) -> AnyConfig:
+        """Read data and whatever else can be found wrong before the model is built; return the completed settings. Local."""
+
+    def model_config(self, config: AnyConfig) -> AnyConfig:
+        """Return the settings with which the model is built."""
+        return config
+
+    def built(self, run: Run[AnyConfig]) -> None:
+        """Check and compute what needs the model before a checkpoint is loaded into it. Collective."""
+
+    @abstractmethod
+    def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None) -> None:
+        """Resume from ``progress`` of a checkpoint, or begin; print what is about to happen. Collective."""
+
+    @abstractmethod
+    def start(self, log: RunLog) -> None:
+        """Begin with the loop, whose records go to ``log``. Collective."""
+
+    @abstractmethod
+    def take(self, number: int, stop: Callable[[], bool]) -> Any | None:
+        """Return the batch of step ``number``; None if any rank is told to stop while they wait for it. Collective."""
+
+    @abstractmethod
+    def step(self, number: int, batch: Any) -> MetricsRecord:
+        """Train on a batch. Collective."""
+
+    def after_step(self, number: int) -> None:
+        """Do what is due after a step that is logged. Collective."""
+
+    @abstractmethod
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the model: as of the last optimizer step, whatever has been taken since."""
+
+    def end(self) -> None:
+        """End the loop, which has neither failed nor any further step."""
+
+    @abstractmethod
+    def title(self, run: Run[AnyConfig]) -> str:
+        """Return the title of the picture."""
+
+    @abstractmethod
+    def result(self) -> tuple[dict[str, Any], str]:
+        """Return the values of the event ``finished``, and the line that is printed."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended. The same on every rank.
+
+    Attributes:
+        steps: optimizer steps done, skipped ones included.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+    """
+
+    steps: int
+    export: Path | None
+    stopped: str | None
+
+
+def run(
+    training: Training[AnyConfig],
+    config: AnyConfig,
+    overwrite: bool,
+    resume: str | Path | None,
+    plan: RunPlan[AnyConfig] | None = None,
+) -> RunEnd:
+    """Run ``training`` as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Args:
-        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host; None: not called.
 
     Raises:
-        ConfigError: there is no tracker of a name.
-        MissingDependencyError: a package is missing; the message names the extra that installs it.
+        MegascendError: a setting, data, a step, an export or a checkpoint that failed.
     """
-    if config.plot:
-        require_extra("matplotlib", "plot")
-    check_trackers(config.tracker_options, plugins=plugins_to_come and bool(config.plugins))
+    phases = StartPhases()
+    launch = Launch.from_environment()
+    if plan is None:
+        check_start(config.output, overwrite, resume, launch)
+    with ExitStack() as stack:
+        # World
+        output = LastingOutput()
+        output.install()
+        stack.callback(output.restore)
+        active = belongs(config.output, resume, launch)
+        event_log = EventLog(config.output, launch, active=active, losses=output.losses)
+        stack.enter_context(event_log.keeping_errors(lambda: 0))
+        import_plugins(config.plugins)
+        if plan is None or config.plugins:  # which may bring the architecture of the model
+            plan = check_run(config, launch.world_size, overwrite, plugins_to_come=False)
+            training.check(config, launch)
+        self_check = SelfCheckAhead(plan, launch.rank)
+        stack.callback(self_check.close)
+        kernels = stack.enter_context(ExitStack())
+        kernels.enter_context(compiling_kernels(plan, launch))
+        phases.ended("settings")
+        runtime = bootstrap(config)
+        runtime.platform.start_ahead(launch.local_rank)
+        phases.ended("torch")
+        from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
 
+        phases.ended("transformers")
 
-def check_lora(config: TrainerConfig) -> None:
-    """Find out before training that the adapter targets a layer which the model, by its weights' names, does not have.
+        # Data: what cannot be trained on is found before the model is built
+        config = training.prepare(World(plan, launch, runtime, resume))
+        if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
+            logger.warning(warning)
+        phases.ended("data")
 
-    Raises:
-        ConfigError: it does; the message lists what there is.
-        CheckpointError: the weights cannot be read.
-    """
-    from megascend.huggingface.info import inspect_checkpoint, linear_layers
+        # Model: trained itself, or frozen under one adapter
+        megatron = needs(config.engine).megatron
+        if megatron:
+            self_check.begin()  # the verdict is needed when the model is built
+            runtime.load_megatron()
+        # Modules stay: garbage collection need not look through them again, between steps least of all.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)  # the caller's own objects are among them
+        phases.ended("Megatron" if megatron else "engine")
+        backend = stack.enter_context(make_backend(training.model_config(config)))
+        phases.ended("model")
+        if backend.self_check is not None:
+            phases.set_apart("self-check", "model", backend.self_check_s)
+        stack.enter_context(event_log.keeping_errors(lambda: backend.step_count + 1))
+        signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
+        adapter = None if config.lora is None else ADAPTER
+        if adapter is not None:
+            backend.add_adapter(adapter, config.lora)
+        backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
+        backend.chat_template = training.chat_template
+        check_results(config, backend, overwrite)
+        this_run = Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
+        training.built(this_run)
+        directory, progress = begin(config, backend, event_log, overwrite, resume, training.progress_keys)
+        training.begin(this_run, progress)
+        phases.ended("preparing")
+        if this_run.main_rank:
+            print(f"ready after {phases}", flush=True)
 
-    if config.lora is None or config.lora.targets == "all-linear":
-        return
-    tensors = inspect_checkpoint(config.model).tensors
-    layers = linear_layers({name: header.shape for name, header in tensors.items()})
-    for target in config.lora.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
-            raise ConfigError(f"lora.targets: {target!r} is not a linear layer of {config.model}; it has {ends}")
-
-
-def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model's weights; nothing is downloaded.
-
-    Raises:
-        CheckpointError: the directory is missing, or holds no tokenizer that transformers can load, or one without tokens.
-    """
-    from transformers import AutoTokenizer
-
-    if not model.is_dir():
-        raise CheckpointError(f"no model at {model.absolute()} (model): the directory does not exist")
-    make_known_to_transformers(model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # tokenizers raises nothing narrower
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{model}: transformers cannot load the tokenizer (tokenizer.json): {said}") from error
-    # Where the vocabulary is missing, transformers makes an empty one, by which every text is the same.
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ordinary = len(tokenizer) - len(added | set(tokenizer.all_special_ids))
-    if ordinary < 2:
-        raise CheckpointError(
-            f"{model}: the tokenizer knows {len(tokenizer)} token{'s' if len(tokenizer) != 1 else ''}, of which {ordinary} are "
-            "not special: its vocabulary is missing; copy tokenizer.json (or tokenizer.model) from the model's source"
+        # Loop
+        number = done = backend.step_count
+        saves = CheckpointPolicy(
+            backend, config, event_log, training.progress, directory.take_over, lambda: not directory.waiting
         )
-    return tokenizer
+        trackers = Trackers(
+            config.tracker_options,
+            config.output,
+            config.model_dump(mode="json"),
+            done,
+            lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
+        )
+        backend.platform.reset_peak_memory()
+        with RunLog(
+            config.output,
+            config.steps,
+            trackers,
+            enabled=this_run.main_rank,
+            done=done,
+            waiting=lambda: directory.waiting,
+        ) as log:
+            training.start(log)
+            in_step = False
+            try:
+                for number in range(done + 1, config.steps + 1):
+                    batch = training.take(number, lambda: signals.received is not None)
+                    if batch is None:
+                        number -= 1
+                        saves.after_step(number, True)
+                        break
+                    in_step = True
+                    record = training.step(number, batch)
+                    in_step = False
+                    if not record.skipped:
+                        directory.take_over()
+                    log.write(record)
+                    training.after_step(number)
+                    if number == done + 1:
+                        phases.ended("first step")
+                        kernels.close()
+                        event_log.event("first_step", **phases.record())
+                    if saves.after_step(number, signals.received is not None):
+                        break
+            except Exception as error:
+                # A step that is half done is not saved, nor one that other ranks may be in.
+                complete = not in_step or backend.step_count == number
+                everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
+                last = not isinstance(error, (CheckpointError, NonFiniteError))
+                if complete and everywhere and last and backend.step_count > done:
+                    saves.save_last(backend.step_count)
+                raise
+            training.end()
+            if number == config.steps:
+                directory.take_over()
+        saves.finish(number)
+
+        # Results
+        if number < config.steps:
+            stopped = signals.received.name if signals.received is not None else "a signal on another rank"
+            report_stop(directory, number, stopped, saves.problem)
+            return RunEnd(number, None, stopped)
+        exported = export(this_run, saves, number) if config.export else None
+        if this_run.main_rank and config.plot:
+            path = config.output / "metrics.png"
+            try:
+                plot_metrics(log.rows, path, training.title(this_run), training.panels)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        values, line = training.result()
+        event_log.event("finished", step=number, **values)
+        if this_run.main_rank:
+            print(line, flush=True)
+        return RunEnd(number, exported, None)
 
 
-def with_template_date(
-    config: TrainerConfigT, tokenizer: PreTrainedTokenizerBase, resume: str | Path | None, launch: Launch
-) -> TrainerConfigT:
-    """The settings with the day that chat templates are given, where one may ask for it: the checkpoint's, or today.
-
-    It stands in config.yaml and in every checkpoint from then on, so that a resumed run renders the same text on another day.
-    """
-    if config.template_date is not None or not writes_date(tokenizer):
-        return config
-    day = saved_settings(config.output, resume, launch).get("template_date")
-    return config.model_copy(update={"template_date": date.fromisoformat(day) if day else date.today()})
+# --- the model ---
 
 
 def bootstrap(config: TrainerConfig) -> Runtime:
@@ -135,238 +333,67 @@ def bootstrap(config: TrainerConfig) -> Runtime:
 
 
 def make_backend(config: TrainerConfig) -> Backend:
-    """The backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
+    """Build the backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
     from megascend import backends
 
     return backends.make_backend(config.engine, model=config.model, **backend_settings(config))
 
 
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Those of a run's settings that its engine's backend is constructed with.
-
-    Raises:
-        ConfigError: there is no such engine.
-    """
+    """Return those of a run's settings that its engine's backend is constructed with."""
     from megascend import backends
 
     lora = config.lora
-    of_run = (
-        "precision",
-        "tf32",
-        "optimizer",
-        "schedule",
-        "recompute",
-        "moe",
-        "batching",
-        "platform",
-        "seed",
-        "timeout_s",
+    common_fields = (
+        *(
+            "precision",
+            "tf32",
+            "optimizer",
+            "schedule",
+            "recompute",
+            "moe",
+            "batching",
+            "platform",
+            "seed",
+            "timeout_s",
+        ),
     )
-    of_some = ("parallel", "fsdp", "provider", "provider_options", "self_check")
-    settings = {name: getattr(config, name) for name in (*of_run, *of_some)}
+    engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
+    settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s
     # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
-    plain = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    plain |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
+    defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
+    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
     known = backends.settings_of(config.engine)
-    return {name: value for name, value in settings.items() if name in known or value != plain[name]}
-
-
-def begin(
-    config: TrainerConfig,
-    backend: Backend,
-    event_log: EventLog,
-    overwrite: bool,
-    resume: str | Path | None,
-    progress_keys: Sequence[str],
-) -> Beginning:
-    """Put the model at its first step, or where a checkpoint left it. Collective.
-
-    Args:
-        progress_keys: what this kind of run saves beside the model.
-
-    Raises:
-        ConfigError, CheckpointError: as :func:`megascend.app.resume.decide`, on every rank; or the checkpoint is of another kind
-            of run; or the hosts do not share the output directory.
-    """
-    launch = backend.groups.launch
-    start = backend.from_rank_0(lambda: decide(config.output, overwrite, resume, launch))
-    check_shared(backend, config.output)
-    present, kept = backend.from_rank_0(lambda: _earlier_files(config.output, start.clear))
-    # What an attempt without a step has left is removed at once.
-    beginning = Beginning(config, backend, event_log, present, waiting=kept and EVENTS in start.clear)
-    if backend.rank == 0 and start.said:
-        print(start.said, flush=True)
-    if not beginning.waiting:
-        beginning.clear_output()
-    event_log.start(
-        wait=beginning.waiting,
-        platform=backend.platform.name,
-        steps=config.steps,
-        every=config.checkpoint.every,
-    )
-    if not start.candidates:
-        if not beginning.waiting and backend.rank == 0:
-            write_config(config)
-        return beginning
-    progress, saved = load_first_good(backend, start.candidates, event_log)
-    changed = differences(saved, config)
-    if changed and backend.rank == 0:
-        print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
-    missing = [key for key in progress_keys if key not in progress]
-    if missing:
-        raise CheckpointError(
-            f"{start.candidates[0].parent}: this checkpoint of another kind of run has no {', '.join(missing)} beside its model"
-        )
-    beginning.progress = progress
-    return beginning
-
-
-def _earlier_files(output: Path, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Which of the files ``names`` are in ``output``, and whether they hold a run that must not be lost."""
-    present = tuple(name for name in names if os.path.lexists(output / name))
-    return present, bool(present and run_files(output))
-
-
-@dataclass
-class Beginning:
-    """How a run begins. The files of an earlier run that it replaces stay until it has done a step.
-
-    Attributes:
-        cleared: files of an earlier run, to be removed.
-        waiting: they are still there, and nothing may be written to the output directory.
-        progress: what the run saved beside the model, or None at its beginning.
-    """
-
-    config: TrainerConfig
-    backend: Backend
-    event_log: EventLog
-    cleared: tuple[str, ...] = ()
-    waiting: bool = False
-    progress: dict[str, Any] | None = None
-    _began: bool = field(default=False, init=False)
-
-    def take_over(self) -> None:
-        """The run has done a step, or has something to keep: the output directory is its own from now on. Collective; once.
-
-        Raises:
-            ConfigError: files of the earlier run cannot be removed; on every rank.
-        """
-        if self._began:
-            return
-        self._began = True
-        if self.waiting:
-            self.clear_output()
-            self.waiting = False
-        if self.backend.rank == 0:
-            write_config(self.config)
-        self.event_log.write_waiting()
-
-    def clear_output(self) -> None:
-        """Remove the earlier run's files. Collective.
-
-        Raises:
-            ConfigError: they cannot be removed, or are another process's by now; on every rank.
-        """
-
-        def clear() -> None:
-            if self.waiting:
-                refuse_running(self.config.output)  # it may have begun since
-            try:
-                clear_output(self.config.output, self.cleared)
-            except OSError as error:
-                raise ConfigError(
-                    f"output: the earlier run's files in {self.config.output} cannot be removed: {error}"
-                ) from error
-
-        if self.cleared:
-            self.backend.from_rank_0(clear)
-
-
-def write_config(config: TrainerConfig) -> None:
-    """Keep the resolved settings beside the results. Without room for them, the run goes on."""
-    import yaml
-
-    try:
-        make_directory(config.output)
-        with replacing(config.output / "config.yaml") as fresh:
-            fresh.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", config.output / "config.yaml", error)
-
-
-def draw_metrics(config: TrainerConfig, log: RunLog, title: str, panels: Sequence[Panel] | None = None) -> None:
-    """Draw what the run has logged; where that cannot be written, say so: the run itself is complete. On rank 0."""
-    path = config.output / "metrics.png"
-    try:
-        plot_metrics(log.rows, path, title, panels)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", path, error)
-
-
-def make_trackers(config: TrainerConfig, event_log: EventLog, done: int) -> Trackers:
-    """The trackers that the settings name, for a run that begins after step ``done``; for rank 0."""
-    return Trackers(
-        config.tracker_options,
-        config.output,
-        config.model_dump(mode="json"),
-        done,
-        lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
-    )
+    return {name: value for name, value in settings.items() if name in known or value != defaults[name]}
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:
-    """Which model a run trains, by its architecture and size, and where it is from."""
+    """Name the model that a run trains: its architecture, its size, and where it is from."""
     count = backend.parameter_count
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"
 
 
-def keep_batch(config: TrainerConfig, step: int, batch: Sequence[Sample]) -> Path | None:
-    """Write the samples of a step whose gradients were not finite, for whoever looks for the reason; None if that cannot be."""
-    path = config.output / "non_finite" / f"step-{step}.jsonl"
-    fields = ("input_ids", "target_ids", "weights")
-    try:
-        make_directory(path.parent)
-        path.write_text(
-            "".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch),
-            encoding="utf-8",
-        )
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", path, error)
-        return None
-    return path
-
-
-def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> str:
-    """The message of the error that ends a run whose gradients stay non-finite; ``batch``: where the last one was kept."""
+def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> NonFiniteError:
+    """Make the error that ends a run whose gradients stay non-finite; ``batch``: where the last one was kept."""
     remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
-    return (
+    return NonFiniteError(
         f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "
         f"limit is max_skipped_steps: {config.max_skipped_steps}. Look at the data"
         f"{f' (the last batch is in {batch})' if batch is not None else ''}, {remedy}"
     )
 
 
-def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
-    """Model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
-    peak = backend.platform.peak_flops()
-    if peak is None:
-        return None
-    # A token's attention costs as much as its sequence is long, so the mean length is that over tokens, not samples.
-    length = sum(len(sample) ** 2 for sample in batch) / sum(len(sample) for sample in batch)
-    return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
+# --- results ---
 
 
 def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> None:
-    """Find out before the first step that what is trained could not be written after the last one. Collective.
+    """Check before the first step that what is trained can be written after the last one. Collective.
 
     Args:
         overwrite: an earlier run's results will be removed.
-
-    Raises:
-        CheckpointError: it could not; the message says why.
     """
     from megascend.lora.adapter_io import check_target
 
@@ -384,43 +411,81 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
         backend.from_rank_0(check_adapter)
 
 
-def export(config: TrainerConfig, backend: Backend, saves: CheckpointPolicy, step: int) -> Path:
-    """Write what was trained, and say where: the model, or the adapter alone. Collective.
-
-    Raises:
-        CheckpointError: it cannot be written; the message says which checkpoint keeps it.
-    """
-    path = config.output / ("hf" if config.lora is None else "adapter")
+def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:
+    """Write what was trained, the model or the adapter alone, and return where. Collective."""
+    config, backend = run.config, run.backend
+    path = config.output / ("hf" if run.adapter is None else "adapter")
     try:
-        if config.lora is None:
+        if run.adapter is None:
             backend.export_hf(path)
         else:
-            backend.save_adapter(ADAPTER, path, optimizer=False)
+            backend.save_adapter(run.adapter, path, optimizer=False)
             backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {saves.keep(step)}") from error
     return path
 
 
-def tell_stop(beginning: Beginning, step: int, signal: str, problem: str | None) -> None:
-    """Say that a signal has stopped the run after ``step``.
+def report_stop(directory: OutputDirectory, step: int, signal: str, problem: str | None) -> None:
+    """Report that a signal has stopped the run after ``step``.
 
     Args:
         problem: why there is no checkpoint of that step.
-
-    Raises:
-        CheckpointError: there is none.
     """
-    backend, event_log = beginning.backend, beginning.event_log
-    if beginning.waiting:
-        if backend.rank == 0:
+    main_rank = directory.backend.rank == 0
+    if directory.waiting:
+        if main_rank:
             print(
-                f"stopped by {signal} before a step was done; the earlier run in {beginning.config.output} is as it was",
+                f"stopped by {signal} before a step was done; the earlier run in {directory.config.output} is as it was",
                 flush=True,
             )
         return
     if problem is not None:
         raise CheckpointError(f"stopped by {signal} after step {step}, without a checkpoint: {problem}")
-    event_log.event("stopped", step=step, signal=signal)
-    if backend.rank == 0:
+    directory.event_log.event("stopped", step=step, signal=signal)
+    if main_rank:
         print(f"stopped by {signal} after step {step}; resume with --resume auto", flush=True)
+
+
+# --- the time until the first step ---
+
+
+class StartPhases:
+    """The phases between the start of this process and the first step, one after the other.
+
+    Attributes:
+        seconds: of each phase that has ended, on the clock.
+        processor_s: user and system time of this process's threads in it; what is missing to ``seconds`` was waited for.
+    """
+
+    def __init__(self) -> None:
+        """Begin with the start of the process: phase ``Python`` ends here."""
+        self.seconds: dict[str, float] = {}
+        self.processor_s: dict[str, float] = {}
+        # Two clocks: that of the system knows when the process began, and may be set while it runs.
+        self._since = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._since_processor = 0.0
+        self.ended("Python")
+
+    def ended(self, name: str) -> None:
+        """End the phase that has lasted since the one before."""
+        now, processor = time.monotonic(), time.process_time()
+        self.seconds[name] = now - self._since
+        self.processor_s[name] = processor - self._since_processor
+        self._since, self._since_processor = now, processor
+
+    def set_apart(self, name: str, part_of: str, seconds: float) -> None:
+        """Make ``seconds`` of phase ``part_of``, spent waiting, a phase of their own."""
+        self.seconds[part_of] -= seconds
+        self.seconds[name] = seconds
+        self.processor_s[name] = 0.0
+
+    def record(self) -> dict[str, dict[str, float]]:
+        """Return the phases for a log."""
+        names = {"seconds": self.seconds, "processor_s": self.processor_s}
+        return {name: {phase: round(value, 3) for phase, value in values.items()} for name, values in names.items()}
+
+    def __str__(self) -> str:
+        """Return ``14.2 s: Python 0.3, torch 3.2, ...``; phases of less than 0.1 s are left out."""
+        parts = [f"{name} {value:.1f}" for name, value in self.seconds.items() if value >= 0.05]
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"

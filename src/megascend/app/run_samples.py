@@ -23,7 +23,7 @@ from megascend.io.paths import real
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megascend.app.objectives import Objective
+    from megascend.app.objectives import LearningObjective
     from megascend.backend import Backend
 
 
@@ -32,9 +32,6 @@ def check_apart(sources: Sequence[tuple[Path, Data, str]]) -> None:
 
     Args:
         sources: as :meth:`megascend.config.RunConfig.data_sources` has them.
-
-    Raises:
-        DataError: a file is read for both; the message names it.
     """
     if len(sources) == 1:
         return
@@ -68,11 +65,7 @@ class RunSamples:
 
     @classmethod
     def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> RunSamples:
-        """Read, check and tokenise all data of a run. Local: ranks need not meet.
-
-        Raises:
-            DataError: some of it cannot be trained on.
-        """
+        """Read, check and tokenise all data of a run. Local: ranks need not meet."""
         sources = config.data_sources()
         check_apart(sources)
         stores, problems = [], []
@@ -102,18 +95,14 @@ class RunSamples:
         return layout.padded_length(self.longest) * (2 if self.learned.has_pairs else 1)
 
     def check_lengths(self, backend: Backend) -> None:
-        """Refuse samples beyond what the engine, which may have a limit of its own, takes.
-
-        Raises:
-            DataError: there is one.
-        """
+        """Refuse samples beyond what the engine, which may have a limit of its own, takes."""
         if self.longest > backend.max_length:
             raise DataError(
                 f"the longest sample has {self.longest} tokens, and the engine takes {backend.max_length}: set "
                 f"batching.max_length: {backend.max_length}"
             )
 
-    def batches(self, config: RunConfig, objective: Objective) -> Batches[int]:
+    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
         """The stream of global batches, as numbers of samples or pairs."""
         units = range(objective.units(self.learned))
         data, learned = config.data, self.learned
@@ -128,11 +117,7 @@ class RunSamples:
         )
 
     def check_alike(self, backend: Backend) -> None:
-        """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective.
-
-        Raises:
-            DataError: on every rank; the message names the hosts.
-        """
+        """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective."""
         from megascend.distributed.objects import gather_objects
 
         prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
@@ -148,7 +133,7 @@ class RunSamples:
                     "files, and set template_date where they were started around midnight or in several time zones"
                 )
 
-    def drawn(self, config: RunConfig, objective: Objective) -> set[int]:
+    def drawn(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """The numbers that come up in the steps of this run."""
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
 

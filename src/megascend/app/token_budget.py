@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megascend.app.budget_search import STEP, BudgetSearch
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
@@ -29,15 +29,20 @@ USUAL = 4096
 """Tokens of the first trial, and of what is computed before the budget is known."""
 SHARE = 0.92
 """Of the memory that tensors can have, which a trial may take: batches differ, and the allocator needs some for itself."""
+STEP = 256
+"""Budgets are multiples of this, except for the smallest."""
+WORTH = 1.1
+"""A further trial has to promise this factor."""
+TRIALS = 6
 PIPELINE_FILL = 4
 """Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
 
 
-def with_first_budget(config: RunConfig, samples: RunSamples, layout: SequenceLayout) -> RunConfig:
-    """Settings with a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
+def with_first_budget(config: RunConfig, longest_unit: int) -> RunConfig:
+    """Put a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
     if config.batching.micro_batch_tokens != AUTO:
         return config
-    tokens = max(USUAL, samples.longest_unit(layout))
+    tokens = max(USUAL, longest_unit)
     return config.model_copy(update={"batching": config.batching.with_budget(tokens)})
 
 
@@ -54,7 +59,7 @@ class TokenBudget:
         self._layout = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON."""
+        """Return what a checkpoint keeps; JSON."""
         return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
 
     def settle(
@@ -63,7 +68,7 @@ class TokenBudget:
         backend: Backend,
         samples: RunSamples,
         adapter: str | None,
-        kept: dict[str, Any] | None,
+        saved: dict[str, Any] | None,
         event_log: EventLog,
     ) -> None:
         """Give the backend its budget: that of the checkpoint if it was found on this layout, else one that is measured.
@@ -71,16 +76,13 @@ class TokenBudget:
         Collective; a no-op where the run file has a number.
 
         Args:
-            kept: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
-
-        Raises:
-            ConfigError: the platform tells no peaks, or not even the longest sample fits.
+            saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
         """
         if not self._wanted:
             return
         self._layout = _layout_of(config, backend)
-        if kept and kept["layout"] == self._layout:
-            self.tokens, how = int(kept["micro_batch_tokens"]), "kept from the checkpoint"
+        if saved and saved["layout"] == self._layout:
+            self.tokens, how = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
             self.tokens, how = find(config, backend, samples, adapter)
         backend.set_micro_batch_tokens(self.tokens)
@@ -90,7 +92,7 @@ class TokenBudget:
 
 
 def _layout_of(config: RunConfig, backend: Backend) -> str:
-    """What the memory of a step depends on beside the model."""
+    """Describe what the memory of a step depends on beside the model."""
     recompute = config.recompute.model_dump_json()
     return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}"
 
@@ -105,11 +107,7 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
 
 
 def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
-    """The largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay as they are.
-
-    Raises:
-        ConfigError: the longest sample, or pair, alone does not fit.
-    """
+    """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
     random = random_state(engine)
     engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
@@ -128,8 +126,8 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
         peak = trial(backend, samples.learned, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
-        mine = search.next()
-        agreed = int(backend.smallest(0 if mine is None else mine)[0])
+        tokens = search.next()
+        agreed = int(backend.smallest(0 if tokens is None else tokens)[0])
         proposal = agreed or None  # 0: some rank is content
     set_random_state(engine, random)
     platform.free_cached_memory()
@@ -146,7 +144,7 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
 
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
-    """Tokens of a step for one data parallel rank, at most; with pipeline parallelism so many that stages stay busy."""
+    """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
     of_step = -(-config.data.global_batch_size * sides // topology.data)
@@ -157,7 +155,7 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
 
 
 def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
-    """The largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
+    """Return the largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
     while largest > smallest:
         middle = max(smallest + 1, (smallest + largest + 1) // 2 // STEP * STEP)
         if fits(middle):
@@ -170,7 +168,7 @@ def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
 
 
 def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> float:
-    """Peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
+    """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
     count = 2 * backend.topology.pipeline
     batch = [sample for _ in range(count) for sample in filled(samples, tokens, backend)]
@@ -188,8 +186,8 @@ def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> 
 
 
 def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
-    """The longest samples of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
-    layout, found, left = backend.engine.layout, [], tokens
+    """Return the longest of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
+    layout, batch, left = backend.engine.layout, [], tokens
     longest_first = np.argsort(-samples.lengths, kind="stable")
     if not layout.packing:  # all are padded to the longest
         longest_first, left = (
@@ -197,11 +195,66 @@ def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
             left // (length := layout.padded_length(int(samples.lengths.max()))) * length,
         )
     while left >= layout.padded_length(1):
-        sample = samples[int(longest_first[len(found) % len(longest_first)])]
+        sample = samples[int(longest_first[len(batch) % len(longest_first)])]
         room = left // layout.padded_length(1) * layout.padded_length(1)
         length = min(len(sample), room)
-        found.append(
+        batch.append(
             Sample(sample.input_ids[:length], sample.target_ids[:length], torch.ones(length, dtype=torch.float32))
         )
         left -= layout.padded_length(length)
-    return found
+    return batch
+
+
+@dataclass
+class BudgetSearch:
+    """One rank's view of the search; ranks agree on what is tried and on whether it fitted.
+
+    Peaks grow with the tokens of a micro batch along a line whose constant part is at least what was there before: a line from
+    there through the first trial can only promise too little. Later trials are extrapolated from the last two that fitted.
+
+    Attributes:
+        smallest: what has to fit, tokens of the longest sample (or pair) with its padding.
+        largest: what a step can use.
+        limit: bytes that a peak may have.
+        before: bytes that are there without a step.
+    """
+
+    smallest: int
+    largest: int
+    limit: float
+    before: float
+    fitted: list[tuple[int, float]] = field(default_factory=list)
+    failed: list[tuple[int, float]] = field(default_factory=list)
+
+    def first(self, usual: int) -> int:
+        """Return what to try first: ``usual`` tokens, unless samples are longer or steps smaller."""
+        return max(self.smallest, min(usual, self.largest))
+
+    def add(self, tokens: int, peak: float, fits: bool) -> None:
+        """Take the peak of a trial (infinite if memory ran out), and whether it fitted on all ranks."""
+        (self.fitted if fits else self.failed).append((tokens, peak))
+
+    def next(self) -> int | None:
+        """Return what this rank would try next; None: it is content."""
+        if len(self.fitted) + len(self.failed) >= TRIALS:
+            return None
+        if not self.fitted:
+            worst, peak = min(self.failed)
+            share = (self.limit - self.before) / (peak - self.before)
+            return None if worst <= self.smallest else self._rounded(worst * max(0.0, min(share, 0.9)))
+        (before, peak_before), (tokens, peak) = ((0, self.before), *self.fitted)[-2:]
+        slope = (peak - peak_before) / (tokens - before)
+        reach = self.largest
+        if slope > 0:
+            reach = min(reach, self._rounded(tokens + (self.limit - peak) / slope))
+        if self.failed:
+            reach = min(reach, self._rounded((tokens + min(self.failed)[0]) / 2))
+        return reach if reach >= WORTH * tokens or (reach == self.largest > tokens) else None
+
+    @property
+    def best(self) -> int | None:
+        """The largest that fitted; None: nothing did."""
+        return max((tokens for tokens, _ in self.fitted), default=None)
+
+    def _rounded(self, tokens: float) -> int:
+        return max(self.smallest, int(tokens) // STEP * STEP)

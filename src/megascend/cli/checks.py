@@ -39,7 +39,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HelperOutcome:
     """How a helper process ended: its JSON answer, or why there is none."""
 
     answer: dict[str, Any] | None
@@ -63,7 +63,7 @@ def run_checks(timeout: float) -> list[Check]:
     return [*checks, check_threads(os.environ), check_memory(), check_shared_memory(), check_disk(Path.cwd())]
 
 
-def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> Outcome:
+def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> HelperOutcome:
     """Run this Python with ``arguments``; its last line of output is a JSON object."""
     return finish([start_python(arguments, **environment)], timeout)[0]
 
@@ -82,7 +82,7 @@ def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Pop
     )
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[Outcome]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[HelperOutcome]:
     """Wait for all ``processes`` until ``timeout`` seconds from now; those that have not ended by then are killed."""
     deadline = time.monotonic() + timeout
     try:
@@ -94,16 +94,16 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[O
                 process.communicate()
 
 
-def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) -> Outcome:
+def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) -> HelperOutcome:
     try:
         out, err = process.communicate(timeout=remaining)
     except subprocess.TimeoutExpired:
-        return Outcome(None, f"no answer within {timeout:g} s")
+        return HelperOutcome(None, f"no answer within {timeout:g} s")
     if process.returncode:
         code = f"exit code {process.returncode}"
         killed = process.returncode < 0  # by a signal: what it printed before does not say so
-        return Outcome(None, f"{err.strip()}\n{code}".strip() if killed else err.strip() or code)
-    return Outcome(json.loads(out.strip().splitlines()[-1]))
+        return HelperOutcome(None, f"{err.strip()}\n{code}".strip() if killed else err.strip() or code)
+    return HelperOutcome(json.loads(out.strip().splitlines()[-1]))
 
 
 def explain_import_failure(text: str) -> tuple[str, str]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from megascend.app.disk_room import in_words
+from rich.console import Console
+from rich.table import Column, Table
+
+from megascend.app.preflight import in_words
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, ShownSample
-    from megascend.data.preview import SamplePiece, SampleStatistics
+    from megascend.data.preview import SamplePiece
 
 GIB, MIB = 2**30, 2**20
 PIECE = 400
 """Characters of a piece's beginning and of its end that are shown."""
 PIECES = 24
 """Pieces of a sample's beginning and of its end that are shown."""
+LAYOUT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
+"""Of tables: columns divided by two spaces, without lines."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Style:
 
     @property
     def legend(self) -> str:
-        """What the signs mean."""
+        """Explain the signs."""
         newline = "↵" if self.unicode else "\\n"
         if self.colour:
             return f"{self.piece('learned', 1.0)}, {self.piece('not learned', 0.0)}; {newline} is a line break"
@@ -72,59 +78,59 @@ class Style:
         return shown if self.unicode else shown.encode("ascii", "backslashreplace").decode()
 
 
-def report(found: DryRun, style: Style) -> Iterator[str]:
-    """The lines of a dry run."""
-    config, topology, shape = found.config, found.topology, found.info.shape
+def report(dry: DryRun, style: Style) -> Iterator[str]:
+    """Yield the lines of a dry run."""
+    config, topology, shape = dry.config, dry.topology, dry.info.shape
     context = f", context {shape.max_position}" if shape.max_position else ""
     yield (
-        f"model     {config.model}: {count(found.info.parameter_count)} parameters, {shape.num_layers} layers of width "
+        f"model     {config.model}: {count(dry.info.parameter_count)} parameters, {shape.num_layers} layers of width "
         f"{shape.hidden_size}, vocabulary {shape.vocab_size}{context}"
     )
     trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
-    yield f"training  {trained}, engine {config.engine} on {found.platform}, {config.precision}"
+    yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
     layout, *more = topology.describe().splitlines()
     yield f"layout    {layout}"
     yield from (f"          {line}" for line in more)
-    yield f"steps     {_length(found)}"
-    yield f"output    {config.output}; {in_words(found.free_disk)} free there"
+    yield f"steps     {_length(dry)}"
+    yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
-    yield from (f"          warning: {line}" for line in warnings(found))
+    yield from (f"          warning: {line}" for line in warnings(dry))
     yield ""
-    yield from memory_table(found)
+    yield from memory_table(dry)
     yield ""
-    yield from data_table(found)
-    yield from (f"          {line}" for line in found.remarks)
+    yield from data_table(dry)
+    yield from (f"          {line}" for line in dry.remarks)
     yield ""
     yield f"the first samples of step 1, as the model sees them: {style.legend}"
-    for sample in found.shown:
+    for sample in dry.shown:
         yield from sample_text(sample, style)
 
 
 def count(number: int) -> str:
-    """A large number in words: ``1.72 billion``."""
+    """Write a large number in words: ``1.72 billion``."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:,}"
 
 
-def _length(found: DryRun) -> str:
-    config, plan = found.config, found.steps
+def _length(dry: DryRun) -> str:
+    config, plan = dry.config, dry.steps
     unit = "pairs" if config.dpo is not None else "samples"
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     most = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     return (
-        f"{config.steps} of {config.data.global_batch_size} {unit} = {found.epochs:.3g} epochs; {most} a rank, the largest with "
+        f"{config.steps} of {config.data.global_batch_size} {unit} = {dry.epochs:.3g} epochs; {most} a rank, the largest with "
         f"{plan.tokens} of {budget} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
     )
 
 
-def warnings(found: DryRun) -> Iterator[str]:
-    """What will work, and probably is not meant."""
-    config = found.config
-    if found.steps.idle:
+def warnings(dry: DryRun) -> Iterator[str]:
+    """Yield what will work, and probably is not meant."""
+    config = dry.config
+    if dry.steps.idle:
         yield (
-            f"some of the {found.topology.data} data parallel ranks have no sample in a step: raise data.global_batch_size "
+            f"some of the {dry.topology.data} data parallel ranks have no sample in a step: raise data.global_batch_size "
             f"({config.data.global_batch_size})"
         )
     if config.schedule.kind != "constant" and 0 < config.schedule.total_steps < config.steps:
@@ -132,59 +138,62 @@ def warnings(found: DryRun) -> Iterator[str]:
             f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "
             f"min_lr {config.schedule.min_lr:g}"
         )
-    if found.memory is not None and found.memory.total > found.device_memory:
+    if dry.memory is not None and dry.memory.total > dry.device_memory:
         yield (
-            f"a rank will need about {size(found.memory.total)} of memory and has {size(found.device_memory)}: lower "
+            f"a rank will need about {size(dry.memory.total)} of memory and has {size(dry.device_memory)}: lower "
             "batching.micro_batch_tokens, set recompute.granularity: full, or divide the model over more ranks"
         )
-    if found.disk_warning is not None:
-        yield found.disk_warning
+    if dry.disk_warning is not None:
+        yield dry.disk_warning
 
 
-def memory_table(found: DryRun) -> Iterator[str]:
-    """The memory that a rank will need, item by item."""
-    memory = found.memory
+def memory_table(dry: DryRun) -> Iterator[str]:
+    """Yield the memory that a rank will need, item by item."""
+    memory = dry.memory
     if memory is None:
-        yield f"memory    there is no estimate for engine {found.config.engine}"
+        yield f"memory    there is no estimate for engine {dry.config.engine}"
         return
-    of_stage = f", of pipeline stage {memory.stage + 1}" if found.topology.pipeline > 1 else ""
-    yield f"{'memory':<30}{'':>12}  of a rank{of_stage}, at the peak of a step (estimate)"
+    stage = f", of pipeline stage {memory.stage + 1}" if dry.topology.pipeline > 1 else ""
+    table = Table("memory", Column(justify="right"), f"of a rank{stage}, at the peak of a step (estimate)", **LAYOUT)
     for name, bytes_ in (memory.items | memory.overhead).items():
-        yield f"  {name:<28}{size(bytes_):>12}"
-    machine = "this machine has for each rank" if found.platform == "cpu" else "the device has"
-    yield f"  {'all':<28}{size(memory.total):>12}  {machine} {size(found.device_memory)}"
-    if found.recomputed is not None:
-        yield f"  {'recomputed':<28}{size(found.recomputed.total):>12}  with recompute.granularity: full"
+        table.add_row(f"  {name}", size(bytes_))
+    machine = "this machine has for each rank" if dry.platform == "cpu" else "the device has"
+    table.add_row("  all", size(memory.total), f"{machine} {size(dry.device_memory)}")
+    if dry.recomputed is not None:
+        table.add_row("  recomputed", size(dry.recomputed.total), "with recompute.granularity: full")
+    yield from plain(table)
     yield from (f"  {line}" for line in memory.remarks)
 
 
 def size(bytes_: int) -> str:
-    """Bytes in a unit that leaves few digits."""
+    """Write bytes in a unit that leaves few digits."""
     return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB else f"{bytes_ / MIB:.1f} MiB"
 
 
-def data_table(found: DryRun) -> Iterator[str]:
-    """Statistics, a line for each part of the data."""
-    each, unit = (2, "pairs") if found.config.dpo is not None else (1, "samples")
-    yield (
-        f"{'data':<10}{unit:>10}{'tokens':>14}{'supervised':>14}{'':>9}{'shortest':>10}{'median':>8}{'mean':>8}{'95 %':>8}"
-        f"{'longest':>9}"
-    )
-    yield _row("learned", found.learned, each)
-    if found.held_out is not None:
-        yield _row("held out", found.held_out, each)
+def data_table(dry: DryRun) -> Iterator[str]:
+    """Yield statistics, a line for each part of the data."""
+    each, unit = (2, "pairs") if dry.config.dpo is not None else (1, "samples")
+    figures = (unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
+    table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
+    for name, part in (("learned", dry.learned), ("held out", dry.held_out)):
+        if part is not None:
+            numbers = (part.samples // each, part.tokens, part.supervised)
+            lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
+            share = f"({part.supervised / part.tokens:.0%})"
+            table.add_row(name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths))
+    yield from plain(table)
 
 
-def _row(name: str, part: SampleStatistics, each: int) -> str:
-    share = part.supervised / part.tokens
-    return (
-        f"{name:<10}{part.samples // each:>10,}{part.tokens:>14,}{part.supervised:>14,} {f'({share:.0%})':>8}{part.shortest:>10,}"
-        f"{part.median:>8,}{part.mean:>8,.0f}{part.p95:>8,}{part.longest:>9,}"
-    )
+def plain(table: Table) -> Iterator[str]:
+    """Yield the lines of a table as plain text, as wide as they are."""
+    console = Console(file=io.StringIO(), width=1000, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(table)
+    yield from (line.rstrip() for line in captured.get().splitlines())
 
 
 def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
-    """A sample, its middle left out where it is long."""
+    """Yield a sample, its middle left out where it is long."""
     tokens = sum(piece.tokens for piece in sample.pieces) - 1  # the last one is predicted, and not read
     learned = sum(piece.tokens for piece in sample.pieces if piece.weight)
     yield f"--- {sample.name}: {tokens} tokens, {learned} learned"

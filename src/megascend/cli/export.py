@@ -83,11 +83,7 @@ def export_command(
 
 
 def find_adapter(path: Path) -> Path:
-    """The adapter in peft's format that ``path`` stands for: itself, or a run directory's.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The adapter in peft's format that ``path`` stands for: itself, or a run directory's."""
     from megascend.errors import CheckpointError
 
     for folder in (path, path / "adapter"):
@@ -120,11 +116,7 @@ def other_base(adapter: Path, model: Path) -> str | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The Hugging Face checkpoint that ``path`` stands for.
-
-    Raises:
-        CheckpointError: there is none; the message says what was found instead.
-    """
+    """The Hugging Face checkpoint that ``path`` stands for."""
     from megascend.errors import CheckpointError
 
     if (path / "config.json").is_file():

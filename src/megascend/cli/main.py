@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, new_model, rl, run, serve, show_config, simnpu, train
+from megascend.cli import doctor, export, new_model, rl, run, serve, show_config, train
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import name_user
@@ -111,7 +111,7 @@ app.command("doctor")(doctor.doctor_command)
 app.command("show-config")(show_config.show_config_command)
 app.command("new-model")(new_model.new_model_command)
 app.command("export")(export.export_command)
-app.command("simnpu", context_settings=simnpu.CONTEXT_SETTINGS)(simnpu.simnpu_command)
+app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megascend.cli.train import EXIT_STOPPED
+from megascend.cli.train import prepare_rank, start_training
 
 if TYPE_CHECKING:
+    from megascend.app.preflight import RunPlan
     from megascend.config.rl import RlConfig
 
 
@@ -39,76 +40,16 @@ def rl_command(
     a signal has stopped, after saving a checkpoint, with 75.
     """
     from megascend.app.lasting_output import LastingOutput
-    from megascend.cli.launch import launch, under_torchrun
     from megascend.config.rl import load_rl_config
-    from megascend.errors import ConfigError
 
     settings = load_rl_config(config, overrides)
     LastingOutput().install()  # until the process ends
-    if under_torchrun():
-        if nproc is not None:
-            raise ConfigError(
-                f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
-            )
-        stopped = rl_rank(config, overrides, overwrite, resume)
-    else:
-        check_rl_run(settings, nproc or 1, overwrite, resume)
-        try:
-            if (nproc or 1) == 1:
-                stopped = rl_rank(config, overrides, overwrite, resume)
-            else:
-                stopped = launch(rl_rank, config, overrides, overwrite, resume, nproc=nproc or 1)
-        except KeyboardInterrupt:
-            typer.secho("interrupted", fg=typer.colors.RED, err=True)
-            raise typer.Exit(130) from None
-    if stopped:
-        raise typer.Exit(EXIT_STOPPED)
+    start_training(rl_rank, settings, nproc, overwrite, resume)
 
 
-def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str | None) -> None:
-    """Everything about a run that needs no torch: layout, checkpoint files, output directory, packages, prompts, the reward.
+def rl_rank(config: RlConfig, overwrite: bool, resume: str | None, plan: RunPlan[RlConfig] | None) -> str | None:
+    """Run one rank, as :func:`megascend.cli.train.train_rank`."""
+    from megascend.app.rl.train import train_rl
 
-    Raises:
-        MegascendError: whatever the first rank would have raised a few seconds later.
-    """
-    from megascend.app.resume import check_start
-    from megascend.app.rl.engines import check_engines
-    from megascend.app.run import check_lora, check_packages
-    from megascend.app.start_checks import check_settings
-    from megascend.cli.preflight import check_processes, check_topology
-    from megascend.config.plugins import check_plugins
-    from megascend.distributed.launch import Launch
-    from megascend.rollout.prompts import read_prompts
-    from megascend.rollout.rewards import check_name
-
-    check_start(config.output, overwrite, resume, Launch())
-    check_plugins(config.plugins)
-    check_packages(config, plugins_to_come=True)
-    check_topology(config, world_size)
-    check_settings(config, config.data_paths(), overwrite)
-    check_lora(config)
-    check_processes(config.platform, world_size)
-    read_prompts(config.rollout.prompts)
-    if config.evaluation is not None:
-        read_prompts(config.evaluation.prompts)
-    check_name(config.rollout.reward)
-    check_engines(config.engines)
-
-
-def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:
-    """One rank of the run; returns the signal that stopped it, if one did."""
-    import warnings
-
-    from megascend.app.lasting_output import LastingOutput
-    from megascend.app.rl.loop import train_rl
-    from megascend.cli.messages import ask_nothing, show_messages
-    from megascend.config.rl import load_rl_config
-
-    LastingOutput().install()
-    show_messages()
-    # Deprecations inside these packages are nothing that a user of this command could act on.
-    warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
-    settings = load_rl_config(config, overrides)
-    if settings.trackers:
-        ask_nothing()
-    return train_rl(settings, overwrite=overwrite, resume=resume).stopped
+    prepare_rank(config)
+    return train_rl(config, overwrite=overwrite, resume=resume, plan=plan).stopped

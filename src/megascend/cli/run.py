@@ -1,4 +1,4 @@
-"""``megascend run``: run a program on Megatron-Core, whoever wrote it, on one of the platforms."""
+"""``megascend run`` and ``megascend simnpu``: run a program of anybody's on Megatron-Core, or on a simulated Ascend device."""
 
 from __future__ import annotations
 
@@ -71,3 +71,19 @@ def isolating_option(command: Sequence[str]) -> str | None:
         if set(argument[1:]) & set("IES") and argument[1] not in "WX":
             return argument
     return None
+
+
+def simnpu_command(
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="-- COMMAND...")],
+) -> None:
+    """Run COMMAND with a simulated Ascend device: megascend simnpu -- torchrun --nproc_per_node 8 train.py
+
+    The device is CPU memory, hccl runs over Gloo, and torch_npu's operators check their arguments as the kernels do.
+    Speed and memory use say nothing about hardware. Ends with COMMAND's exit code. `python -m simnpu` does the same and
+    has options.
+    """
+    from megascend.bootstrap.versions import installed_versions, require_package
+    from simnpu.launcher import launch
+
+    require_package("torch", installed_versions())  # torch loads the device by itself, and would fail without naming it
+    launch(command)

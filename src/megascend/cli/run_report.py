@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
-from megascend.app.resume import CHECKPOINTS
+from megascend.app.run_directory import CHECKPOINTS
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import NAME, Retention
 from megascend.errors import CheckpointError, ConfigError
@@ -78,7 +78,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class CheckpointState:
+class CheckpointEntry:
     """A checkpoint directory, and what is wrong with it (empty: nothing that was looked at)."""
 
     step: int
@@ -88,7 +88,7 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
-class CheckpointPolicy:
+class SaveCounts:
     """How the saves of all attempts went. ``stall_s``: seconds that training stood still for each, on rank 0."""
 
     begun: int
@@ -117,11 +117,11 @@ class RunReport:
     steps: int | None
     attempts: tuple[Attempt, ...]
     metrics: tuple[dict[str, Any], ...]
-    checkpoints: tuple[CheckpointState, ...]
+    checkpoints: tuple[CheckpointEntry, ...]
     latest: str | None
     verified: bool
     unfinished: tuple[str, ...]
-    saves: CheckpointPolicy
+    saves: SaveCounts
     bad_batches: tuple[str, ...]
     exported: tuple[str, ...]
     free_bytes: int
@@ -133,7 +133,7 @@ class RunReport:
         return bool(self.attempts) and self.attempts[-1].outcome in ("finished", "stopped")
 
     @property
-    def last_good(self) -> CheckpointState | None:
+    def last_good(self) -> CheckpointEntry | None:
         """The checkpoint that ``--resume auto`` will resume from, as far as was looked."""
         whole = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
         for path in Retention(self.directory / CHECKPOINTS).candidates():
@@ -291,10 +291,10 @@ def blame(
     return "error", tuple(ordered), tuple(silent)
 
 
-def saves_of(events: Sequence[dict[str, Any]]) -> CheckpointPolicy:
+def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
     """The saves of all attempts, from the lines of the event_log. Pure."""
     kinds = [event.get("event") for event in events]
-    return CheckpointPolicy(
+    return SaveCounts(
         begun=kinds.count("save"),
         completed=kinds.count("saved"),
         failures=tuple(str(event.get("problem")) for event in events if event.get("event") == "save_failed"),
@@ -302,7 +302,7 @@ def saves_of(events: Sequence[dict[str, Any]]) -> CheckpointPolicy:
     )
 
 
-def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointState]:
+def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointEntry]:
     """The checkpoints in a directory, each with what is wrong with it."""
     if not directory.is_dir():
         return []
@@ -311,7 +311,7 @@ def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointState]:
         match = NAME.fullmatch(path.name)
         if match and path.is_dir():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            found.append(CheckpointState(int(match[1]), path.name, size, tuple(_problems(path, verify))))
+            found.append(CheckpointEntry(int(match[1]), path.name, size, tuple(_problems(path, verify))))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 

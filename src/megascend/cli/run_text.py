@@ -12,8 +12,7 @@ from pathlib import Path
 
 import typer
 
-from megascend.app.liveness import process_lives
-from megascend.app.resume import failed_in_step_1
+from megascend.app.run_directory import failed_in_step_1, process_lives
 from megascend.cli.run_report import Attempt, RankError, RunReport
 
 WIDTH = 110

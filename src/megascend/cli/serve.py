@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+DEMO = "demo"
+
+DEMO_CLIENT = '''\
+"""Teaches an adapter one line, byte by byte, and lets it complete the line. TINKER_BASE_URL and TINKER_API_KEY say where."""
+
+import os
+
+import tinker
+from tinker import types
+
+LINE, KNOWN = b"the quick brown fox jumps over the lazy dog", 10
+
+service = tinker.ServiceClient()
+trainer = service.create_lora_training_client(base_model="demo", rank=16, seed=0).result()
+tokens = list(LINE)  # this model's tokens are bytes
+inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+for step in range(60):
+    learned = trainer.forward_backward([datum], "cross_entropy")
+    trainer.optim_step(types.AdamParams(learning_rate=5e-3))
+    if step % 20 == 19:
+        print(f"step {step + 1}: loss per token {learned.result().metrics['loss:sum'] / len(tokens[1:]):.3f}", flush=True)
+
+sampler = trainer.save_weights_and_get_sampling_client().result()
+params = types.SamplingParams(max_tokens=len(tokens) - KNOWN, temperature=0.0)
+found = sampler.sample(types.ModelInput.from_ints(tokens[:KNOWN]), 1, params).result().sequences[0].tokens
+print("completed:", (LINE[:KNOWN] + bytes(token for token in found if token < 256)).decode("utf-8", "replace"), flush=True)
+os._exit(0)  # the client's threads would wait for a minute
+'''
 
 
 def serve_command(
@@ -52,10 +85,9 @@ def serve_command(
     import os
     from contextlib import ExitStack
 
-    from megascend.cli.launch import launch, under_torchrun
+    from megascend.app.preflight import check_service
+    from megascend.cli.launch import EXIT_INTERRUPTED, start_ranks, under_torchrun
     from megascend.cli.messages import show_messages
-    from megascend.cli.preflight import check_service
-    from megascend.cli.serve_demo import demo_directory, demo_settings
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
     from megascend.serve.server import check_address, check_packages, keys_of, serve_rank
@@ -81,17 +113,43 @@ def serve_command(
             check_address(settings)
         check_packages()
         keys, made = keys_of(settings, dict(os.environ))
-        if under_torchrun():
-            if nproc is not None:
-                raise ConfigError(
-                    f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
-                )
+        if under_torchrun(nproc):
             serve_rank(settings.model_dump_json(), keys, made)
             return
         try:
-            if (nproc or 1) == 1:
-                serve_rank(settings.model_dump_json(), keys, made, client)
-            else:
-                launch(serve_rank, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
+            start_ranks(serve_rank, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+# --- the demo ---
+
+
+@contextmanager
+def demo_directory(storage: Path | None) -> Iterator[Path]:
+    """Make a directory with ``model``, which is made if it is not there, and ``demo_client.py``.
+
+    Args:
+        storage: where; None: in a directory that is removed at the end.
+    """
+    if storage is not None:
+        _fill(storage)
+        yield storage
+        return
+    with tempfile.TemporaryDirectory(prefix="megascend-demo-") as directory:
+        _fill(Path(directory))
+        yield Path(directory)
+
+
+def demo_settings(directory: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings to serve what :func:`demo_directory` made, under those that the user gave."""
+    defaults = {"model": directory / "model", "name": DEMO, "precision": "fp32"}
+    return defaults | dict(values) | {"storage": directory / "checkpoints"}
+
+
+def _fill(directory: Path) -> None:
+    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+
+    if not (directory / "model" / "config.json").exists():
+        write_checkpoint(directory / "model", ModelSize(hidden=128, layers=2, context=512))
+    (directory / "demo_client.py").write_text(DEMO_CLIENT, encoding="utf-8")

@@ -22,9 +22,12 @@ def show_config_command(
     A file with a section `rollout` is read as `megascend rl` reads it, any other as `megascend train` does; the output can be
     fed to the same command again. A layout that cannot work exits with 2.
     """
-    from megascend.cli.preflight import check_topology
+    import yaml
+
     from megascend.config import RunConfig, TrainerConfig, parsed, read_settings
     from megascend.config.rl import RlConfig
+    from megascend.huggingface.info import inspect_checkpoint
+    from megascend.topology.topology import plan
 
     values = read_settings(config, overrides)
     settings: TrainerConfig = parsed(RlConfig if "rollout" in values else RunConfig, values, config)
@@ -33,14 +36,7 @@ def show_config_command(
     elif not settings.model.exists():
         layout = f"layout not checked: there is no {settings.model} yet"
     else:
-        layout = check_topology(settings, nproc).describe()
-    typer.echo(to_yaml(settings.model_dump(mode="json")), nl=False)
+        layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
+    typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared
     for line in layout.splitlines():
         typer.echo(f"# {line}")
-
-
-def to_yaml(values: dict) -> str:
-    """Settings as YAML in the order in which they are declared."""
-    import yaml
-
-    return yaml.safe_dump(values, sort_keys=False)

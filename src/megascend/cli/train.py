@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from megascend.config import RunConfig
+from megascend.cli.launch import EXIT_INTERRUPTED, EXIT_STOPPED, start_ranks, under_torchrun
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
+if TYPE_CHECKING:
+    from megascend.app.preflight import RunPlan
+    from megascend.config import RunConfig, TrainerConfig
 
 
 def train_command(
@@ -49,79 +51,87 @@ def train_command(
     after saving a checkpoint, with 75.
     """
     from megascend.app.lasting_output import LastingOutput
-    from megascend.cli.launch import launch, under_torchrun
-    from megascend.cli.preflight import check_run
-    from megascend.config import load_config
-    from megascend.errors import ConfigError
+    from megascend.config import Profile, load_config
 
     settings = load_config(config, overrides)
     if dry_run:
-        show_dry_run(settings, nproc, overwrite, resume)
+        print_dry_run(settings, nproc, overwrite, resume)
         return
     LastingOutput().install()  # until the process ends
     if profile and settings.profile is None:
-        overrides = [*(overrides or []), "profile={}"]
-    if under_torchrun():
-        if nproc is not None:
-            raise ConfigError(
-                f"--nproc {nproc} under torchrun: torchrun has started the processes already; leave it out"
-            )
-        stopped = train_rank(config, overrides, overwrite, resume)
-        if stopped:
-            raise typer.Exit(EXIT_STOPPED)
-        return
-    check_run(settings, nproc or 1, overwrite, resume)
-    try:
-        if (nproc or 1) == 1:
-            stopped = train_rank(config, overrides, overwrite, resume)
-        else:
-            stopped = launch(train_rank, config, overrides, overwrite, resume, nproc=nproc or 1)
-    except KeyboardInterrupt:
-        typer.secho("interrupted", fg=typer.colors.RED, err=True)
-        raise typer.Exit(130) from None
-    if stopped:
-        raise typer.Exit(EXIT_STOPPED)
+        settings = settings.model_copy(update={"profile": Profile()})
+    start_training(train_rank, settings, nproc, overwrite, resume)
 
 
-def show_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume: str | None) -> None:
+def print_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume: str | None) -> None:
     """Check a run and print what it would be; under torchrun, the first rank does so for all."""
     import sys
 
     from megascend.app.dry_run import dry_run
+    from megascend.app.preflight import preflight
     from megascend.cli.dry_run_text import Style, report
-    from megascend.cli.launch import under_torchrun
     from megascend.cli.messages import show_messages
-    from megascend.cli.preflight import check_run
     from megascend.distributed.launch import Launch
 
     launch = Launch.from_environment()
     if launch.rank > 0:
         return
-    world_size = nproc or launch.world_size
     show_messages()
-    check_run(settings, world_size, overwrite, resume, starts=not under_torchrun())
-    for line in report(dry_run(settings, world_size, resume), Style.of(sys.stdout)):
+    plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
+    for line in report(dry_run(plan, resume), Style.of(sys.stdout)):
         print(line)
     print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
 
 
-def train_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:
-    """One rank of the run; returns the signal that stopped it, if one did.
+def start_training(
+    function: Callable[..., str | None],
+    settings: TrainerConfig,
+    nproc: int | None,
+    overwrite: bool,
+    resume: str | None,
+) -> None:
+    """Check a run, start its ranks unless torchrun has, and exit with 75 if a signal has stopped it.
 
-    Takes and returns what pickles cheaply, so that neither side needs torch for it.
+    Args:
+        function: of :func:`train_rank`'s form.
     """
+    if under_torchrun(nproc):
+        stopped = function(settings, overwrite, resume, None)
+    else:
+        from megascend.app.preflight import preflight
+
+        plan = preflight(settings, nproc or 1, overwrite, resume)
+        try:
+            stopped = start_ranks(function, settings, overwrite, resume, plan, nproc=nproc or 1)
+        except KeyboardInterrupt:
+            typer.secho("interrupted", fg=typer.colors.RED, err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if stopped:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def train_rank(config: RunConfig, overwrite: bool, resume: str | None, plan: RunPlan[RunConfig] | None) -> str | None:
+    """Run one rank; return the signal that stopped the run, if one did.
+
+    Args:
+        plan: what the command has found on this host; None under torchrun. It pickles without torch, as the settings do.
+    """
+    from megascend.app.train import train
+
+    prepare_rank(config)
+    return train(config, overwrite=overwrite, resume=resume, plan=plan).stopped
+
+
+def prepare_rank(config: TrainerConfig) -> None:
+    """Have a rank write its messages to a terminal that may go away, and ask the user nothing."""
     import warnings
 
     from megascend.app.lasting_output import LastingOutput
-    from megascend.app.loop import train
     from megascend.cli.messages import ask_nothing, show_messages
-    from megascend.config import load_config
 
     LastingOutput().install()
     show_messages()
     # Deprecations inside these packages are nothing that a user of this command could act on.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
-    settings = load_config(config, overrides)
-    if settings.trackers:
+    if config.trackers:
         ask_nothing()
-    return train(settings, overwrite=overwrite, resume=resume).stopped

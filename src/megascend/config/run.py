@@ -176,6 +176,10 @@ class TrainerConfig(Section):
         description="compare a small slice of the model with transformers before training; once for a configuration",
     )
 
+    def data_paths(self) -> dict[str, Path | None]:
+        """What the run reads beside the model, by its setting."""
+        return {}
+
     @property
     def tracker_options(self) -> dict[str, dict[str, Any]]:
         """Options of every tracker, by name."""

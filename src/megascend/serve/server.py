@@ -104,8 +104,8 @@ def sampler(settings: ServeConfig, backend: Any) -> Any:
 def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     """The tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
     from megascend.app.generation import stop_tokens
-    from megascend.app.run import load_tokenizer
     from megascend.errors import CheckpointError
+    from megascend.huggingface.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(settings.model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megascend.app.rl.loop import RlResult, train_rl
+from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
 from megascend.errors import DataError, EngineError, EngineTimeoutError
 from megascend.rollout.engines.base import Completion, Sampling

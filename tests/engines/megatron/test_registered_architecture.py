@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import megascend
-from megascend.app.loop import train
+from megascend.app.train import train
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Parallel, RunConfig
 from megascend.errors import CheckpointError, ConfigError

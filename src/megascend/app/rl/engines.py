@@ -16,21 +16,12 @@ if TYPE_CHECKING:
 
 
 def make_engines(config: RlConfig) -> list[InferenceEngine]:
-    """One engine for each entry of ``config.engines``.
-
-    Raises:
-        ConfigError: an entry is neither ``local`` nor an address.
-        SecretKeyError: servers are named, and the environment has no key for them (WEIGHTWIRE_KEY, WEIGHTWIRE_KEY_FILE).
-    """
+    """One engine for each entry of ``config.engines``."""
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
 
 
 def check_engines(engines: Sequence[str]) -> None:
-    """Find out, without a request, that an entry of ``engines`` names none, or that there is no key for servers.
-
-    Raises:
-        ConfigError: it is neither ``local`` nor an address, or the environment has no key for servers.
-    """
+    """Find out, without a request, that an entry of ``engines`` names none, or that there is no key for servers."""
     check_addresses(engines)
     servers = [address for address in engines if address != "local"]
     if servers:
@@ -41,11 +32,7 @@ def check_engines(engines: Sequence[str]) -> None:
 
 
 def check_addresses(engines: Sequence[str]) -> None:
-    """Find out that an entry of ``engines`` names none.
-
-    Raises:
-        ConfigError: it is neither ``local`` nor an address.
-    """
+    """Find out that an entry of ``engines`` names none."""
     for address in engines:
         if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
             raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
@@ -72,11 +59,7 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
-    """Token ids that end a response: the end of sequence, and those of ``names``.
-
-    Raises:
-        ConfigError: a name is not exactly one token, or there is none at all.
-    """
+    """Token ids that end a response: the end of sequence, and those of ``names``."""
     eos = tokenizer.eos_token_id  # type: ignore[attr-defined]
     found = [] if eos is None else [eos]
     for name in names:

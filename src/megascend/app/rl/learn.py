@@ -42,19 +42,19 @@ def learn(
         measured: with ``objective.correction: none``, measure the mismatch, which costs a forward pass.
     """
     samples = [sample for group in groups for sample in group_samples(group, objective)]
-    mine = backend.shard(samples)
+    shard = backend.shard(samples)
     mismatch = None
     if objective.correction == "truncated" or measured:
-        trainer = backend.forward(mine, adapter=adapter).logprobs
+        trainer = backend.forward(shard, adapter=adapter).logprobs
         cap = objective.cap
         parts = []
-        for sample, found in zip(mine, trainer, strict=True):
+        for sample, logprobs in zip(shard, trainer, strict=True):
             sampled = sample.weights > 0
-            parts.append(measure(sample.old_logprobs[sampled], found.cpu()[sampled], cap))
+            parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
         mismatch = total(backend.gather_by_data_rank(total(parts)))
         if objective.correction == "truncated":
-            mine = [corrected(sample, found.cpu(), cap) for sample, found in zip(mine, trainer, strict=True)]
-    return Learned(backend.forward_backward(mine, loss=objective.loss, adapter=adapter), mismatch)
+            shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
+    return Learned(backend.forward_backward(shard, loss=objective.loss, adapter=adapter), mismatch)
 
 
 def group_samples(group: Group, objective: Objective) -> list[Sample]:
@@ -63,7 +63,7 @@ def group_samples(group: Group, objective: Objective) -> list[Sample]:
     A response of n tokens has n targets with a weight: 1 each, or 1 / n where every response counts alike.
     """
     prompt = len(group.prompt_tokens)
-    found = []
+    samples = []
     for response, advantage in zip(group.responses, advantages(group.rewards, objective.advantages), strict=True):
         sample = Sample.causal([*group.prompt_tokens, *response.tokens], prompt_length=prompt)
         count = len(response.tokens)
@@ -72,8 +72,8 @@ def group_samples(group: Group, objective: Objective) -> list[Sample]:
         sample.advantages = torch.cat([before, torch.full((count,), advantage)])
         if objective.average == "responses":
             sample.weights = sample.weights / count
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return samples
 
 
 def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:

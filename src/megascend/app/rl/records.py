@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.plot import Panel
-from megascend.app.run_log import Record
+from megascend.app.run_log import MetricsRecord
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Group
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RlRecord(Record):
+class RlRecord(MetricsRecord):
     """A step of reinforcement learning. Numbers that are not known are null in metrics.jsonl.
 
     Attributes:

@@ -58,11 +58,7 @@ def make_collector(
 
 
 def check_objective(objective: Objective) -> None:
-    """Find out that ``objective.loss`` cannot learn from responses.
-
-    Raises:
-        ConfigError: no loss has that name, or it needs what responses do not have.
-    """
+    """Find out that ``objective.loss`` cannot learn from responses."""
     try:
         loss = resolve(objective.loss)
     except ConfigError as error:
@@ -78,15 +74,9 @@ def check_objective(objective: Objective) -> None:
 def read_and_check(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str]:
-    """Return the prompts that are learned from, those of evaluations, with file and line, and a digest of the former's tokens.
-
-    Raises:
-        DataError: they cannot be read, the tokenizer cannot write them, or one with its response would be too long; the
-            message lists all problems, with file and line.
-        ConfigError: a token of ``rollout.stop`` is none.
-    """
+    """Return the prompts that are learned from, those of evaluations, with file and line, and a digest of the former's tokens."""
     stop_tokens(tokenizer, config.rollout.stop)
-    findings, found, digests = Findings(), [], []
+    findings, prompts, digests = Findings(), [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
         numbered, digest = [], xxhash.xxh3_64()
         if path is not None:
@@ -96,12 +86,12 @@ def read_and_check(
             with findings.collecting():
                 tokens = _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
                 digest.update(json.dumps(tokens).encode())
-        found.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
+        prompts.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
         digests.append(digest.hexdigest())
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
-    return found[0], found[1], digests[0]
+    return prompts[0], prompts[1], digests[0]
 
 
 def _check_prompt(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megascend.app.earlier_run import clear_output, restore
-from megascend.app.loop import train
-from megascend.app.resume import RUN_FILES, check_start
+from megascend.app.resume import check_start
+from megascend.app.run_directory import RUN_FILES, clear_output, restore
+from megascend.app.train import train
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError, PlatformError

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megascend import Parallel, Sample
+from megascend.app.dry_run import StepPlan, plan_steps
 from megascend.app.objectives import Preferences, Tokens
 from megascend.app.run_samples import RunSamples
-from megascend.app.step_plan import StepPlan, plan_steps
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from megascend.app import kernels_ahead
-from megascend.app.kernels_ahead import KernelsAhead, job_of
+from megascend.app import ahead
+from megascend.app.ahead import compiling_kernels, job_of
+from megascend.app.preflight import RunPlan, check_run
 from megascend.config import RunConfig
 from megascend.distributed.launch import Launch
 from megascend.kernels import compile_ahead
@@ -27,22 +28,25 @@ from megascend.testing.tiny_models import write_tiny_checkpoint
 @pytest.fixture(autouse=True)
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where Triton's cache is; its version is asked for, and it need not be here."""
-    version = kernels_ahead.metadata.version
-    monkeypatch.setattr(kernels_ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
+    version = ahead.metadata.version
+    monkeypatch.setattr(ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     (tmp_path / "triton").mkdir()
     return tmp_path / "triton"
 
 
-def config(folder: Path, arch: str = "qwen3", settings: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
+def plan(
+    folder: Path, arch: str = "qwen3", settings: dict[str, Any] | None = None, **overrides: Any
+) -> RunPlan[RunConfig]:
     model = write_tiny_checkpoint(folder / f"{arch}-{len(overrides)}", arch, **overrides)
     given = {"model": str(model), "output": str(folder / "out"), "data": {"path": str(folder / "x.jsonl")}}
-    return RunConfig.model_validate(given | (settings or {}))
+    config = RunConfig.model_validate(given | (settings or {}))
+    return check_run(config, config.parallel.tensor * config.parallel.context, overwrite=False)
 
 
 def test_sizes_are_those_of_the_model(tmp_path, triton):
-    run = config(tmp_path)
-    raw = json.loads((run.model / "config.json").read_text())
+    run = plan(tmp_path)
+    raw = json.loads((run.config.model / "config.json").read_text())
     job = job_of(run)
     groups = raw["num_key_value_heads"]
     assert job == Job(
@@ -59,14 +63,14 @@ def test_sizes_are_those_of_the_model(tmp_path, triton):
 
 
 def test_settings_decide_too(tmp_path):
-    whole = job_of(config(tmp_path))
+    whole = job_of(plan(tmp_path))
     assert whole.attention is not None
     assert whole.gated is not None
-    lora = job_of(config(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
+    lora = job_of(plan(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
     assert lora.attention == replace(whole.attention, trained=False)
     assert lora.dtype == "float32"
-    assert job_of(config(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
-    divided = job_of(config(tmp_path, settings={"parallel": {"tensor": 2}}))
+    assert job_of(plan(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
+    divided = job_of(plan(tmp_path, settings={"parallel": {"tensor": 2}}))
     assert divided.attention == replace(whole.attention, groups=whole.attention.groups // 2)
     assert (divided.gated, divided.vocabulary) == (whole.gated // 2, -(-whole.vocabulary // 2))
     assert len({whole.done, lora.done, divided.done}) == 3
@@ -83,7 +87,7 @@ def test_settings_decide_too(tmp_path):
     ],
 )
 def test_what_other_kernels_compute_is_left_out(tmp_path, arch, settings, overrides, attention, gated):
-    job = job_of(config(tmp_path, arch, settings, **overrides))
+    job = job_of(plan(tmp_path, arch, settings, **overrides))
     assert (job.attention is not None, job.gated is not None) == (attention, gated)
     if arch == "llama":
         assert job.attention is not None
@@ -95,9 +99,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Processes that were started; this one stands in for CUDA's driver, which ``CDLL(None)`` finds, and theirs do not."""
     found: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(kernels_ahead, "DRIVER", None)
+    monkeypatch.setattr(ahead, "DRIVER", None)
     monkeypatch.setattr(
-        kernels_ahead.subprocess, "Popen", lambda *given, **options: found.append(popen(*given, **options)) or found[-1]
+        ahead.subprocess, "Popen", lambda *given, **options: found.append(popen(*given, **options)) or found[-1]
     )
     return found
 
@@ -109,11 +113,8 @@ def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
 
 def test_a_process_that_fails_is_told(tmp_path, started, caplog, monkeypatch):
     monkeypatch.setattr(Job, "to_text", lambda job: "no job")
-    ahead = KernelsAhead(config(tmp_path), Launch())
-    ahead.begin()
-    assert ended(started[0]) == 1
-    ahead.close()
-    ahead.close()
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert ended(started[0]) == 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "kernels could not be compiled ahead, so the first step takes seconds longer (exit code 1)" in record.message
@@ -121,26 +122,23 @@ def test_a_process_that_fails_is_told(tmp_path, started, caplog, monkeypatch):
 
 
 def test_one_that_finds_no_device_ends_without_a_word(tmp_path, started, triton, caplog):
-    ahead = KernelsAhead(config(tmp_path), Launch())
-    ahead.begin()
-    assert ended(started[0]) == 0  # no driver of CUDA's either, on this machine
-    ahead.close()
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert ended(started[0]) == 0  # no driver of CUDA's either, on this machine
     assert caplog.text == ""
     assert list(triton.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"{", b"[]", b"\xff{}", b'{"partial_rotary_factor": "all"}', b'{"rope_parameters": [1]}'],
-    ids=["no JSON", "a list", "no text", "a word", "a list of RoPE"],
+    ["{", "[]", '{"text_config": 3}', '{"partial_rotary_factor": "all"}', '{"rope_parameters": [1]}'],
+    ids=["no JSON", "a list", "no section", "a word", "a list of RoPE"],
 )
 def test_a_configuration_that_is_none_is_told_where_it_is_needed(tmp_path, started, text):
-    run = config(tmp_path)
-    given = (run.model / "config.json").read_bytes()
-    (run.model / "config.json").write_bytes(given.rstrip()[:-1] + b", " + text[1:] if text[:2] == b'{"' else text)
-    ahead = KernelsAhead(run, Launch())
-    ahead.begin()
-    ahead.close()
+    run = plan(tmp_path)
+    path = run.config.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(text)) if text[:2] == '{"' else text)
+    with compiling_kernels(run, Launch()):
+        pass
     assert started == []
 
 
@@ -148,10 +146,9 @@ def test_a_machine_without_room_for_temporary_files_starts_its_run(tmp_path, sta
     def full() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(kernels_ahead.tempfile, "TemporaryFile", full)
-    ahead = KernelsAhead(config(tmp_path), Launch())
-    ahead.begin()
-    ahead.close()
+    monkeypatch.setattr(ahead.tempfile, "TemporaryFile", full)
+    with compiling_kernels(plan(tmp_path), Launch()):
+        pass
     assert started == []
     assert "no process for compiling kernels ahead (No usable temporary directory found)" in caplog.text
 
@@ -161,16 +158,14 @@ def test_modules_of_the_users_are_not_those_of_the_process(tmp_path, started, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
     given: dict[str, Any] = {}
-    popen = kernels_ahead.subprocess.Popen
+    popen = ahead.subprocess.Popen
     monkeypatch.setattr(
-        kernels_ahead.subprocess, "Popen", lambda command, **options: given.update(options) or popen(command, **options)
+        ahead.subprocess, "Popen", lambda command, **options: given.update(options) or popen(command, **options)
     )
-    run = config(tmp_path)
+    run = plan(tmp_path)
     assert Path(job_of(run).done).parent == tmp_path / "triton"
-    ahead = KernelsAhead(run, Launch())
-    ahead.begin()
-    assert ended(started[0]) == 0
-    ahead.close()
+    with compiling_kernels(run, Launch()):
+        assert ended(started[0]) == 0
     assert given["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert not (tmp_path / "ran").exists()
 
@@ -178,41 +173,29 @@ def test_modules_of_the_users_are_not_those_of_the_process(tmp_path, started, mo
 def test_one_that_is_at_work_is_ended(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
-    popen = kernels_ahead.subprocess.Popen
-    monkeypatch.setattr(
-        kernels_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options)
-    )
-    ahead = KernelsAhead(config(tmp_path), Launch())
-    ahead.begin()
-    assert started[0].poll() is None
-    ahead.close()
+    popen = ahead.subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
+    with compiling_kernels(plan(tmp_path), Launch()):
+        assert started[0].poll() is None
     assert started[0].returncode == -9
 
 
 def test_nothing_is_started_where_it_is_of_no_use(tmp_path, started, triton, monkeypatch):
     def begin(launch: Launch = Launch(), **settings: Any) -> None:  # noqa: B008  frozen
-        ahead = KernelsAhead(config(tmp_path, settings=settings), launch)
-        ahead.begin()
-        ahead.close()
+        with compiling_kernels(plan(tmp_path, settings=settings), launch):
+            pass
 
     begin(platform="cpu")
     begin(engine="fsdp")
     begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
-    Path(job_of(config(tmp_path)).done).touch()
+    Path(job_of(plan(tmp_path)).done).touch()
     begin()
-    monkeypatch.setattr(kernels_ahead, "DRIVER", "libnosuchdriver.so.1")
+    monkeypatch.setattr(ahead, "DRIVER", "libnosuchdriver.so.1")
     begin(precision="fp32")
-    monkeypatch.setattr(kernels_ahead, "DRIVER", None)
+    monkeypatch.setattr(ahead, "DRIVER", None)
     with monkeypatch.context() as broken:
-        broken.setattr(kernels_ahead.metadata, "version", missing)
+        broken.setattr(ahead.metadata, "version", missing)
         begin(precision="fp32")
-    for text in ("", "[]", '{"text_config": 3}', "{}"):
-        run = config(tmp_path)
-        folder = tmp_path / f"model{len(text)}"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(text)
-        KernelsAhead(run.model_copy(update={"model": folder}), Launch()).begin()
-    KernelsAhead(run.model_copy(update={"model": tmp_path / "nowhere"}), Launch()).begin()
     assert started == []
     begin(precision="fp32")
     assert len(started) == 1
@@ -258,6 +241,6 @@ def test_the_drivers_answers(monkeypatch):
 
 def test_the_start_imports_none_of_it():
     heavy = ("torch", "triton", "transformers")
-    program = f"import sys, megascend.app.kernels_ahead; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import sys, megascend.app.ahead; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"

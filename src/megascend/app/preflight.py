@@ -1,0 +1,301 @@
+"""Checks before a run: settings, packages, the model's files, the layout, paths, LoRA, data, processes and disk.
+
+``train``, ``rl``, ``serve`` and the dry run make them here, once, in milliseconds: nothing imports torch before data are found
+to be wrong. What the checks compute is passed on in a :class:`RunPlan`, to ranks in other processes as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from megascend.app.plot import require_extra
+from megascend.app.resume import check_start
+from megascend.app.run_directory import CHECKPOINTS, RUN_FILES
+from megascend.config import RunConfig, TrainerConfig
+from megascend.config.plugins import check_plugins
+from megascend.config.rl import RlConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
+from megascend.io.paths import real
+from megascend.topology.topology import Topology, plan
+from megascend.tracking.registry import check_trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megascend.batch.micro_batch import SequenceLayout
+    from megascend.config.serve import ServeConfig
+    from megascend.data.samples import Limits
+
+AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
+
+PROCESSES_PER_CORE = 4
+"""Above which processes on CPUs are busy with each other."""
+CHECKPOINT_BYTES = 14
+"""Of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
+
+
+@dataclass(frozen=True)
+class RunPlan(Generic[AnyConfig]):
+    """What the checks of a run have computed. Pickles without torch.
+
+    Attributes:
+        config: the settings of the run file.
+        info: what the checkpoint's configuration and headers say.
+    """
+
+    config: AnyConfig
+    world_size: int
+    info: ModelInfo
+    topology: Topology
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer; imports transformers."""
+        from megascend.huggingface.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.config.model)
+
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        """How the run's samples lie on the ranks; of context parallel ranks, the first. Imports torch."""
+        from megascend.batch.micro_batch import SequenceLayout
+
+        config, topology = self.config, self.topology
+        return SequenceLayout(
+            packing=config.batching.packing and config.engine != "single",  # whose batches are always padded
+            context_size=topology.context,
+            token_multiple=topology.tensor if topology.sequence_parallel else 1,
+            contiguous=config.engine == "fsdp",
+        )
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The smallest of the limits that the settings and the model give a sample, and which one it is."""
+        from megascend.data.samples import Limits
+
+        shape, layout, batching = self.info.shape, self.layout, self.config.batching
+        multiple = layout.padded_length(1)
+        budget = None if batching.micro_batch_tokens == "auto" else batching.budget
+        known = [
+            (
+                None if budget is None else budget // multiple * multiple,
+                f"batching.micro_batch_tokens: {budget}, padding included",
+            ),
+            (batching.max_length, f"batching.max_length: {batching.max_length}"),
+            (shape.max_position, f"the model's context; max_position_embeddings: {shape.max_position}"),
+        ]
+        limits = [(length, setting) for length, setting in known if length is not None]
+        if not limits:
+            raise ConfigError(
+                "batching.micro_batch_tokens: auto, and the model does not say how long samples may be: set batching.max_length"
+            )
+        length, setting = min(limits, key=lambda limit: limit[0])
+        return Limits(length, setting, shape.vocab_size, budget, multiple, layout.packing)
+
+
+def preflight(
+    config: AnyConfig, world_size: int, overwrite: bool, resume: str | None = None, *, starts: bool = True
+) -> RunPlan[AnyConfig]:
+    """Check everything about a run that needs no torch, before any process is started: for commands.
+
+    Args:
+        starts: the processes are to be started on this host; else they are there, maybe on several hosts.
+
+    Raises:
+        MegascendError: whatever the first rank would have raised a few seconds later.
+    """
+    check_start(config.output, overwrite, resume, Launch())
+    run_plan = check_run(config, world_size, overwrite)
+    if starts:
+        check_processes(config.platform, world_size)
+    if isinstance(config, RlConfig):
+        check_rollouts(config)
+    elif isinstance(config, RunConfig):
+        check_data(config, run_plan)
+    return run_plan
+
+
+def check_run(
+    config: AnyConfig, world_size: int, overwrite: bool, *, plugins_to_come: bool = True
+) -> RunPlan[AnyConfig]:
+    """Check settings, packages and the model's files, without torch.
+
+    Args:
+        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
+
+    Raises:
+        ConfigError: a setting cannot work with this model, or paths are in each other's way.
+        MissingDependencyError: a package is missing.
+        TopologyError: the layout fits neither the world size nor the model.
+        CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
+    """
+    check_plugins(config.plugins)
+    check_packages(config, plugins_to_come=plugins_to_come)
+    info = inspect_checkpoint(config.model)
+    topology = plan(config.parallel, world_size, info.shape)
+    check_paths(config, overwrite)
+    context, longest = info.shape.max_position, config.batching.max_length
+    if longest is not None and context is not None and longest > context:
+        raise ConfigError(
+            f"batching.max_length: {longest} is above the model's context of {context} tokens (max_position_embeddings in "
+            f"{config.model / 'config.json'}): set {context} or less, or leave it out"
+        )
+    check_lora(config, info)
+    return RunPlan(config, world_size, info, topology)
+
+
+def check_service(config: ServeConfig, nproc: int) -> None:
+    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host.
+
+    Raises:
+        MegascendError: whatever the first rank would have raised a few seconds later.
+    """
+    plan(config.parallel, nproc, inspect_checkpoint(config.model).shape)
+    check_processes(config.platform, nproc)
+
+
+def check_packages(config: TrainerConfig, *, plugins_to_come: bool = False) -> None:
+    """Check that the packages which the settings need are installed, and that every tracker is known."""
+    if config.plot:
+        require_extra("matplotlib", "plot")
+    check_trackers(config.tracker_options, plugins=plugins_to_come and bool(config.plugins))
+
+
+def check_paths(config: TrainerConfig, overwrite: bool) -> None:
+    """Refuse an output directory whose files would be read as data, or a run that would overwrite what it reads."""
+    output = real(config.output)
+    read = {name: path for name, path in config.data_paths().items() if path is not None}
+    for setting, path in read.items():
+        if path.is_dir() and output.is_relative_to(real(path)):
+            raise ConfigError(
+                f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
+            )
+    for setting, path in {"model": config.model, **read}.items():
+        places = {real(path), path.absolute()}  # a link itself is removed, too, and what a run has put behind its own
+        for name in RUN_FILES if overwrite else ():
+            cleared = (output / name, config.output.absolute() / name, real(output / name))
+            if any(place.is_relative_to(above) for place in places for above in cleared):
+                raise ConfigError(
+                    f"{setting}: {path} is one of the files of an earlier run in output: {config.output}, which --overwrite "
+                    "removes: choose another output, or copy it first"
+                )
+
+
+def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
+    """Check that the model, by its weights' names, has every layer that the adapter targets."""
+    if config.lora is None or config.lora.targets == "all-linear":
+        return
+    layers = linear_layers({name: header.shape for name, header in info.tensors.items()})
+    for target in config.lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
+            raise ConfigError(f"lora.targets: {target!r} is not a linear layer of {config.model}; it has {ends}")
+
+
+def check_processes(platform: str, nproc: int) -> None:
+    """Refuse more processes than this host can hold. Of several on a device it imports torch, as starting them does."""
+    cores = len(os.sched_getaffinity(0))
+    advice = "start fewer, or spread them over hosts with torchrun"
+    if nproc > PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"--nproc {nproc}: this process may use {cores} core{'s' if cores > 1 else ''}, and the limit is "
+            f"{PROCESSES_PER_CORE} processes a core, {PROCESSES_PER_CORE * cores} in all: {advice}"
+        )
+    if nproc == 1 or platform == "cpu":
+        return
+    from megascend.platforms import choose
+
+    chosen = choose(platform)
+    devices = chosen.device_count()
+    if devices is not None and nproc > devices:
+        raise ConfigError(
+            f"--nproc {nproc}: platform {chosen.name} has {devices} device{'s' if devices > 1 else ''} on this host, and every "
+            f"process needs one: {advice}"
+        )
+
+
+def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
+    """Read the data of a run; where some of it is wrong, find what else is, as the ranks would."""
+    from megascend.data.files import check_files
+    from megascend.data.findings import joined
+
+    findings = [check_files(path, data, setting) for path, data, setting in config.data_sources()]
+    if not any(each.problems for each in findings):
+        return
+    from megascend.app.run_samples import RunSamples
+
+    with contextlib.suppress(CheckpointError):  # then what reading has found is all that can be said of the data
+        RunSamples.prepare(config, run_plan.tokenizer, run_plan.limits)
+    problems = []
+    for each in findings:
+        try:
+            each.raise_problems()
+        except DataError as error:
+            problems.append(error)
+    raise joined(problems)
+
+
+def check_rollouts(config: RlConfig) -> None:
+    """Check that prompts can be read, that the reward function is there, and that engines are addresses with a key."""
+    from megascend.app.rl.engines import check_engines
+    from megascend.rollout.prompts import read_prompts
+    from megascend.rollout.rewards import check_name
+
+    read_prompts(config.rollout.prompts)
+    if config.evaluation is not None:
+        read_prompts(config.evaluation.prompts)
+    check_name(config.rollout.reward)
+    check_engines(config.engines)
+
+
+# --- room on the disk ---
+
+
+def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
+    """Return what is missing, in a sentence; None if there is room. What an earlier run has left counts as free."""
+    earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
+    needed = disk_needed(config, info.parameter_count)
+    free = free_bytes(config.output) + sum(path.stat().st_size for path in earlier)
+    if needed <= free:
+        return None
+    return (
+        f"output: {config.output} has {in_words(free)} free, and checkpoints and export will take about {in_words(needed)}: make "
+        "room, choose another output, or lower checkpoint.keep_last"
+    )
+
+
+def disk_needed(config: TrainerConfig, parameters: int) -> int:
+    """Return the bytes of checkpoints that are kept, the one that is being written, and the export; of an adapter next to none.
+
+    A run without ``checkpoint.every`` writes one when a signal stops it.
+    """
+    if config.lora is not None:
+        return 0
+    weight_bytes = 4 if config.precision == "fp32" else 2
+    kept = config.checkpoint.keep_last + 1 if config.checkpoint.every else 1
+    if config.checkpoint.every and config.checkpoint.keep_every:
+        kept += config.steps // config.checkpoint.keep_every
+    exports = config.export + (kept if config.checkpoint.hf else 0)
+    return parameters * (kept * CHECKPOINT_BYTES + exports * weight_bytes)
+
+
+def free_bytes(path: Path) -> int:
+    """Return what is free on the disk on which a path is, or will be."""
+    path = path.resolve()
+    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.is_dir())).free
+
+
+def in_words(count: int) -> str:
+    """Write bytes in a unit that leaves few digits."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

@@ -1,0 +1,269 @@
+"""Reinforcement learning from an :class:`RlConfig`: what ``megascend rl`` runs on every rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.app.preflight import RunPlan
+from megascend.app.resume import with_template_date
+from megascend.app.rl.records import PANELS, RlRecord, count_figures, group_figures, mismatch_figures
+from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
+from megascend.config.rl import RlConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import DataError, EngineError
+from megascend.rollout.rewards import load_reward
+
+if TYPE_CHECKING:
+    from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.run_log import RunLog
+    from megascend.rollout.buffer import Counts
+    from megascend.rollout.engines.base import InferenceEngine
+    from megascend.rollout.group import Group
+    from megascend.rollout.rewards import Reward
+    from megascend.weightsync import WeightSync
+
+EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
+
+
+@dataclass(frozen=True)
+class RlResult:
+    """How a run ended. The same on every rank.
+
+    Attributes:
+        steps: optimizer steps done, skipped ones included.
+        reward_before, reward_after: of the first evaluation and the last one; NaN without ``evaluation``.
+        seconds: from the first step to the last, without start-up and export.
+        output: the run directory.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+    """
+
+    steps: int
+    reward_before: float
+    reward_after: float
+    seconds: float
+    output: Path
+    export: Path | None
+    stopped: str | None = None
+
+
+def train_rl(
+    config: RlConfig,
+    *,
+    overwrite: bool = False,
+    resume: str | Path | None = None,
+    engines: EngineFactory | None = None,
+    plan: RunPlan[RlConfig] | None = None,
+) -> RlResult:
+    """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
+
+    Rank 0 talks to the engines: they sample while the trainer learns, at most ``rollout.max_lag`` steps behind it. What is
+    written to ``config.output``, and how a run is stopped and resumed: as :func:`megascend.app.train.train`. A resumed run has
+    the prompts, groups and versions of the checkpoint; what was being sampled is sampled again.
+
+    Args:
+        engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
+
+    Raises:
+        ConfigError: the output directory holds a run, the reward function cannot be used, or a setting cannot work.
+        DataError: prompts cannot be read, or the reward function failed on a response.
+        EngineError: an engine refused, is lost, or did not answer in time; on every rank.
+        NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
+        CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
+    """
+    training = ReinforcementLearning(engines)
+    end = run(training, config, overwrite, resume, plan)
+    totals = training.totals
+    return RlResult(
+        end.steps, totals.reward_before, totals.reward_after, totals.seconds, config.output, end.export, end.stopped
+    )
+
+
+@dataclass
+class Totals:
+    """What the loop saves beside the model and the rollouts.
+
+    Attributes:
+        seconds: in steps, waiting included.
+        reward_before, reward_after: of the first and of the last evaluation.
+    """
+
+    seconds: float = 0.0
+    reward_before: float = math.nan
+    reward_after: float = math.nan
+
+
+class ReinforcementLearning(Training[RlConfig]):
+    """Learning from responses that inference engines sample and a reward function grades."""
+
+    progress_keys = ("rollouts", "rl")
+    shared_errors = (DataError, EngineError)  # of rank 0, which tells all
+    panels = PANELS
+    _reward: Reward
+    _run: Run[RlConfig]
+    _rollouts: SharedRollouts
+    _sync: WeightSync
+    _counts: Counts
+
+    def __init__(self, engines: EngineFactory | None = None) -> None:
+        self._make_engines = engines
+        self.totals = Totals()
+        self._offset = self._version = 0
+        self._since = 0.0
+
+    def check(self, config: RlConfig, launch: Launch) -> None:
+        from megascend.app.rl.engines import check_engines
+
+        if self._make_engines is None and launch.rank == 0:
+            check_engines(config.engines)
+
+    def prepare(self, world: World[RlConfig]) -> RlConfig:
+        from megascend.app.rl.set_up import check_objective, read_and_check
+        from megascend.weightsync.sync import check_transport
+
+        plan, config = world.plan, world.plan.config
+        config = config.ending_with(config.steps)
+        check_objective(config.objective)
+        check_transport(config.sync.transport, world.runtime.platform.device_type)
+        self._reward = load_reward(config.rollout.reward)
+        self._tokenizer = plan.tokenizer
+        config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
+        self._prompts, self._held_out, self._digest = read_and_check(config, plan.tokenizer, plan.limits)
+        return config
+
+    def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
+        """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
+        from megascend.app.rl.engines import make_engines
+        from megascend.app.rl.rollouts import SharedRollouts
+        from megascend.app.rl.set_up import fingerprint, make_collector
+        from megascend.data.order import Batches
+        from megascend.weightsync import WeightSync
+
+        self._run, config, backend, settings = run, run.config, run.backend, run.config.sync
+        if progress is not None:
+            self.totals = Totals(**progress["rl"])
+        if run.main_rank:
+            for line in (self._start_line(run), *config.template_remarks()):
+                print(line, flush=True)
+            if backend.self_check is not None:
+                print(backend.self_check.summary(), flush=True)
+        prompts = [prompt for _, prompt in self._prompts]
+        sources = {"chat template, tokenizer or date": self._digest}
+        stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
+        engines: list[InferenceEngine] = []
+        backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
+        collector = None
+        if run.main_rank:
+            located = [*self._prompts, *self._held_out]
+            collector = make_collector(config, engines, stream, self._tokenizer, self._reward, located)
+            run.stack.callback(collector.close)
+            if progress is not None:
+                collector.load_state_dict(progress["rollouts"])
+        self._rollouts = SharedRollouts(backend, collector, config.rollout.timeout_s)
+        self._sync = run.stack.enter_context(
+            WeightSync(
+                backend,
+                engines,
+                transport=settings.transport,
+                host=settings.host,
+                bucket_bytes=settings.bucket_bytes,
+                timeout_s=settings.timeout_s,
+            )
+        )
+        # Engines count their versions up, and may have lived longer than this process.
+        done = backend.step_count
+        self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
+        self._sync.push(version=done + self._offset, adapter=run.adapter)
+        if progress is None and config.evaluation is not None:
+            reward = self._evaluate()
+            self.totals.reward_before = self.totals.reward_after = reward
+            run.event_log.event("evaluated", step=0, reward=reward)
+        self._rollouts.on_rank_0(lambda collector: collector.start(done, self._offset))
+
+    def start(self, log: RunLog) -> None:
+        self._counts, self._version = self._rollouts.counts(), self._run.backend.step_count
+        self._since = time.perf_counter()
+
+    def take(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
+        return self._rollouts.take(number - 1, stop)
+
+    def step(self, number: int, batch: Sequence[Group]) -> RlRecord:
+        """Learn from groups, update the engines, evaluate."""
+        from megascend.app.rl.learn import learn
+
+        run, arrived = self._run, time.perf_counter()
+        config, backend = run.config, run.backend
+        every = config.objective.measure_every
+        learned = learn(backend, batch, config.objective, run.adapter, measured=every > 0 and number % every == 0)
+        step = backend.optimizer_step()
+        if step.skipped_in_a_row > config.max_skipped_steps:
+            raise too_many_skips(config, number, step.skipped_in_a_row, None)
+        stepped, pause_s = time.perf_counter(), 0.0
+        if number % config.sync.every == 0 or number == config.steps:
+            pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
+            pause_s, self._version = pushed.seconds["commit"], number
+            self._rollouts.on_rank_0(lambda collector: collector.updated(number))
+        synced, eval_reward = time.perf_counter(), None
+        if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
+            eval_reward = self.totals.reward_after = self._evaluate()
+        earlier, self._counts = self._counts, self._rollouts.counts()
+        now = time.perf_counter()
+        seconds, waited = now - self._since, arrived - self._since
+        self._since = now
+        self.totals.seconds += seconds
+        return RlRecord(
+            step=number,
+            skipped=step.skipped,
+            seconds=self.totals.seconds,
+            eval_reward=eval_reward,
+            loss=learned.result.loss,
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            version=self._version,
+            tokens=learned.result.tokens,
+            tokens_per_s=learned.result.tokens / seconds,
+            wait_s=waited,
+            sync_s=synced - stepped,
+            pause_s=pause_s,
+            **group_figures(batch, number - 1),
+            **count_figures(earlier, self._counts),
+            **mismatch_figures(learned.mismatch),
+        )
+
+    def _evaluate(self) -> float:
+        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""
+        settings = self._run.config.evaluation
+        assert settings is not None
+        held_out = [prompt for _, prompt in self._held_out]
+        return self._rollouts.evaluate(held_out, settings.temperature, settings.samples)
+
+    def progress(self) -> dict[str, Any]:
+        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
+
+    def title(self, run: Run[RlConfig]) -> str:
+        return self._start_line(run).replace(": ", "\n", 1)
+
+    def _start_line(self, run: Run[RlConfig]) -> str:
+        """Return what is about to happen, in a line."""
+        config, rollout, ranks = run.config, run.config.rollout, run.backend.world_size
+        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {', '.join(config.engines)}"
+        steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
+        return (
+            f"{model_line(config, run.backend)}: {len(self._prompts)} prompts, {steps}; lag {rollout.max_lag}; "
+            f"{config.precision}; {where}"
+        )
+
+    def result(self) -> tuple[dict[str, Any], str]:
+        """Return the last reward, and what has happened in a line."""
+        config, totals = self._run.config, self.totals
+        evaluated = ""
+        if config.evaluation is not None:
+            evaluated = f", reward {totals.reward_before:.3f} before and {totals.reward_after:.3f} after"
+        line = f"{self._run.backend.step_count} steps in {totals.seconds:.0f} s{evaluated}; see {config.output}"
+        return {"reward": totals.reward_after}, line

@@ -1,0 +1,379 @@
+"""Supervised training from a :class:`RunConfig`: what ``megascend train`` runs on every rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.app.preflight import RunPlan
+from megascend.app.profile import StepProfiler
+from megascend.app.resume import with_template_date
+from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
+from megascend.app.run_log import MetricsRecord, RunLog, rounded
+from megascend.config import RunConfig
+from megascend.io.paths import make_directory
+
+if TYPE_CHECKING:
+    from megascend.app.generation import Answering
+    from megascend.app.objectives import LearningObjective
+    from megascend.app.run_samples import RunSamples
+    from megascend.app.token_budget import TokenBudget
+    from megascend.backend import Backend
+    from megascend.batch.sample import Sample
+    from megascend.data.order import Batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. The same on every rank.
+
+    Attributes:
+        steps: optimizer steps done, skipped ones included.
+        loss: of the last step.
+        tokens: input tokens over all ranks and steps.
+        seconds: from the first step to the last, without start-up and export.
+        skipped_steps: steps that a non-finite gradient made all ranks skip.
+        output: the run directory.
+        export: directory of the exported model, or of the adapter if one was trained, or None.
+        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
+        validation_loss: the last one that was measured, or None.
+    """
+
+    steps: int
+    loss: float
+    tokens: int
+    seconds: float
+    skipped_steps: int
+    output: Path
+    export: Path | None
+    stopped: str | None = None
+    validation_loss: float | None = None
+
+
+def train(
+    config: RunConfig,
+    *,
+    overwrite: bool = False,
+    resume: str | Path | None = None,
+    plan: RunPlan[RunConfig] | None = None,
+) -> TrainResult:
+    """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
+
+    Rank 0 writes to ``config.output``: metrics.jsonl and the TensorBoard log step by step; config.yaml, the exported
+    model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
+    that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files stay as they
+    are until this run has done its first step, and are removed then. Signals (:mod:`megascend.app.stop_signals`) end a run after
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.app.lasting_output`) ends none.
+
+    Args:
+        resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
+            that checkpoint, or the newest of that run.
+        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
+
+    Raises:
+        ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` or ``trackers`` for example.
+        MissingDependencyError: ``plot`` is set, or a tracker is named, and its package is not installed.
+        DataError: the data cannot be trained on; the message names file and line.
+        NonFiniteError: more than ``max_skipped_steps`` steps in a row had non-finite gradients.
+        CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
+    """
+    training = SupervisedTraining()
+    end = run(training, config, overwrite, resume, plan)
+    counts = training.counts
+    return TrainResult(
+        end.steps, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, end.export, end.stopped,
+        counts.validation_loss,
+    )  # fmt: skip
+
+
+@dataclass
+class TrainCounts:
+    """Sums over the steps of a run, those before it was resumed included.
+
+    Attributes:
+        tokens: input tokens of all ranks.
+        skipped: steps that all ranks skipped.
+        seconds: in steps, on this rank.
+        loss: of the last step.
+        validation_loss: the last one that was measured.
+    """
+
+    tokens: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    loss: float = math.nan
+    validation_loss: float | None = None
+
+
+class SupervisedTraining(Training[RunConfig]):
+    """Learning from tokens, or from preference pairs.
+
+    Attributes:
+        samples, objective: what is learned; once :meth:`prepare` has read the data.
+    """
+
+    progress_keys = ("data", "counts")
+    samples: RunSamples
+    objective: LearningObjective
+    _run: Run[RunConfig]
+    _stream: Batches[int]
+    _budget: TokenBudget
+    _log: RunLog
+    _profiler: StepProfiler
+
+    def __init__(self) -> None:
+        self.counts = TrainCounts()
+        self._answering: Answering | None = None
+        self._stream_state: dict[str, Any] = {}
+        self._skipped_in_a_row = 0
+        self._batch: Sequence[Sample] = ()
+        self._since = 0.0
+
+    def prepare(self, world: World[RunConfig]) -> RunConfig:
+        from megascend.app.generation import Answering
+        from megascend.app.objectives import make_objective
+        from megascend.app.run_samples import RunSamples
+        from megascend.app.token_budget import check_platform
+        from megascend.data.prepare import set_template
+
+        plan, config = world.plan, world.plan.config
+        check_platform(config, world.runtime.platform)
+        tokenizer, limits = plan.tokenizer, plan.limits
+        self.chat_template = set_template(config.data, tokenizer)
+        config = with_template_date(config, tokenizer, world.resume, world.launch)
+        self.samples = RunSamples.prepare(config, tokenizer, limits)
+        if config.generation is not None:
+            self._answering = Answering.prepare(
+                config.generation, config.data, tokenizer, limits, config.model, config.template_date
+            )
+        self.objective = make_objective(config, self.samples.learned)
+        self._longest_unit = self.samples.longest_unit(plan.layout)
+        return config.of_length(self.objective.units(self.samples.learned))
+
+    def model_config(self, config: RunConfig) -> RunConfig:
+        from megascend.app.token_budget import with_first_budget
+
+        return with_first_budget(config, self._longest_unit)
+
+    def built(self, run: Run[RunConfig]) -> None:
+        config, backend, samples, objective = run.config, run.backend, self.samples, self.objective
+        samples.check_alike(backend)
+        samples.check_lengths(backend)
+        size = config.data.global_batch_size
+        objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
+        if samples.held_out is not None:
+            objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
+
+    def begin(self, run: Run[RunConfig], progress: dict[str, Any] | None) -> None:
+        from megascend.app.token_budget import TokenBudget
+
+        config, self._run = run.config, run
+        self._stream = self.samples.batches(config, self.objective)
+        if progress is not None:
+            self._stream.load_state_dict(progress["data"])
+            if changes := self._stream.changes:
+                run.event_log.event("samples_changed", changes=changes)
+                if run.main_rank:
+                    logger.warning("data.on_changed: continue: %s", changes)
+            self.counts = TrainCounts(**progress["counts"])
+        self._stream_state = self._stream.state_dict()
+        self._budget = TokenBudget(config)
+        self._budget.settle(
+            config, run.backend, self.samples, run.adapter, (progress or {}).get("budget"), run.event_log
+        )
+        if run.main_rank:
+            self._print_start(run)
+
+    def _print_start(self, run: Run[RunConfig]) -> None:
+        """Print what is trained, on what, and the verdict of the self-check."""
+        config, backend = run.config, run.backend
+        print(f"{model_line(config, backend)}: {self._trained(run)}", flush=True)
+        for line in self.samples.remarks:
+            print(f"data: {line}", flush=True)
+        for line in config.template_remarks():
+            print(line, flush=True)
+        for line in config.schedule_remarks():
+            logger.warning(line)
+        if backend.self_check is not None:
+            print(backend.self_check.summary(), flush=True)
+
+    def start(self, log: RunLog) -> None:
+        config, backend, self._log = self._run.config, self._run.backend, log
+        backend.on_micro_batch = log.micro_batch
+        steps = range(backend.step_count + 1, config.steps + 1)
+        self._profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, steps)
+        self._since = time.perf_counter()
+
+    def take(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
+        return self.objective.batch(self.samples.learned, next(self._stream))
+
+    def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
+        """Train on a batch, and measure the validation loss where it is due."""
+        run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
+        config, backend = run.config, run.backend
+        with self._profiler.step(number):
+            result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
+            dispatched = time.perf_counter() - self._since
+            step = backend.optimizer_step()
+        seconds = time.perf_counter() - self._since
+        self._batch, self._skipped_in_a_row, self._stream_state = (
+            batch,
+            step.skipped_in_a_row,
+            self._stream.state_dict(),
+        )
+        counts.tokens += result.total_tokens
+        counts.skipped += step.skipped
+        counts.seconds += seconds
+        counts.loss = result.loss
+        validation_loss = None
+        if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+            validation_loss = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
+            counts.validation_loss = validation_loss
+        tokens_per_s = result.total_tokens / seconds
+        return StepRecord(
+            step=number,
+            loss=result.loss,
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            tokens=result.tokens,
+            total_tokens=result.total_tokens,
+            tokens_per_s=tokens_per_s,
+            skipped=step.skipped,
+            epoch=self._stream.epochs,
+            peak_memory_bytes=backend.platform.memory().peak,
+            step_seconds=seconds,
+            dispatch_seconds=dispatched,
+            seconds=counts.seconds,
+            mfu=utilisation(tokens_per_s, batch, backend),
+            validation_loss=validation_loss,
+            metrics=result.metrics,
+        )
+
+    def after_step(self, number: int) -> None:
+        """Have the model answer the run's prompts where it is due."""
+        run, answering = self._run, self._answering
+        config, backend = run.config, run.backend
+        if self._skipped_in_a_row > config.max_skipped_steps:
+            path = keep_batch(config, number, self._batch) if self._log.writes else None
+            raise too_many_skips(config, number, self._skipped_in_a_row, path)
+        if answering is not None and answering.due(number, config.steps):
+            since = time.perf_counter()
+            answers = answering.answer(backend, run.adapter)
+            seconds = round(time.perf_counter() - since, 3)
+            run.event_log.event("answered", step=number, seconds=seconds, answers=[vars(answer) for answer in answers])
+            self._log.write_texts(number, {answer.prompt: answer.text for answer in answers})
+        self._since = time.perf_counter()
+
+    def progress(self) -> dict[str, Any]:
+        return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
+
+    def end(self) -> None:
+        self._profiler.finish()
+
+    def title(self, run: Run[RunConfig]) -> str:
+        return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
+
+    def _trained(self, run: Run[RunConfig]) -> str:
+        """Return what is trained, for how long, and on what, in a line."""
+        config, backend = run.config, run.backend
+        ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
+        lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
+        steps = f"{config.steps} steps of {config.data.global_batch_size}{' pairs' if config.dpo is not None else ''}"
+        precision = config.precision + (" with TF32 products" if config.tf32 else "")
+        return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"
+
+    def result(self) -> tuple[dict[str, Any], str]:
+        return {"loss": self.counts.loss}, end_line(self._run.config, self.counts)
+
+
+def end_line(config: RunConfig, counts: TrainCounts) -> str:
+    """Return what has happened, in a line."""
+    skipped = f", {counts.skipped} of them skipped (non-finite gradients)" if counts.skipped else ""
+    validated = f", validation loss {counts.validation_loss:.4f}" if counts.validation_loss is not None else ""
+    length = f"{config.steps} step{'s' if config.steps != 1 else ''} in {counts.seconds:.0f} s"
+    return f"{length}{skipped}, last loss {counts.loss:.4f}{validated}; see {config.output}"
+
+
+def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
+    """Return model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
+    peak = backend.platform.peak_flops()
+    if peak is None:
+        return None
+    # A token's attention costs as much as its sequence is long, so the mean length is that over tokens, not samples.
+    length = sum(len(sample) ** 2 for sample in batch) / sum(len(sample) for sample in batch)
+    return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
+
+
+def keep_batch(config: RunConfig, step: int, batch: Sequence[Sample]) -> Path | None:
+    """Write the samples of a step whose gradients were not finite, to look for the reason; None if they cannot be written."""
+    path = config.output / "non_finite" / f"step-{step}.jsonl"
+    fields = ("input_ids", "target_ids", "weights")
+    try:
+        make_directory(path.parent)
+        path.write_text(
+            "".join(json.dumps({name: getattr(s, name).tolist() for name in fields}) + "\n" for s in batch),
+            encoding="utf-8",
+        )
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
+        return None
+    return path
+
+
+@dataclass(frozen=True)
+class StepRecord(MetricsRecord):
+    """A step of supervised training. ``loss`` and ``grad_norm`` are null where they are not finite.
+
+    Attributes:
+        loss: mean over the trained tokens of the step, before the update.
+        grad_norm: global norm before clipping.
+        lr: learning rate of the update.
+        tokens: tokens of the step that carry loss, over all ranks.
+        total_tokens: input tokens of the step, over all ranks.
+        tokens_per_s: ``total_tokens`` over the step's time.
+        epoch: how often the data has been gone through after this step.
+        peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
+        step_seconds: what the step took on rank 0.
+        dispatch_seconds: in which rank 0's process handed out the work of the forward and backward passes. On a GPU or NPU that
+            runs ahead of the device; near ``step_seconds``, the device waits for the process. On the CPU it is the work itself.
+        mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
+        validation_loss: after this step, or None where it was not measured.
+        metrics: what the loss reported beside its value, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    total_tokens: int
+    tokens_per_s: float
+    epoch: float
+    peak_memory_bytes: int
+    step_seconds: float
+    dispatch_seconds: float
+    mfu: float | None = None
+    validation_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON can hold it; each of ``metrics`` under its own name."""
+        values = super().to_dict()
+        return values | {key: rounded(value) for key, value in values.pop("metrics").items()}
+
+    def progress(self) -> str:
+        """Return how often the data has been gone through."""
+        return f"epoch {self.epoch:.2f}  "
+
+    def summary(self) -> str:
+        """Return the figures of a step in one short line."""
+        skipped = "  SKIPPED" if self.skipped else ""
+        validation = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
+        return f"loss {self.loss:.4f}{validation}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
