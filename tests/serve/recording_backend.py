@@ -20,9 +20,9 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 from megascend.serve.application import make_application
 from megascend.serve.base_model import BaseModel
 from megascend.serve.inbox import Inbox
-from megascend.serve.journal_directory import keep_in_journal
 from megascend.serve.keys import Keys, digest_of
 from megascend.serve.service import Service
+from megascend.serve.store.recovery import keep_state
 from megascend.serve.sweeping import sweep
 from megascend.serve.worker import work
 
@@ -224,7 +224,7 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
     service = Service(config, base, inbox, clock)
     if config.durable:
         (storage / "config.json").touch()  # of the model
-        keep_in_journal(service)
+        keep_state(service)
     keys = Keys({digest_of(key): name for name, key in KEYS.items()})
     with TestClient(make_application(service, keys), raise_server_exceptions=False) as client:
         queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]

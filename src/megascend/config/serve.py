@@ -100,7 +100,7 @@ class ServeConfig(Section):
         "requests", description="requests: note who asked for what in audit.jsonl, in storage"
     )
     durable: bool = Field(
-        False, description="keep a journal in storage: a server that starts there again repeats what it had promised"
+        False, description="keep the service's state in storage: a server that starts there again repeats what it had promised"
     )
     durable_steps: Size = Field(
         20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"

@@ -32,7 +32,7 @@ class Future:
         then: called with True when it has succeeded, False when it has failed.
         answer: for the client, once it is there.
         number_in_line: of its model's request, if it has one.
-        noted: the journal has its request.
+        noted: the database has its request.
         internal: no client knows its name: it is forgotten when it has ended.
         size: bytes that its answer is taken to have.
     """

@@ -193,9 +193,9 @@ def http_server(
     service = Service(settings, base, inbox)
     service.memory = memory
     if settings.durable:
-        from megascend.serve.journal_directory import keep_in_journal
+        from megascend.serve.store.recovery import keep_state
 
-        keep_in_journal(service)
+        keep_state(service)
     if vllm is not None:
         service.vllm = vllm(service.finish)
     application = make_application(service, api_keys.Keys(keys))

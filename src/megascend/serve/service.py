@@ -21,13 +21,13 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.commands import Cancel, Command, Create, Outcome, Remove
-from megascend.serve.durability import Durability
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.futures import Future, Futures
 from megascend.serve.inbox import Inbox
 from megascend.serve.requests import LoraRequest
 from megascend.serve.sequences import Sequences
+from megascend.serve.store.durability import Durability
 from megascend.serve.tenancy import Model, Session, Tenancy, samples_of
 from megascend.serve.vllm_sampling import VllmSampling
 

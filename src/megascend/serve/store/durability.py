@@ -1,44 +1,109 @@
-"""``--durable``: requests are in the journal before they are promised, and models are saved now and then."""
+"""What the service reports for a restart: ignored by :class:`Durability`, stored by :class:`DurableState` (``--durable``)."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
 from megascend.serve.commands import Outcome, Save
-from megascend.serve.durability import Durability
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.futures import Future
-from megascend.serve.journal import Entry
-from megascend.serve.journal_writer import JournalWriter
-from megascend.serve.kept_answers import answer_entry, sequence_entry
+from megascend.serve.store.database import Removal, StoredRow
+from megascend.serve.store.rows import answer_row, sequence_row
 from megascend.serve.wire import TrainRequest, json_of_train_request
 
 if TYPE_CHECKING:
+    from megascend.serve.futures import Future
     from megascend.serve.sequences import RecordedSequence
     from megascend.serve.service import Service
+    from megascend.serve.store.writer import StateWriter
     from megascend.serve.tenancy import Model, Session
 
-NEW_MODEL = ("create_model", "load_weights")
 SAVES = ("save_weights", "save_weights_for_sampler")
-"""Requests whose outcome is kept, as files came of them that the client may have changed since. Failures are kept of all: they
-may have had reasons that are gone."""
+"""Requests whose outcome is stored, as the client may have changed their files since. Failures are stored of all requests: their
+reasons may be gone."""
 MOST_BYTES = 256 * 2**20
 """Bytes of a model's requests after which it is saved, whatever they are."""
 REQUESTS_PER_STEP = 50
 log = logging.getLogger("megascend.serve")
 
 
+class Durability:
+    """Stores nothing: sessions, models and their steps end with the server.
+
+    Called on the event loop, in the order in which things happen.
+
+    Attributes:
+        repeating: requests that were taken before are being put in line again.
+    """
+
+    repeating = False
+
+    @property
+    def recovered(self) -> bool:
+        """Whether all that was repeated after a restart has ended."""
+        return True
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing can be stored at present, as the disk is full, for example."""
+        return False
+
+    def check_number(self, number: int | None) -> None:
+        """Raise if a request without a number cannot be stored."""
+
+    def session(self, session: Session) -> None:
+        """Note that a session was opened."""
+
+    def ended(self, session: Session) -> None:
+        """Note that a session has ended."""
+
+    def sampler(self, session: Session, name: str, path: str | None) -> None:
+        """Note that a session has a sampler."""
+
+    def asked(self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None) -> None:
+        """Note that a future was made for a request, or found, if the request came before.
+
+        Args:
+            path: of the request under /api/v1.
+            body: that the same request can be made from; a mapping is stored as JSON.
+        """
+
+    def resolved(self, future: Future, request: TrainRequest) -> None:
+        """Act as :meth:`asked`, for a request with what the server remembered put in."""
+
+    def turn(self, model: Model, future: Future, number: int | None) -> None:
+        """Note that a request's command, if it has one, was given to the ranks."""
+
+    def unloaded(self, model: Model) -> None:
+        """Note that a model was removed."""
+
+    def hold(self, future: Future, outcome: Outcome) -> bool:
+        """Return whether a future must not end yet with the outcome of its command; it is ended later."""
+        return False
+
+    def over(self, future: Future) -> None:
+        """Note that a future has ended."""
+
+    async def writable(self) -> None:
+        """Raise 503 if nothing can be stored at present."""
+
+    async def durable(self) -> None:
+        """Return when all that was noted is on the disk; raise 503 if it is not yet."""
+
+    def close(self) -> None:
+        """End with the server."""
+
+
 @dataclass
-class Progress:
+class SinceSave:
     """A model since its last save.
 
     Attributes:
@@ -46,7 +111,7 @@ class Progress:
         requests, steps, bytes: of what they were given.
         clean: nothing is accumulated that a save would not have.
         saving: saves that are in line.
-        held: what came of a load whose state is not saved yet.
+        held: outcome of a load whose state is not saved yet.
     """
 
     following: int = 1
@@ -58,25 +123,24 @@ class Progress:
     held: tuple[Future, Outcome] | None = None
 
 
-class Journaled(Durability):
-    """Keeps everything.
+class DurableState(Durability):
+    """Stores requests before they are promised, and saves models from time to time.
 
     Args:
-        service: that this is told by.
-        writer: of the journal.
+        service: that reports to this object.
+        writer: of the database.
         saves: directory of the models' saves.
-        steps: of a model between its saves.
-        lock: descriptor to close at the end.
+        resources: closed at the end.
 
     Attributes:
-        repeating: requests that were taken before are being put in line again.
         restoring: a model is being loaded from its save.
-        when_recovered: called when the last of them has ended.
+        when_recovered: called when the last repeated request has ended.
     """
 
-    def __init__(self, service: Service, writer: JournalWriter, saves: Path, steps: int, lock: int) -> None:
-        self._service, self._writer, self._saves, self._steps, self._lock = service, writer, saves, steps, lock
-        self._models: dict[str, Progress] = {}
+    def __init__(self, service: Service, writer: StateWriter, saves: Path, resources: ExitStack) -> None:
+        self._service, self._writer, self._saves, self._resources = service, writer, saves, resources
+        self._steps = service.settings.durable_steps
+        self._models: dict[str, SinceSave] = {}
         self._repeated: set[str] = set()
         self.repeating = self.restoring = False
         self.when_recovered: Callable[[], None] = lambda: None
@@ -94,69 +158,67 @@ class Journaled(Durability):
             raise RequestRefusedError("with --durable, requests need a seq_id, as clients from 0.16 on send it", 422)
 
     def session(self, session: Session) -> None:
-        values = {"session": session.name, "tenant": session.tenant, "metadata": session.metadata}
-        self._writer.put(Entry("session", values))
+        self._writer.put(StoredRow("session", session.name, {"tenant": session.tenant, "metadata": session.metadata}))
 
     def ended(self, session: Session) -> None:
-        self._writer.put(Entry("end", {"session": session.name}))
+        self._writer.put(Removal("session", session.name))
 
     def sampler(self, session: Session, name: str, path: str | None) -> None:
-        self._writer.put(Entry("sampler", {"session": session.name, "sampler": name, "path": path}))
+        self._writer.put(StoredRow("sampler", name, {"path": path}, parent=session.name))
 
     def asked(self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None) -> None:
         if future.noted or future.model is None or path == "unload_model" or self.repeating:
             return
         future.noted = True
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        values: dict[str, Any] = {"model": future.model, "tenant": future.tenant, "path": path}
         if number is None:
-            values["session"] = future.model.partition(":")[0]
-            self._writer.put(Entry("model", values, body))
+            values = {"tenant": future.tenant, "path": path}
+            self._writer.put(StoredRow("model", future.model, values, body, future.model.partition(":")[0]))
             return
-        self._writer.put(Entry("request", {**values, "name": future.name, "number": number}, body))
+        self._writer.put(StoredRow("request", future.name, {"path": path}, body, future.model, number))
         progress = self._models.get(future.model)
         if progress is not None:
             progress.bytes += len(body)
 
     def unloaded(self, model: Model) -> None:
         if self._models.pop(model.name, None) is not None:
-            self._writer.put(Entry("unload", {"model": model.name}))
+            self._writer.put(Removal("model", model.name))
 
     def resolved(self, future: Future, request: TrainRequest) -> None:
         if not future.noted:
             self.asked(future, "resolved", json_of_train_request(request), request.number)
 
-    def sequence(self, name: str, found: RecordedSequence) -> None:
-        """A response is remembered."""
-        self._writer.put(sequence_entry(name, found))
+    def sequence(self, name: str, sequence: RecordedSequence) -> None:
+        """Note that a response is remembered."""
+        self._writer.put(sequence_row(name, sequence))
 
     def dropped(self, name: str) -> None:
-        """A response is not remembered any more."""
-        self._writer.put(Entry("forget", {"sequence": name}))
+        """Note that a response is not remembered any more."""
+        self._writer.put(Removal("sequence", name))
 
     # --- after a restart ---
 
     def directory(self, name: str) -> Path:
-        """Where a save is."""
+        """Return the directory of a save."""
         return self._saves / name
 
     def following(self, model: Model, number: int) -> None:
-        """A model was restored from its save, and its next request has this number."""
-        self._models[model.name] = Progress(following=number)
+        """Note that a model was restored from its save, and the number of its next request."""
+        self._models[model.name] = SinceSave(following=number)
 
     def lost(self, model: str) -> None:
-        """A model cannot be restored that nobody was promised."""
-        self._writer.put(Entry("unload", {"model": model}))
+        """Note that a model cannot be restored that nobody was promised."""
+        self._writer.put(Removal("model", model))
 
     def wait_for(self, names: set[str]) -> None:
-        """What must end before all is as it was."""
+        """Be recovered once the futures of these names have ended."""
         self._repeated = names
 
     # --- saves ---
 
     def turn(self, model: Model, future: Future, number: int | None) -> None:
         if number is None:
-            self._models[model.name] = Progress()
+            self._models[model.name] = SinceSave()
         progress = self._models.get(model.name)
         if progress is None:
             return
@@ -175,7 +237,7 @@ class Journaled(Durability):
         if loaded or (due and progress.clean and not progress.saving):
             self._save(model, progress)
 
-    def _save(self, model: Model, progress: Progress) -> None:
+    def _save(self, model: Model, progress: SinceSave) -> None:
         """Save a model as it is after all that it was given so far."""
         directory = f"{model.name.replace(':train:', '.')}-{secrets.token_hex(8)}"
         following = progress.following
@@ -187,7 +249,9 @@ class Journaled(Durability):
             if self._models.get(model.name) is not progress:
                 shutil.rmtree(self._saves / directory, ignore_errors=True)
             elif succeeded:
-                self._release(model, progress)
+                held, progress.held = progress.held, None
+                if held is not None:
+                    self._service.end(*held)
                 self._note_save(model, directory, following)
             else:
                 log.error("%s could not be saved; it will be tried again after its next step", model.name)
@@ -199,14 +263,14 @@ class Journaled(Durability):
         self._service.put(Save(future.number, model.adapter, str(self._saves / directory), True))
 
     def _note_save(self, model: Model, directory: str, following: int) -> None:
-        """Note a save, and answers of requests that it covers, which clients may still fetch."""
+        """Store a save, and the answers of requests that it covers, which clients may still fetch."""
         values = {
-            "model": model.name, "directory": directory, "following": following, "steps": model.steps,
-            "losses": model.losses, "rank": model.rank, "parts": [model.attention, model.mlp, model.output],
+            "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": model.rank,
+            "parts": [model.attention, model.mlp, model.output],
         }  # fmt: skip
         futures = self._service.futures.ended_of(model.name)
-        answers = [answer_entry(each) for each in futures if (each.number_in_line or following) < following]
-        self._writer.put(Entry("save", values), *answers)
+        answers = [answer_row(each) for each in futures if (each.number_in_line or following) < following]
+        self._writer.put(StoredRow("save", model.name, values, parent=model.name), *answers)
 
     def hold(self, future: Future, outcome: Outcome) -> bool:
         progress = self._models.get(future.model or "")
@@ -215,13 +279,8 @@ class Journaled(Durability):
         progress.held = (future, outcome)
         return True
 
-    def _release(self, model: Model, progress: Progress) -> None:
-        held, progress.held = progress.held, None
-        if held is not None:
-            self._service.end(*held)
-
-    def _refuse(self, model: Model, progress: Progress) -> None:
-        """A load cannot be promised that a restart could not repeat."""
+    def _refuse(self, model: Model, progress: SinceSave) -> None:
+        """Fail a load that a restart could not repeat."""
         held, progress.held = progress.held, None
         if held is not None:
             future, outcome = held
@@ -230,15 +289,12 @@ class Journaled(Durability):
             error = CheckpointError("what was loaded could not be saved for --durable; is the disk full?")
             self._service.end(future, Outcome(outcome.number, error=error))
 
-    # --- what becomes of requests ---
+    # --- outcomes ---
 
     def over(self, future: Future) -> None:
-        if (
-            (future.kind in SAVES or future.failure is not None)
-            and future.model in self._models
-            and future.number_in_line is not None
-        ):
-            self._writer.put(answer_entry(future))
+        stored = future.kind in SAVES or future.failure is not None
+        if stored and future.model in self._models and future.number_in_line is not None:
+            self._writer.put(answer_row(future))
         if future.name in self._repeated:
             self._repeated.discard(future.name)
             if not self._repeated:
@@ -253,4 +309,4 @@ class Journaled(Durability):
 
     def close(self) -> None:
         self._writer.close()
-        os.close(self._lock)
+        self._resources.close()
