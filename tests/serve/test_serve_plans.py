@@ -17,9 +17,9 @@ from megascend.serve.body import check_message, decompress
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.figures import Histogram
 from megascend.serve.names import CheckpointPath, model_of_run, run_directory
-from megascend.serve.order import Order
 from megascend.serve.requests import adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.tenancy import Order
 
 MODEL = f"s-{'0' * 32}:train:3"
 

@@ -21,13 +21,14 @@ from recording_backend import KEYS, Served, served, train_body
 import megascend
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
-from megascend.serve import futures, keys, reading, server, tenancy, wire
+from megascend.serve import keys, reading, server, tenancy, wire
 from megascend.serve.body import MAX_CONTAINERS
 from megascend.serve.catalogue import MOST_DOWNLOADS
 from megascend.serve.elsewhere import ABSENT
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import new_session
 from megascend.serve.requests import LONGEST_S
+from megascend.serve.scheduler import futures
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -235,7 +236,7 @@ def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
     there = [here.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
     assert there == [410, 410, 410, 200, 200]
     here.tick(1)
-    assert len(here.service.futures._ended) == 3 + 2  # bob's, too
+    assert {name: len(each.answers) for name, each in here.service.futures._accounts.items()} == {"alice": 3, "bob": 2}
     assert here.bob.fetch(theirs)["metrics"]["loss:sum"] == 10
 
 

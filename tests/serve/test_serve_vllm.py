@@ -15,8 +15,8 @@ import pytest
 
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
-from megascend.serve.commands import Create, Outcome, Remove, Respond
 from megascend.serve.errors import Failure
+from megascend.serve.scheduler.commands import Create, Outcome, Remove, Respond
 from megascend.serve.vllm_check import Probe, check
 from megascend.serve.vllm_pool import Servers
 from megascend.serve.vllm_sampling import VllmSampling

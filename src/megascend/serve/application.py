@@ -21,7 +21,6 @@ from megascend.serve.audit import Audit
 from megascend.serve.catalogue import catalogue_routes
 from megascend.serve.elsewhere import absent_routes
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.futures import Future
 from megascend.serve.guard import Guard, Handler
 from megascend.serve.keys import Keys
 from megascend.serve.names import CheckpointPath, sampler_name
@@ -31,6 +30,7 @@ from megascend.serve.requests import integer, metadata_of, text
 from megascend.serve.sampler_routes import sampler_routes
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
+from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.status import device_memory, status
 from megascend.serve.sweeping import sweep
@@ -164,11 +164,8 @@ class Api:
 
     async def sampler(self, request: Request, tenant: str) -> Response:
         name = request.path_params["sampler"]
-        session = self.service.tenancy.session(name.partition(":")[0], tenant)
-        if name not in session.samplers:
-            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
-        answer = {"sampler_id": name, "base_model": self.service.base.names[0], "model_path": session.samplers[name]}
-        return Json(answer)
+        _, path = self.service.tenancy.sampler(name, tenant)
+        return Json({"sampler_id": name, "base_model": self.service.base.names[0], "model_path": path})
 
     async def asample(self, request: Request, tenant: str) -> Response:
         future = self._samplers.sample(tenant, await read_json(request, LARGE))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megascend.serve import saving, training
-from megascend.serve.futures import Future
 from megascend.serve.requests import integer, lora_of, metadata_of
+from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.wire import number_of
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megascend.serve.futures import Future
+from megascend.serve.scheduler.futures import Future
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)

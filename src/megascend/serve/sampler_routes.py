@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +13,6 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.reading import read_json
 from megascend.serve.requests import integer, text
 from megascend.serve.service import Service
-from megascend.serve.tenancy import Session
 
 LONG_POLL_S = 30.0
 
@@ -34,7 +32,8 @@ async def dynamic_config(service: Service, request: Request, tenant: str) -> Res
 
 
 async def join(service: Service, request: Request, tenant: str) -> Response:
-    session, sampler = _sampler(service, await read_json(request), tenant)
+    sampler = text(await read_json(request), "sampling_session_id")
+    session, _ = service.tenancy.sampler(sampler, tenant)
     session.clones[sampler] = session.clones.get(sampler, 0) + 1
     return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
 
@@ -45,7 +44,8 @@ async def retrieve_futures(service: Service, request: Request, tenant: str) -> R
     target = body.get("target")
     if not isinstance(target, Mapping):
         raise RequestRefusedError("target must be an object", 422)
-    _, sampler = _sampler(service, target, tenant)
+    sampler = text(target, "sampling_session_id")
+    service.tenancy.sampler(sampler, tenant)
     seen, timeout = integer(body, "prev_cursor", 0), body.get("timeout")
     timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
     known = body.get("retrieved_request_ids") or []
@@ -64,12 +64,3 @@ async def cancel_future(service: Service, request: Request, tenant: str) -> Resp
     if future is not None and future.kind == "sample" and future.ended is None:
         service.cancel(future)
     return Response(status_code=204)
-
-
-def _sampler(service: Service, body: Mapping[str, Any], tenant: str) -> tuple[Session, str]:
-    """A tenant's sampler and its session."""
-    name = text(body, "sampling_session_id")
-    session = service.tenancy.session(name.partition(":")[0], tenant)
-    if name not in session.samplers:
-        raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
-    return session, name

@@ -9,16 +9,16 @@ from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.checkpoints import Record
-from megascend.serve.commands import Command, Create, Remove, Respond
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath
 from megascend.serve.prompt_targets import targets_of
 from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
+from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import check_answers
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Session, samples_of
-from megascend.serve.turns import check_answers
 from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
@@ -84,10 +84,7 @@ class Samplers:
         if body.get("sampling_session_id") is None:
             return None, None, None if body.get("model_path") is None else text(body, "model_path")
         name = text(body, "sampling_session_id")
-        session = self._service.tenancy.session(name.partition(":")[0], tenant)
-        if name not in session.samplers:
-            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
-        return name, session, session.samplers[name]
+        return name, *self._service.tenancy.sampler(name, tenant)
 
     def _submit(self, tenant: str, label: str, owner: str, path: str | None, body: Mapping[str, Any]) -> Future:
         service = self._service

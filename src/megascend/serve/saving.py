@@ -8,14 +8,14 @@ from typing import Any
 
 from megascend.errors import ConfigError
 from megascend.serve.checkpoints import Record
-from megascend.serve.commands import Create, Load, Save
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.futures import Future
 from megascend.serve.names import CheckpointPath, Kind, sampler_name
 from megascend.serve.requests import LoraRequest, flag, integer, lifetime_of, metadata_of, text
+from megascend.serve.scheduler.commands import Create, Load, Save
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import fail, in_line
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model, Session
-from megascend.serve.turns import fail, in_line
 from megascend.serve.wire import number_of
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from megascend.errors import DataError
 from megascend.sampling.request import SampleResult
-from megascend.serve.futures import Future
 from megascend.serve.sampling_wire import SampleAnswer
+from megascend.serve.scheduler.futures import Future
 from megascend.serve.tenancy import Session
 
 KEEP_S = 24 * 3600.0

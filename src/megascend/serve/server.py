@@ -21,7 +21,7 @@ from megascend.errors import ConfigError, MissingDependencyError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
-from megascend.serve.commands import Outcome
+from megascend.serve.scheduler.commands import Outcome
 from megascend.serve.vllm_check import vllm_servers
 from megascend.serve.vllm_sampling import VllmSampling
 
@@ -46,16 +46,14 @@ def serve(
         MegascendError: before the first request; later, if a rank is gone.
     """
     from megascend.app.stop_signals import StopSignals
-    from megascend.lora.queue import AdapterQueue
-    from megascend.serve.inbox import Inbox
-    from megascend.serve.worker import work
+    from megascend.serve.scheduler.inbox import Inbox
+    from megascend.serve.scheduler.lines import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
         servers = vllm_servers(settings, backend)
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
-            work(backend, queue, None, lambda outcomes: None, generate)
+            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -69,7 +67,7 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            work(backend, queue, inbox, report, generate)
+            work(backend, settings.batch_tokens, inbox, report, generate)
 
 
 def make_backend(settings: ServeConfig) -> Any:

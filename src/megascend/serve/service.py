@@ -1,6 +1,6 @@
 """What the service has for its clients, without HTTP: sessions, models, and futures that outcomes of commands end.
 
-Above it: :mod:`~megascend.serve.turns` puts requests of a model in line, :mod:`~megascend.serve.training`,
+Above it: :mod:`~megascend.serve.scheduler.turns` puts requests of a model in line, :mod:`~megascend.serve.training`,
 :mod:`~megascend.serve.saving` and :mod:`~megascend.serve.samplers` make commands of them, and
 :mod:`~megascend.serve.sweeping` ends what is over. All of it runs on the HTTP server's event loop.
 """
@@ -20,12 +20,12 @@ from megascend.errors import ConfigError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
-from megascend.serve.commands import Cancel, Command, Create, Outcome, Remove
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
-from megascend.serve.futures import Future, Futures
-from megascend.serve.inbox import Inbox
 from megascend.serve.requests import LoraRequest
+from megascend.serve.scheduler.commands import Cancel, Command, Create, Outcome, Remove
+from megascend.serve.scheduler.futures import Future, Futures
+from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.sequences import Sequences
 from megascend.serve.store.durability import Durability
 from megascend.serve.tenancy import Model, Session, Tenancy, samples_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megascend.serve.scheduler.turns import spoil
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
-from megascend.serve.turns import spoil
 
 SWEEP_S = 600.0
 """How often checkpoints whose time is over are looked for."""

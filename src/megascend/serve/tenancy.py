@@ -4,14 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import model_name, new_session
-from megascend.serve.order import Order
+
+T = TypeVar("T")
 
 MOST_SAMPLERS = 4096
 """Samplers of a session."""
+
+
+@dataclass
+class Order(Generic[T]):
+    """The order in which one model's requests run.
+
+    Clients number a model's requests 1, 2, ... and send several at a time, the first one not always first. A request runs when
+    all with smaller numbers have been handed out. A number is handed out once: sent again, it gets the answer of the first time.
+
+    Attributes:
+        following: the number that is handed out next.
+        early: requests that came before one with a smaller number.
+    """
+
+    following: int = 1
+    early: dict[int, T] = field(default_factory=dict)
+
+    def seen(self, number: int) -> bool:
+        """Check whether this number has come before."""
+        return number < self.following or number in self.early
+
+    def offer(self, number: int, item: T) -> list[T]:
+        """Take a request that has not been :meth:`seen`; return those that may run now, in their order."""
+        self.early[number] = item
+        ready = []
+        while self.following in self.early:
+            ready.append(self.early.pop(self.following))
+            self.following += 1
+        return ready
+
+    def missing(self) -> range:
+        """Return the numbers that keep others waiting; empty if none does."""
+        return range(self.following, min(self.early)) if self.early else range(self.following, self.following)
+
+    def give_up(self) -> list[T]:
+        """Stop waiting for the numbers that are :meth:`missing`; return those that may run now, in their order."""
+        if not self.early:
+            return []
+        self.following = min(self.early)
+        return self.offer(self.following, self.early.pop(self.following))
 
 
 @dataclass(eq=False)
@@ -121,6 +162,17 @@ class Tenancy:
             raise RequestRefusedError(f"there is no session {str(name)[:80]!r} (any more)", 410)
         found.heard = self._clock()
         return found
+
+    def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
+        """Return the session of a tenant's sampler, and the checkpoint that it samples from, or None for the base model.
+
+        Raises:
+            RequestRefusedError: 410, there is no such session; 404, it has no such sampler.
+        """
+        session = self.session(name.partition(":")[0], tenant)
+        if name not in session.samplers:
+            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
+        return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
         """A tenant's model, whose session has said something now.

@@ -9,14 +9,14 @@ from typing import Any
 
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
-from megascend.serve.commands import Command, Forward, ForwardBackward, OptimizerStep
-from megascend.serve.futures import Future
 from megascend.serve.provenance import with_recorded
 from megascend.serve.requests import adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.scheduler.commands import Command, Forward, ForwardBackward, OptimizerStep
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import fail, in_line
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
-from megascend.serve.turns import fail, in_line
 from megascend.serve.wire import TrainAnswer, TrainRequest
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampleRequest, SampleResult
-from megascend.serve.commands import Command, Create, Outcome, Remove, Respond
+from megascend.serve.scheduler.commands import Command, Create, Outcome, Remove, Respond
 from megascend.serve.vllm_pool import BASE, Pool, Servers
 from megascend.serve.vllm_server import RefusedError
 

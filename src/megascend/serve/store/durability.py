@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError
-from megascend.serve.commands import Outcome, Save
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.scheduler.commands import Outcome, Save
 from megascend.serve.store.database import Removal, StoredRow
 from megascend.serve.store.rows import answer_row, sequence_row
 from megascend.serve.wire import TrainRequest, json_of_train_request
 
 if TYPE_CHECKING:
-    from megascend.serve.futures import Future
+    from megascend.serve.scheduler.futures import Future
     from megascend.serve.sequences import RecordedSequence
     from megascend.serve.service import Service
     from megascend.serve.store.writer import StateWriter

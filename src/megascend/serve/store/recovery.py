@@ -20,9 +20,10 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.files import make_directory
 from megascend.serve.asking import BY_PATH
-from megascend.serve.commands import Create, ForwardBackward, OptimizerStep
-from megascend.serve.futures import Future
 from megascend.serve.requests import LoraRequest, metadata_of
+from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import in_line, spoil
 from megascend.serve.service import Service
 from megascend.serve.store.database import StateDatabase, StoredRow
 from megascend.serve.store.durability import DurableState
@@ -30,7 +31,6 @@ from megascend.serve.store.rows import answer_of, sequence_of
 from megascend.serve.store.writer import StateWriter
 from megascend.serve.tenancy import Model
 from megascend.serve.training import train
-from megascend.serve.turns import in_line, spoil
 from megascend.serve.wire import train_request_of_json, train_request_of_protobuf
 
 NAME = ".state"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megascend.serve.errors import Failure
-from megascend.serve.futures import Future
+from megascend.serve.scheduler.futures import Future
 from megascend.serve.sequences import RecordedSequence
 from megascend.serve.store.database import StoredRow
 from megascend.serve.wire import TrainAnswer

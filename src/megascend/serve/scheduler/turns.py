@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megascend.errors import DataError, MegascendError
-from megascend.serve.commands import Command, ForwardBackward
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.futures import Future
+from megascend.serve.scheduler.commands import Command, ForwardBackward
+from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 

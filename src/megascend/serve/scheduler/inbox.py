@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from megascend.serve.commands import Command, Remove
+from megascend.serve.scheduler.commands import Command, Remove
 
 KEEP_ALIVE_S = 1.0
 """Ranks without work meet this often, so that one that is gone is noticed."""
