@@ -109,9 +109,9 @@ class Tenant:
 
 def figure(url: str, name: str, server: int, reason: str = "") -> float:
     """Of a vLLM server, from ``/metrics``; 0 if there is none."""
-    more = f',reason="{reason}"' if reason else ""
+    more = f'reason="{reason}",' if reason else ""
     text = httpx.get(f"{url}/metrics").text
-    found = re.search(rf'^megascend_vllm_{name}{{server="{server}"{more}}} (\S+)$', text, re.MULTILINE)
+    found = re.search(rf'^megascend_vllm_{name}{{{more}server="{server}"}} (\S+)$', text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 

@@ -124,8 +124,8 @@ def test_damage_to_the_log_is_reported_unless_it_is_in_the_last_batch(killed) ->
             with pytest.raises(CheckpointError, match=rf"state-wal: damaged at offset {begin}\b"):
                 rows_of(copy)
             assert len(log_of(copy).read_bytes()) == len(log)
-        else:  # nobody can tell it from one that was being written
-            assert rows_of(copy) == [row for batch in BATCHES[:2] for row in batch]
+        else:  # it can hardly be told from one that was being written
+            read_or_refused(copy, [row for batch in BATCHES[:2] for row in batch])
 
 
 def test_a_log_behind_which_an_older_one_lies_is_read(killed, tmp_path) -> None:

@@ -22,12 +22,12 @@ import megascend
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
 from megascend.serve import keys, reading, server, tenancy, wire
+from megascend.serve.bodies import LONGEST_S
 from megascend.serve.body import MAX_CONTAINERS
 from megascend.serve.catalogue import MOST_DOWNLOADS
 from megascend.serve.elsewhere import ABSENT
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import new_session
-from megascend.serve.requests import LONGEST_S
 from megascend.serve.scheduler import futures
 
 PROTOBUF = {"content-type": "application/x-protobuf"}

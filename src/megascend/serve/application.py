@@ -11,13 +11,14 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from megascend.serve import heap
 from megascend.serve.answering import Json
 from megascend.serve.asking import BY_PATH, number_in, settled
 from megascend.serve.audit import Audit
+from megascend.serve.bodies import CreateSampler, WithMetadata
 from megascend.serve.catalogue import catalogue_routes
 from megascend.serve.elsewhere import absent_routes
 from megascend.serve.errors import RequestRefusedError
@@ -26,13 +27,12 @@ from megascend.serve.keys import Keys
 from megascend.serve.names import CheckpointPath, sampler_name
 from megascend.serve.page import show_page
 from megascend.serve.reading import LARGE, read_body, read_json
-from megascend.serve.requests import integer, metadata_of, text
 from megascend.serve.sampler_routes import sampler_routes
 from megascend.serve.samplers import Samplers
 from megascend.serve.sampling_wire import SampleAnswer
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
-from megascend.serve.status import device_memory, status
+from megascend.serve.status import status
 from megascend.serve.sweeping import sweep
 from megascend.serve.training import train
 from megascend.serve.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
@@ -96,8 +96,8 @@ class Api:
         })  # fmt: skip
 
     async def create_session(self, request: Request, tenant: str) -> Response:
-        body = await read_json(request)
-        session = self.service.open_session(tenant, metadata_of(body))
+        body = WithMetadata.read(await read_json(request))
+        session = self.service.open_session(tenant, body.user_metadata)
         answer: dict[str, Any] = {"type": "create_session", "session_id": session.name}
         if not self.service.base.adapts_output:
             answer["warning_message"] = (
@@ -155,11 +155,11 @@ class Api:
     async def create_sampling_session(self, request: Request, tenant: str) -> Response:
         body = await read_json(request)
         session = self.service.tenancy.session(body.get("session_id"), tenant)
-        path = None if body.get("model_path") is None else text(body, "model_path")
-        name = sampler_name(session.name, integer(body, "sampling_session_seq_id"))
-        if path is not None:
-            self.service.checkpoints.find(tenant, CheckpointPath.parse(path), public=True)
-        self.service.add_sampler(session, name, path)
+        asked = CreateSampler.read(body)
+        name = sampler_name(session.name, asked.sampling_session_seq_id)
+        if asked.model_path is not None:
+            self.service.checkpoints.find(tenant, CheckpointPath.parse(asked.model_path), public=True)
+        self.service.add_sampler(session, name, asked.model_path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sampler(self, request: Request, tenant: str) -> Response:
@@ -198,19 +198,7 @@ class Api:
         return Json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        service = self.service
-        gauges = {
-            "sessions": ("Sessions that are open.", float(len(service.tenancy.sessions))),
-            "models": ("Models in training.", float(len(service.tenancy.models))),
-        }
-        memory = device_memory(service)
-        if memory is not None:
-            gauges["device_memory_bytes"] = ("Rank 0's memory on its device.", float(memory["allocated"]))
-            gauges["device_memory_peak_bytes"] = ("The most of it so far.", float(memory["peak"]))
-        found = service.figures.prometheus(gauges, service.futures.pending_by_kind())
-        if service.vllm is not None:
-            found += service.vllm.prometheus()
-        return PlainTextResponse(found, media_type="text/plain; version=0.0.4")
+        return Response(self.service.figures.text(), media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
         """What the page shows; totals alone for a request without a key."""

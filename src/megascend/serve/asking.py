@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megascend.serve import saving, training
-from megascend.serve.requests import integer, lora_of, metadata_of
+from megascend.serve.bodies import CreateModel
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.wire import number_of
@@ -32,8 +32,7 @@ def number_in(path: str, body: Mapping[str, Any]) -> int | None:
 def create_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
     """A new adapter from nothing."""
     session = service.tenancy.session(body.get("session_id"), tenant)
-    wanted = lora_of(body)
-    return service.create_model(tenant, session, integer(body, "model_seq_id"), wanted, metadata_of(body))
+    return service.create_model(session, CreateModel.read(body))
 
 
 def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:

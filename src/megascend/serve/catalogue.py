@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from megascend.serve.answering import Json
 from megascend.serve.archive import pack
+from megascend.serve.bodies import KeepFor, WeightsInfo
 from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
 from megascend.serve.reading import read_json
-from megascend.serve.requests import lifetime_of, text
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
@@ -84,7 +84,7 @@ def _window(request: Request, most: int = 1000) -> tuple[int, int]:
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
-    path = CheckpointPath.parse(text(await read_json(request), "tinker_path"))
+    path = CheckpointPath.parse(WeightsInfo.read(await read_json(request)).tinker_path)
     record, _ = service.checkpoints.find(tenant, path, public=True)
     return Json({
         "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
@@ -150,8 +150,7 @@ async def unpublish(service: Service, request: Request, tenant: str) -> Response
 
 async def keep_for(service: Service, request: Request, tenant: str) -> Response:
     """Have a checkpoint expire some time from now, or never."""
-    body = await read_json(request)
-    seconds = lifetime_of(body)
+    seconds = KeepFor.read(await read_json(request)).ttl_seconds
     expires = None if seconds is None else time.time() + seconds
     service.checkpoints.change(tenant, _path(request), expires=expires)
     return Response(status_code=204)

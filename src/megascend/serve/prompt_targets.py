@@ -49,13 +49,12 @@ class PromptTargets:
         return found[places, self.sparse["col"]], {**self.sparse, "shape": np.array(found.shape)}
 
 
-def targets_of(body: Mapping[str, Any]) -> PromptTargets | None:
-    """What a request to sample names.
+def targets_of(value: Any) -> PromptTargets | None:
+    """Read ``target_prompt_logprobs`` of a request to sample.
 
     Raises:
         DataError: it cannot be read, or is no int64 tensor of two dimensions.
     """
-    value = body.get("target_prompt_logprobs")
     if value is None:
         return None
     try:

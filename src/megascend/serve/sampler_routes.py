@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megascend.serve.answering import Json
+from megascend.serve.bodies import CancelFuture, RetrieveFutures, SamplerTarget
 from megascend.serve.catalogue import Listing
-from megascend.serve.errors import RequestRefusedError
 from megascend.serve.reading import read_json
-from megascend.serve.requests import integer, text
 from megascend.serve.service import Service
 
 LONG_POLL_S = 30.0
@@ -32,7 +29,7 @@ async def dynamic_config(service: Service, request: Request, tenant: str) -> Res
 
 
 async def join(service: Service, request: Request, tenant: str) -> Response:
-    sampler = text(await read_json(request), "sampling_session_id")
+    sampler = SamplerTarget.read(await read_json(request)).sampling_session_id
     session, _ = service.tenancy.sampler(sampler, tenant)
     session.clones[sampler] = session.clones.get(sampler, 0) + 1
     return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
@@ -40,27 +37,23 @@ async def join(service: Service, request: Request, tenant: str) -> Response:
 
 async def retrieve_futures(service: Service, request: Request, tenant: str) -> Response:
     """Which requests of one client of a sampler have ended since it asked last."""
-    body = await read_json(request)
-    target = body.get("target")
-    if not isinstance(target, Mapping):
-        raise RequestRefusedError("target must be an object", 422)
-    sampler = text(target, "sampling_session_id")
+    asked = RetrieveFutures.read(await read_json(request))
+    sampler, timeout, known = asked.target.sampling_session_id, asked.timeout, asked.retrieved_request_ids
     service.tenancy.sampler(sampler, tenant)
-    seen, timeout = integer(body, "prev_cursor", 0), body.get("timeout")
     timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
-    known = body.get("retrieved_request_ids") or []
     for name in known if isinstance(known, list) else []:
         if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
             service.futures.release(name, tenant)
-    clone = integer(target, "cloned_sampler_id", 0)
-    ended, last = await service.futures.completions.since(sampler, clone, seen, timeout_s)
+    ended, last = await service.futures.completions.since(
+        sampler, asked.target.cloned_sampler_id, asked.prev_cursor, timeout_s
+    )
     found = [{"state": "finished" if each else "failed", "request_id": name} for name, each in ended.items()]
     return Json({"completions": found, "cursor": last})
 
 
 async def cancel_future(service: Service, request: Request, tenant: str) -> Response:
     """End a request to sample that nobody waits for. One that has ended, or is not known, is as it is."""
-    future = service.futures.get(text(await read_json(request), "request_id"), tenant)
+    future = service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
     if future is not None and future.kind == "sample" and future.ended is None:
         service.cancel(future)
     return Response(status_code=204)

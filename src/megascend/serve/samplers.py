@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
+from megascend.serve.bodies import Sample
 from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath
 from megascend.serve.prompt_targets import targets_of
-from megascend.serve.requests import flag, integer, text
 from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.scheduler.turns import check_answers
 from megascend.serve.service import Service
-from megascend.serve.tenancy import Session, samples_of
+from megascend.serve.tenancy import samples_of
 from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
@@ -64,8 +64,10 @@ class Samplers:
         Raises:
             RequestRefusedError: 404 or 410, there is no such session or checkpoint; 429, too much is pending.
         """
-        name, session, path = self._whose(tenant, body)
-        number = None if body.get("seq_id") is None else integer(body, "seq_id")
+        asked = Sample.read(body)
+        name, session, path, number = asked.sampling_session_id, None, asked.model_path, asked.seq_id
+        if name is not None:
+            session, path = self._service.tenancy.sampler(name, tenant)
         if name is not None and number is not None:
             made = self._service.futures.get(f"{name}:request:{number}", tenant)
             if made is not None:
@@ -75,25 +77,19 @@ class Samplers:
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
         check_answers(self._service, tenant)
-        future = self._submit(tenant, label, owner, path, body)
-        if flag(body, "record_stability_info", False) and session is not None and future.ended is None:
-            self._service.sequences.watch(future, session, tokens_of_json(body["prompt"]))
+        future = self._submit(tenant, label, owner, path, asked)
+        if asked.record_stability_info and session is not None and future.ended is None:
+            self._service.sequences.watch(future, session, tokens_of_json(asked.prompt))
         return future
 
-    def _whose(self, tenant: str, body: Mapping[str, Any]) -> tuple[str | None, Session | None, str | None]:
-        if body.get("sampling_session_id") is None:
-            return None, None, None if body.get("model_path") is None else text(body, "model_path")
-        name = text(body, "sampling_session_id")
-        return name, *self._service.tenancy.sampler(name, tenant)
-
-    def _submit(self, tenant: str, label: str, owner: str, path: str | None, body: Mapping[str, Any]) -> Future:
+    def _submit(self, tenant: str, label: str, owner: str, path: str | None, asked: Sample) -> Future:
         service = self._service
         loaded: _Loaded | None = None
         try:
             if path is not None:
                 loaded = self._load(tenant, path)
-            request = sample_request_of(body, None if loaded is None else loaded.adapter, service.base.max_length)
-            last_n = None if body.get("prompt_logprobs_last_n") is None else integer(body, "prompt_logprobs_last_n")
+            adapter = None if loaded is None else loaded.adapter
+            request = sample_request_of(asked, adapter, service.base.max_length)
         except (ConfigError, DataError) as error:
             return self._failed(tenant, label, owner, error)
         if loaded is not None:
@@ -106,7 +102,7 @@ class Samplers:
         def answer(result: Any) -> SampleAnswer:
             if result.error is not None:
                 raise ConfigError(result.error)
-            return SampleAnswer(result, last_n, targets_of(body) if request.target_tokens is not None else None)
+            return SampleAnswer(result, asked.prompt_logprobs_last_n, targets_of(asked.target_prompt_logprobs))
 
         tokens = len(request.prompt) + request.num_samples * request.params.max_tokens
         future = service.futures.make(label, tenant, owner, "sample", answer_of=answer, then=then, tokens=tokens)

@@ -13,8 +13,8 @@ from torch import Tensor
 from megascend.batch.losses import BUILT_IN, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
+from megascend.serve.bodies import as_float
 from megascend.serve.provenance import with_ratio_mask
-from megascend.serve.requests import as_float
 from megascend.serve.wire import Datum
 
 POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce")

@@ -11,9 +11,9 @@ import numpy as np
 
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams, Stop, TopLogprobs
+from megascend.serve.bodies import MaxTokens, Sample, SamplingSettings
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.prompt_targets import PromptTargets, json_of_tensor, message_of_tensor, targets_of
-from megascend.serve.requests import flag, integer, is_text
 from megascend.serve.wire import messages_of_client, tokens_of_json
 
 MAX_SAMPLES = 1024
@@ -28,8 +28,8 @@ MAX_TOP = 2**22
 """Most pairs of a token and its log-probability in the answer to one request."""
 
 
-def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: int) -> SampleRequest:
-    """What a client wants sampled.
+def sample_request_of(asked: Sample, adapter: str | None, max_length: int) -> SampleRequest:
+    """Build the request of a client to sample.
 
     Args:
         adapter: whose responses; None: the base model's.
@@ -39,50 +39,53 @@ def sample_request_of(body: Mapping[str, Any], adapter: str | None, max_length: 
         RequestRefusedError, ConfigError, DataError: a value cannot be, or asks for what is not here.
     """
     try:
-        prompt = tokens_of_json(body["prompt"]).tolist()
+        prompt = tokens_of_json(asked.prompt).tolist()
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"the prompt cannot be read: {type(error).__name__}") from None
-    params = body.get("sampling_params")
+    params = asked.sampling_params
     if not isinstance(params, Mapping):
         raise RequestRefusedError("sampling_params must be an object", 422)
-    count = integer(body, "num_samples", 1)
+    longest = MaxTokens.read(params, "sampling_params").max_tokens
+    settings = SamplingSettings.read(params, "sampling_params", ConfigError)
+    count = asked.num_samples
     if not 1 <= count <= MAX_SAMPLES:
         raise ConfigError(f"num_samples={count}: from 1 to {MAX_SAMPLES}")
-    longest = integer(params, "max_tokens", max(max_length - len(prompt), 0))
+    longest = max(max_length - len(prompt), 0) if longest is None else longest
     if len(prompt) + longest > max_length:
         raise DataError(f"{len(prompt)} prompt tokens and max_tokens={longest} are together more than {max_length}")
-    of_prompt, of_samples = integer(body, "topk_prompt_logprobs", 0), integer(body, "topk_sample_logprobs", 0)
+    of_prompt, of_samples = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
     if of_prompt * len(prompt) + of_samples * count * longest > MAX_TOP:
         raise ConfigError(f"the likeliest tokens of all places would be more than {MAX_TOP}: ask for fewer at a time")
-    targets = targets_of(body)
+    targets = targets_of(asked.target_prompt_logprobs)
     return SampleRequest(
         prompt,
         SamplingParams(
             longest,
-            _number(params, "temperature", 1.0),
-            _number(params, "top_p", 1.0),
-            int(_number(params, "top_k", -1)),
-            None if params.get("seed") is None else int(_number(params, "seed", 0)) % 2**62,
-            _stops(params.get("stop")),
+            settings.temperature,
+            settings.top_p,
+            int(settings.top_k),
+            None if settings.seed is None else int(settings.seed) % 2**62,
+            _stops(settings.stop),
         ),
         adapter,
         count,
-        prompt_logprobs=flag(body, "prompt_logprobs", False),
+        prompt_logprobs=asked.prompt_logprobs,
         topk_prompt_logprobs=of_prompt,
         topk_logprobs=of_samples,
         target_tokens=None if targets is None else targets.rows(),
-        prompt_draws=integer(body, "prompt_alt_tokens_k", 0),
+        prompt_draws=asked.prompt_alt_tokens_k,
     )
 
 
-def _number(params: Mapping[str, Any], name: str, default: float) -> float:
-    value = params.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
-        raise ConfigError(f"sampling_params: {name} must be a number, got {str(value)[:40]!r}")
-    return value
+def _is_text(value: str) -> bool:
+    """Check whether a string can be written in UTF-8: JSON can have halves of characters (surrogates), which cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stops(value: Any) -> tuple[Stop, ...]:
@@ -94,7 +97,7 @@ def _stops(value: Any) -> tuple[Stop, ...]:
     ):
         raise ConfigError(f"sampling_params: stop must be a text, or up to {MAX_STOPS} texts or token ids")
     for each in found:
-        if isinstance(each, str) and (len(each) > MAX_STOP or not is_text(each)):
+        if isinstance(each, str) and (len(each) > MAX_STOP or not _is_text(each)):
             raise ConfigError(f"sampling_params: a text of stop has more than {MAX_STOP} characters, or half of one")
     return tuple(found)
 

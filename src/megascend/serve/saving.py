@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megascend.errors import ConfigError
+from megascend.serve.bodies import LoadNewModel, LoadWeights, LoraSettings, SaveWeights
 from megascend.serve.checkpoints import Record
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.names import CheckpointPath, Kind, sampler_name
-from megascend.serve.requests import LoraRequest, flag, integer, lifetime_of, metadata_of, text
 from megascend.serve.scheduler.commands import Create, Load, Save
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.scheduler.turns import fail, in_line
@@ -27,12 +27,10 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
     """
     number, request = number_of(body.get("seq_id")), "save_weights" if kind == "weights" else "save_weights_for_sampler"
     try:
-        path, sampler = _wanted(model, body, kind, number)
-        metadata = metadata_of(body)
-        ttl = lifetime_of(body)
-        overwrite = flag(body, "overwrite", False)
-        if body.get("kind", "snapshot") != "snapshot":
-            raise ConfigError(f"kind {str(body['kind'])[:40]!r}: this server saves snapshots only")
+        asked = SaveWeights.read(body)
+        path, sampler = _wanted(model, asked, kind, number)
+        if asked.kind != "snapshot":
+            raise ConfigError(f"kind {str(asked.kind)[:40]!r}: this server saves snapshots only")
         used = service.checkpoints.bytes_of(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(
@@ -42,10 +40,11 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         return fail(service, model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
-        now = time.time()
+        now, ttl = time.time(), asked.ttl_seconds
         return Record(
             path, service.base.names[0], model.rank, model.attention, model.mlp, model.output, now,
-            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=metadata, request=number,
+            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=asked.user_metadata,
+            request=number,
         )  # fmt: skip
 
     def answer(_: Any) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) ->
         return {"type": request, "path": str(path)}
 
     def command(ticket: int) -> Save | None:
-        there = service.checkpoints.exists(model.tenant, path) and not overwrite and sampler is None
+        there = service.checkpoints.exists(model.tenant, path) and not asked.overwrite and sampler is None
         if there and not (service.durability.repeating and _made_by(service, model, path, number)):
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)
@@ -74,12 +73,12 @@ def _made_by(service: Service, model: Model, path: CheckpointPath, number: int |
     return number is not None and service.checkpoints.find(model.tenant, path)[0].request == number
 
 
-def _wanted(model: Model, body: Mapping[str, Any], kind: Kind, number: int | None) -> tuple[CheckpointPath, str | None]:
-    """Where to save, and the sampler that is to have it."""
-    if body.get("path") is not None:
-        return CheckpointPath(model.name, kind, text(body, "path")), None
-    if kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
-        of_session = integer(body, "sampling_session_seq_id")
+def _wanted(model: Model, asked: SaveWeights, kind: Kind, number: int | None) -> tuple[CheckpointPath, str | None]:
+    """Return where to save, and the sampler that is to have it."""
+    if asked.path is not None:
+        return CheckpointPath(model.name, kind, asked.path), None
+    of_session = asked.sampling_session_seq_id
+    if kind == "sampler_weights" and of_session is not None:
         return CheckpointPath(model.name, kind, f"session-{of_session}"), sampler_name(model.session, of_session)
     return CheckpointPath(model.name, kind, f"unnamed-{number if number is not None else time.time_ns()}"), None
 
@@ -88,10 +87,9 @@ def load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future
     """Put a checkpoint in the place of a model's adapter, in its turn (clients up to 0.24)."""
     number = number_of(body.get("seq_id"))
     try:
-        record, directory = service.checkpoints.find(
-            model.tenant, CheckpointPath.parse(text(body, "path")), public=True
-        )
-        optimizer = _optimizer(body, record)
+        asked = LoadWeights.read(body)
+        record, directory = service.checkpoints.find(model.tenant, CheckpointPath.parse(asked.path), public=True)
+        _check_optimizer(asked, record)
     except (RequestRefusedError, ConfigError) as error:
         return fail(service, model, number, "load_weights", ConfigError(str(error)))
 
@@ -100,7 +98,7 @@ def load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future
         return {"type": "load_weights", "path": str(record.path)}
 
     def command(ticket: int) -> Load:
-        return Load(ticket, model.adapter, str(directory), optimizer)
+        return Load(ticket, model.adapter, str(directory), asked.optimizer)
 
     return in_line(service, model, number, "load_weights", command, answer_of=answer)
 
@@ -112,21 +110,21 @@ def load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Fut
         RequestRefusedError: 404; there is no such checkpoint.
         ConfigError: it has no optimizer's state, and that was asked for.
     """
-    record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(text(body, "path")), public=True)
-    wanted = LoraRequest(record.base_model, record.rank, None, record.attention, record.mlp, record.output)
-    optimizer = _optimizer(body, record)
+    asked = LoadNewModel.read(body)
+    record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(asked.path), public=True)
+    lora = LoraSettings(
+        rank=record.rank, train_attn=record.attention, train_mlp=record.mlp, train_unembed=record.output
+    )
+    _check_optimizer(asked, record)
 
     def command(model: Model, ticket: int) -> Create:
-        return Create(ticket, model.adapter, None, str(directory), optimizer)
+        return Create(ticket, model.adapter, None, str(directory), asked.optimizer)
 
-    number = integer(body, "model_seq_id")
-    return service.new_model(session, number, wanted, metadata_of(body), command, "load_weights")
+    return service.new_model(session, asked.model_seq_id, lora, asked.user_metadata, command, "load_weights")
 
 
-def _optimizer(body: Mapping[str, Any], record: Record) -> bool:
-    optimizer = flag(body, "optimizer", False)
-    if optimizer and not record.optimizer:
+def _check_optimizer(asked: LoadWeights, record: Record) -> None:
+    if asked.optimizer and not record.optimizer:
         raise ConfigError(
             f"{record.path} was saved for sampling and has no optimizer state; load it without, or save_state"
         )
-    return optimizer

@@ -132,7 +132,7 @@ def check_packages() -> None:
     from megascend.serve.wire import messages_of_client
 
     messages_of_client()
-    for name in ("starlette", "uvicorn", "zstandard"):
+    for name in ("starlette", "uvicorn", "zstandard", "prometheus_client"):
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -185,7 +185,7 @@ def http_server(
     import uvicorn
 
     from megascend.serve.application import make_application
-    from megascend.serve.connections import bounded
+    from megascend.serve.connections import bounded, reporting
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)
@@ -196,7 +196,8 @@ def http_server(
         keep_state(service)
     if vllm is not None:
         service.vllm = vllm(service.finish)
-    application = make_application(service, api_keys.Keys(keys))
+        service.figures.registry.register(service.vllm.pool)
+    application = reporting(make_application(service, api_keys.Keys(keys)))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(

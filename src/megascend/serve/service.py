@@ -19,10 +19,10 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.base_model import BaseModel
+from megascend.serve.bodies import CreateModel, LoraSettings
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.errors import Failure, RequestRefusedError
-from megascend.serve.figures import Figures
-from megascend.serve.requests import LoraRequest
+from megascend.serve.figures import Figures, ServiceGauges
 from megascend.serve.scheduler.commands import Cancel, Command, Create, Outcome, Remove
 from megascend.serve.scheduler.futures import Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
@@ -65,6 +65,7 @@ class Service:
         self.checkpoints = Checkpoints(settings.storage)
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
+        self.figures.registry.register(ServiceGauges(self))
         self.packing = asyncio.Semaphore(2)
         self.downloads: Counter[str] = Counter()
         self.durability = Durability()
@@ -72,6 +73,15 @@ class Service:
         self.started = self.swept = clock()
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
         self.vllm: VllmSampling | None = None
+
+    def device_memory(self) -> dict[str, Any] | None:
+        """Return rank 0's device and its memory in bytes; None where the device reports nothing of it."""
+        if self.memory is None:
+            return None
+        device, figures = self.memory()
+        if not figures.total:
+            return None
+        return {"device": device, "allocated": figures.allocated, "peak": figures.peak, "total": figures.total}
 
     # --- sessions ---
 
@@ -92,22 +102,25 @@ class Service:
 
     # --- models ---
 
-    def create_model(self, tenant: str, session: Session, number: int, wanted: LoraRequest, metadata: Any) -> Future:
-        """A new adapter from nothing. Asked again for the same number of the session, the same future."""
-        self._check_base(wanted.base_model)
-        targets = self.base.targets(attention=wanted.attention, mlp=wanted.mlp, output=wanted.output)
-        seed = secrets.randbelow(2**31) if wanted.seed is None else wanted.seed % 2**62
-        lora = Lora(rank=wanted.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
-        return self.new_model(
-            session, number, wanted, metadata, lambda model, ticket: Create(ticket, model.adapter, lora), "create_model"
-        )
+    def create_model(self, session: Session, body: CreateModel) -> Future:
+        """Create an adapter from nothing. Asked again for the same number of the session, return the same future."""
+        asked = body.lora
+        self._check_base(body.base_model)
+        targets = self.base.targets(attention=asked.train_attn, mlp=asked.train_mlp, output=asked.train_unembed)
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        lora = Lora(rank=asked.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
+
+        def command(model: Model, ticket: int) -> Create:
+            return Create(ticket, model.adapter, lora)
+
+        return self.new_model(session, body.model_seq_id, asked, body.user_metadata, command, "create_model")
 
     def new_model(
         self,
         session: Session,
         number: int,
-        wanted: LoraRequest,
-        metadata: Any,
+        lora: LoraSettings,
+        metadata: Mapping[str, str] | None,
         command: Callable[[Model, int], Command],
         kind: str,
     ) -> Future:
@@ -117,7 +130,7 @@ class Service:
         if made is not None:
             return made
         model = self.tenancy.add_model(
-            session, number, rank=wanted.rank, attention=wanted.attention, mlp=wanted.mlp, output=wanted.output,
+            session, number, rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, output=lora.train_unembed,
             metadata=metadata,
         )  # fmt: skip
 

@@ -33,9 +33,9 @@ def totals(service: Service) -> dict[str, Any]:
         "max_models": service.settings.max_models,
         "tokens": figures.tokens,
         "requests": _requests(service),
-        "refused": {str(code): count for code, count in sorted(figures.refused.items())},
+        "refused": dict(sorted(figures.refused.items())),
         "batches": {"max_tokens": service.settings.batch_tokens, "recent": list(figures.batches)},
-        "memory": device_memory(service),
+        "memory": service.device_memory(),
     }
 
 
@@ -89,20 +89,10 @@ def _model(service: Service, model: Model) -> dict[str, Any]:
 
 def _requests(service: Service) -> list[dict[str, Any]]:
     """By kind: how many wait, and how those ended that did."""
-    pending, done = service.futures.pending_by_kind(), service.figures.done
+    pending, done = service.futures.pending_by_kind(), service.figures.ended
     kinds = sorted({*pending, *(kind for kind, _ in done)})
     return [
         {"kind": kind, "pending": pending.get(kind, 0)}
         | {how: done.get((kind, how), 0) for how in ("ok", "user", "server")}
         for kind in kinds
     ]
-
-
-def device_memory(service: Service) -> dict[str, Any] | None:
-    """Rank 0's device and its memory in bytes; None where the device tells nothing of it."""
-    if service.memory is None:
-        return None
-    device, figures = service.memory()
-    if not figures.total:
-        return None
-    return {"device": device, "allocated": figures.allocated, "peak": figures.peak, "total": figures.total}

@@ -9,8 +9,8 @@ from typing import Any
 
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
+from megascend.serve.bodies import adam_of
 from megascend.serve.provenance import with_recorded
-from megascend.serve.requests import adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
 from megascend.serve.scheduler.commands import Command, Forward, ForwardBackward, OptimizerStep
 from megascend.serve.scheduler.futures import Future

@@ -9,8 +9,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
 from megascend.rollout.availability import Availability
@@ -160,28 +162,31 @@ class Pool:
             except MegascendError as error:
                 log.warning("an adapter that nobody samples from stays loaded: %s", error)
 
-    def prometheus(self) -> str:
-        """Figures of the servers in Prometheus' text format; a server's label is its place in the settings, from 0 on."""
-        every = range(len(self._servers))
-        families = [
-            ("vllm_pending", "gauge", "Requests that a vLLM server has not answered.", {(i,): self._pending[i] for i in every}),
-            (
-                "vllm_left_out", "gauge", "Whether a vLLM server is left out, because it failed a short time ago.",
-                {(i,): int(self._availability.left_out(i)) for i in every},
-            ),
-            ("vllm_answered_total", "counter", "Requests that a vLLM server answered.", {(i,): self._answered[i] for i in every}),
-            (
-                "vllm_failures_total", "counter", "Requests that a vLLM server failed at, and that others got.",
-                dict(sorted(self._failures.items())),
-            ),
-        ]  # fmt: skip
-        lines = []
-        for name, kind, what, values in families:
-            lines += [f"# HELP megascend_{name} {what}", f"# TYPE megascend_{name} {kind}"]
-            for (server, *reason), value in values.items():
-                more = f',reason="{reason[0]}"' if reason else ""
-                lines.append(f'megascend_{name}{{server="{server}"{more}}} {value}')
-        return "\n".join(lines) + "\n"
+    def collect(self) -> Iterator[Metric]:
+        """Collect metrics of the servers for Prometheus; a server's label is its place in the settings, from 0 on."""
+        pending = GaugeMetricFamily(
+            "megascend_vllm_pending", "Requests that a vLLM server has not answered.", labels=["server"]
+        )
+        left_out = GaugeMetricFamily(
+            "megascend_vllm_left_out",
+            "Whether a vLLM server is left out, as it failed a short time ago.",
+            labels=["server"],
+        )
+        answered = CounterMetricFamily(
+            "megascend_vllm_answered", "Requests that a vLLM server answered.", labels=["server"]
+        )
+        failures = CounterMetricFamily(
+            "megascend_vllm_failures",
+            "Requests that a vLLM server failed at, and that others got.",
+            labels=["server", "reason"],
+        )
+        for which in range(len(self._servers)):
+            pending.add_metric([str(which)], self._pending[which])
+            left_out.add_metric([str(which)], int(self._availability.left_out(which)))
+            answered.add_metric([str(which)], self._answered[which])
+        for (which, reason), count in sorted(self._failures.items()):
+            failures.add_metric([str(which), reason], count)
+        yield from (pending, left_out, answered, failures)
 
 
 def _reason(error: EngineError) -> str:

@@ -26,6 +26,9 @@ class VllmSampling:
         report: takes outcomes.
         vocab_size, max_length: of the model, and of a prompt with its response.
         ends: tokens that end every response.
+
+    Attributes:
+        pool: of the servers, a collector of their metrics.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class VllmSampling:
         max_length: int,
         ends: Sequence[int] = (),
     ) -> None:
-        self._pool, self._report = Pool(found, ends), report
+        self.pool, self._report = Pool(found, ends), report
         self._vocab_size, self._max_length = vocab_size, max_length
         self._directories = {BASE: found.base}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -50,7 +53,7 @@ class VllmSampling:
             work = self._nothing()  # loaded by the server that is asked for a response first
         elif isinstance(command, Remove):
             self._directories.pop(command.adapter, None)
-            work = self._pool.unload(command.adapter)
+            work = self.pool.unload(command.adapter)
         else:
             assert isinstance(command, Respond)
             work = self._respond(command.request)
@@ -68,7 +71,7 @@ class VllmSampling:
         for task in list(self._tasks.values()):
             task.cancel()
         for adapter in list(self._directories):
-            await self._pool.unload(adapter, always=adapter == BASE)
+            await self.pool.unload(adapter, always=adapter == BASE)
 
     async def _carry_out(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -91,8 +94,4 @@ class VllmSampling:
         limit = "what the served model takes"
         if refusal := request.refusal(self._directories, self._vocab_size, self._max_length, limit):
             return SampleResult(error=refusal)
-        return await self._pool.respond(request, self._directories)
-
-    def prometheus(self) -> str:
-        """Figures of the servers; see :meth:`Pool.prometheus`."""
-        return self._pool.prometheus()
+        return await self.pool.respond(request, self._directories)

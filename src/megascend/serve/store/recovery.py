@@ -20,7 +20,7 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.files import make_directory
 from megascend.serve.asking import BY_PATH
-from megascend.serve.requests import LoraRequest, metadata_of
+from megascend.serve.bodies import LoraSettings, WithMetadata
 from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.scheduler.turns import in_line, spoil
@@ -205,7 +205,8 @@ class Recovery:
         """Restore a model as it was saved."""
         values, service = save.values, self._service
         session = service.tenancy.sessions[row.parent or ""]
-        lora = LoraRequest(service.base.names[0], values["rank"], None, *values["parts"])
+        attention, mlp, output = values["parts"]
+        lora = LoraSettings(rank=values["rank"], train_attn=attention, train_mlp=mlp, train_unembed=output)
         directory = self._state.directory(values["directory"])
 
         def command(model: Model, ticket: int) -> Create:
@@ -214,7 +215,7 @@ class Recovery:
         self._state.restoring = True
         try:
             future = service.new_model(
-                session, body["model_seq_id"], lora, metadata_of(body), command, row.values["path"]
+                session, body["model_seq_id"], lora, WithMetadata.read(body).user_metadata, command, row.values["path"]
             )
         finally:
             self._state.restoring = False
