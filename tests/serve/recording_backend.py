@@ -16,14 +16,13 @@ from megascend.batch.results import AdapterLoss, StepResult
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
-from megascend.serve.application import make_application
+from megascend.serve.api.application import make_application, sweep
+from megascend.serve.api.keys import Keys, digest_of
 from megascend.serve.base_model import BaseModel
-from megascend.serve.keys import Keys, digest_of
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.scheduler.lines import work
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
-from megascend.serve.sweeping import sweep
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
 VOCABULARY = 100

@@ -18,7 +18,7 @@ from serve_ranks import KEYS, service, training_job, written
 from forked_programs import environment, run_forked
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
-from megascend.serve.names import CheckpointPath
+from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.reference import run_reference
 

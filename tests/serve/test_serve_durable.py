@@ -17,14 +17,13 @@ from recording_backend import Served, served
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
-from megascend.serve import training
-from megascend.serve.keys import Keys
+from megascend.serve import operations
+from megascend.serve.api.keys import Keys
+from megascend.serve.api.wire import Datum, Span, TrainRequest
 from megascend.serve.server import keys_of
-from megascend.serve.spans import Span
 from megascend.serve.store import recovery, writer
 from megascend.serve.store.database import StoredRow
 from megascend.serve.store.recovery import NAME
-from megascend.serve.wire import Datum, TrainRequest
 
 
 @pytest.fixture
@@ -176,7 +175,7 @@ def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_
         on_the_loop = first.client.portal.call
         on_the_loop(first.service.sequences.record, session, np.array([5]), ["one", "two"], result)
         request = TrainRequest(model, 1, "stable_reinforce", {}, False, [datum])
-        name = on_the_loop(training.train, first.service, "alice", request).name
+        name = on_the_loop(operations.train, first.service, "alice", request).name
         answer = first.alice.fetch(name)
         on_the_loop(first.service.sequences._drop, "alice", "one")
         on_the_loop(first.service.durability.durable)

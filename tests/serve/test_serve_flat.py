@@ -14,10 +14,10 @@ import pytest
 from recording_backend import Served, served
 
 from megascend.serve import figures
+from megascend.serve.api.wire import TrainAnswer
 from megascend.serve.scheduler import futures
 from megascend.serve.scheduler.commands import Remove
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.wire import TrainAnswer
 
 LIVES = 16
 CONTAINERS = (dict, list, set, deque, OrderedDict)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megascend.errors import ConfigError, DataError
-from megascend.serve import keys, wire
+from megascend.serve.api import keys, wire
+from megascend.serve.api.bodies import adam_of
+from megascend.serve.api.reading import check_message, decompress
 from megascend.serve.base_model import BaseModel, allowed_targets
-from megascend.serve.bodies import adam_of
-from megascend.serve.body import check_message, decompress
+from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import CheckpointPath, model_of_run, run_directory
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
 from megascend.serve.tenancy import Order
 

@@ -11,10 +11,9 @@ import pytest
 from recording_backend import Served, served
 
 from megascend.sampling.request import SampleResult
-from megascend.serve.bodies import Sample
-from megascend.serve.elsewhere import ABSENT
-from megascend.serve.prompt_targets import targets_of
-from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
+from megascend.serve.api.application import ABSENT
+from megascend.serve.api.bodies import Sample
+from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
 
 
 @pytest.fixture

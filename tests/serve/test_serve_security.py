@@ -21,13 +21,14 @@ from recording_backend import KEYS, Served, served, train_body
 import megascend
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
-from megascend.serve import keys, reading, server, tenancy, wire
-from megascend.serve.bodies import LONGEST_S
-from megascend.serve.body import MAX_CONTAINERS
-from megascend.serve.catalogue import MOST_DOWNLOADS
-from megascend.serve.elsewhere import ABSENT
+from megascend.serve import server, tenancy
+from megascend.serve.api import keys, reading, wire
+from megascend.serve.api.application import ABSENT
+from megascend.serve.api.bodies import LONGEST_S
+from megascend.serve.api.catalogue import MOST_DOWNLOADS
+from megascend.serve.api.reading import MAX_CONTAINERS
+from megascend.serve.checkpoints import new_session
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import new_session
 from megascend.serve.scheduler import futures
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -329,7 +330,7 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
     for _ in range(2 * MOST_DOWNLOADS):
         assert here.alice.get(where).status_code == 200
     assert here.service.downloads["alice"] == 0, "what was sent does not count"
-    monkeypatch.setattr("megascend.serve.catalogue.pack", lambda directory: 1 / 0)
+    monkeypatch.setattr("megascend.serve.api.catalogue.pack", lambda directory: 1 / 0)
     assert here.alice.get(where).status_code == 500
     assert here.service.downloads["alice"] == 0
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from recording_backend import Served, served
 from megascend.cli.serve_demo import CLIENT, demo_directory, demo_settings
 from megascend.config.serve import load_serve_config
 from megascend.platforms.base import MemoryFigures
-from megascend.serve.status import loss_curve
+from megascend.serve.api.page import loss_curve
 
 
 @pytest.fixture

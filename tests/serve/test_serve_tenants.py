@@ -20,7 +20,7 @@ from serve_ranks import KEYS, service
 from forked_programs import environment
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
-from megascend.serve.names import CheckpointPath
+from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 
 pytestmark = pytest.mark.nightly

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.availability import FIRST_S
 from megascend.sampling.request import SampleRequest, SamplingParams
-from megascend.serve import vllm_server
-from megascend.serve.vllm_pool import Pool, Servers
-from megascend.serve.vllm_server import RefusedError, ServerFailedError, VllmServer
+from megascend.serve.samplers import vllm_server
+from megascend.serve.samplers.vllm_pool import Pool, Servers
+from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
 DIRECTORIES = {"base": "/storage/null"}

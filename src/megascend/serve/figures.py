@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
 
 from megascend.serve.scheduler.futures import Future
-
-if TYPE_CHECKING:
-    from megascend.serve.service import Service
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -135,24 +130,3 @@ def _values(counter: Counter) -> dict[tuple[str, ...], float]:
     """Return a counter's values by those of its labels."""
     samples = (sample for metric in counter.collect() for sample in metric.samples)
     return {tuple(each.labels.values()): each.value for each in samples if each.name.endswith("_total")}
-
-
-class ServiceGauges:
-    """Collect what a service holds at present."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def collect(self) -> Iterator[Metric]:
-        service = self._service
-        yield GaugeMetricFamily("megascend_sessions", "Sessions that are open.", len(service.tenancy.sessions))
-        yield GaugeMetricFamily("megascend_models", "Models in training.", len(service.tenancy.models))
-        memory = service.device_memory()
-        if memory is not None:
-            allocated, peak = memory["allocated"], memory["peak"]
-            yield GaugeMetricFamily("megascend_device_memory_bytes", "Rank 0's memory on its device.", allocated)
-            yield GaugeMetricFamily("megascend_device_memory_peak_bytes", "The most of it so far.", peak)
-        pending = GaugeMetricFamily("megascend_pending", "Requests that have not ended.", labels=["kind"])
-        for kind, count in sorted(service.futures.pending_by_kind().items()):
-            pending.add_metric([kind], count)
-        yield pending

@@ -19,11 +19,11 @@ from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.platforms.base import MemoryFigures
-from megascend.serve import keys as api_keys
+from megascend.serve.api import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
+from megascend.serve.samplers.vllm_check import vllm_servers
+from megascend.serve.samplers.vllm_sampling import VllmSampling
 from megascend.serve.scheduler.commands import Outcome
-from megascend.serve.vllm_check import vllm_servers
-from megascend.serve.vllm_sampling import VllmSampling
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -129,7 +129,7 @@ def check_packages() -> None:
     Raises:
         MissingDependencyError: one is; the message names the extra.
     """
-    from megascend.serve.wire import messages_of_client
+    from megascend.serve.api.wire import messages_of_client
 
     messages_of_client()
     for name in ("starlette", "uvicorn", "zstandard", "prometheus_client"):
@@ -184,8 +184,8 @@ def http_server(
     """
     import uvicorn
 
-    from megascend.serve.application import make_application
-    from megascend.serve.connections import bounded, reporting
+    from megascend.serve.api.application import make_application
+    from megascend.serve.api.connections import bounded, reporting
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)

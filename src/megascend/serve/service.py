@@ -1,8 +1,7 @@
 """What the service has for its clients, without HTTP: sessions, models, and futures that outcomes of commands end.
 
-Above it: :mod:`~megascend.serve.scheduler.turns` puts requests of a model in line, :mod:`~megascend.serve.training`,
-:mod:`~megascend.serve.saving` and :mod:`~megascend.serve.samplers` make commands of them, and
-:mod:`~megascend.serve.sweeping` ends what is over. All of it runs on the HTTP server's event loop.
+Above it: :mod:`~megascend.serve.scheduler.turns` puts requests of a model in line, :mod:`~megascend.serve.operations` and
+:mod:`~megascend.serve.samplers.adapters` make commands of them. All of it runs on the HTTP server's event loop.
 """
 
 from __future__ import annotations
@@ -18,18 +17,85 @@ from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MegascendError
 from megascend.platforms.base import MemoryFigures
+from megascend.serve.api.bodies import CreateModel, LoraSettings
+from megascend.serve.api.wire import TrainRequest
 from megascend.serve.base_model import BaseModel
-from megascend.serve.bodies import CreateModel, LoraSettings
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.errors import Failure, RequestRefusedError
-from megascend.serve.figures import Figures, ServiceGauges
+from megascend.serve.figures import Figures
+from megascend.serve.samplers.sequences import Sequences
+from megascend.serve.samplers.vllm_sampling import VllmSampling
 from megascend.serve.scheduler.commands import Cancel, Command, Create, Outcome, Remove
 from megascend.serve.scheduler.futures import Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.sequences import Sequences
-from megascend.serve.store.durability import Durability
 from megascend.serve.tenancy import Model, Session, Tenancy, samples_of
-from megascend.serve.vllm_sampling import VllmSampling
+
+
+class Durability:
+    """Stores nothing: sessions, models and their steps end with the server.
+
+    Called on the event loop, in the order in which things happen.
+
+    Attributes:
+        repeating: requests that were taken before are being put in line again.
+    """
+
+    repeating = False
+
+    @property
+    def recovered(self) -> bool:
+        """Whether all that was repeated after a restart has ended."""
+        return True
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing can be stored at present, as the disk is full, for example."""
+        return False
+
+    def check_number(self, number: int | None) -> None:
+        """Raise if a request without a number cannot be stored."""
+
+    def session(self, session: Session) -> None:
+        """Note that a session was opened."""
+
+    def ended(self, session: Session) -> None:
+        """Note that a session has ended."""
+
+    def sampler(self, session: Session, name: str, path: str | None) -> None:
+        """Note that a session has a sampler."""
+
+    def asked(self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None) -> None:
+        """Note that a future was made for a request, or found, if the request came before.
+
+        Args:
+            path: of the request under /api/v1.
+            body: that the same request can be made from; a mapping is stored as JSON.
+        """
+
+    def resolved(self, future: Future, request: TrainRequest) -> None:
+        """Act as :meth:`asked`, for a request with what the server remembered put in."""
+
+    def turn(self, model: Model, future: Future, number: int | None) -> None:
+        """Note that a request's command, if it has one, was given to the ranks."""
+
+    def unloaded(self, model: Model) -> None:
+        """Note that a model was removed."""
+
+    def hold(self, future: Future, outcome: Outcome) -> bool:
+        """Return whether a future must not end yet with the outcome of its command; it is ended later."""
+        return False
+
+    def over(self, future: Future) -> None:
+        """Note that a future has ended."""
+
+    async def writable(self) -> None:
+        """Raise 503 if nothing can be stored at present."""
+
+    async def durable(self) -> None:
+        """Return when all that was noted is on the disk; raise 503 if it is not yet."""
+
+    def close(self) -> None:
+        """End with the server."""
 
 
 class Service:
@@ -65,7 +131,6 @@ class Service:
         self.checkpoints = Checkpoints(settings.storage)
         self.sequences = Sequences(clock, settings.limits.tokens)
         self.figures = Figures()
-        self.figures.registry.register(ServiceGauges(self))
         self.packing = asyncio.Semaphore(2)
         self.downloads: Counter[str] = Counter()
         self.durability = Durability()

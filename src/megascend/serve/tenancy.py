@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megascend.serve.checkpoints import model_name, new_session
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import model_name, new_session
 
 T = TypeVar("T")
 

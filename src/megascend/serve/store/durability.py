@@ -1,4 +1,4 @@
-"""What the service reports for a restart: ignored by :class:`Durability`, stored by :class:`DurableState` (``--durable``)."""
+"""Store what the service reports, and save models from time to time (``--durable``)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from megascend.errors import CheckpointError
-from megascend.serve.errors import RequestRefusedError
+from megascend.serve.api.wire import TrainAnswer, TrainRequest, json_of_train_request
+from megascend.serve.errors import Failure, RequestRefusedError
+from megascend.serve.samplers.sequences import RecordedSequence
 from megascend.serve.scheduler.commands import Outcome, Save
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.service import Durability, Service
 from megascend.serve.store.database import Removal, StoredRow
-from megascend.serve.store.rows import answer_row, sequence_row
-from megascend.serve.wire import TrainRequest, json_of_train_request
-
-if TYPE_CHECKING:
-    from megascend.serve.scheduler.futures import Future
-    from megascend.serve.sequences import RecordedSequence
-    from megascend.serve.service import Service
-    from megascend.serve.store.writer import StateWriter
-    from megascend.serve.tenancy import Model, Session
+from megascend.serve.store.writer import StateWriter
+from megascend.serve.tenancy import Model, Session
 
 SAVES = ("save_weights", "save_weights_for_sampler")
 """Requests whose outcome is stored, as the client may have changed their files since. Failures are stored of all requests: their
@@ -33,73 +32,6 @@ MOST_BYTES = 256 * 2**20
 """Bytes of a model's requests after which it is saved, whatever they are."""
 REQUESTS_PER_STEP = 50
 log = logging.getLogger("megascend.serve")
-
-
-class Durability:
-    """Stores nothing: sessions, models and their steps end with the server.
-
-    Called on the event loop, in the order in which things happen.
-
-    Attributes:
-        repeating: requests that were taken before are being put in line again.
-    """
-
-    repeating = False
-
-    @property
-    def recovered(self) -> bool:
-        """Whether all that was repeated after a restart has ended."""
-        return True
-
-    @property
-    def stalled(self) -> bool:
-        """Whether nothing can be stored at present, as the disk is full, for example."""
-        return False
-
-    def check_number(self, number: int | None) -> None:
-        """Raise if a request without a number cannot be stored."""
-
-    def session(self, session: Session) -> None:
-        """Note that a session was opened."""
-
-    def ended(self, session: Session) -> None:
-        """Note that a session has ended."""
-
-    def sampler(self, session: Session, name: str, path: str | None) -> None:
-        """Note that a session has a sampler."""
-
-    def asked(self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None) -> None:
-        """Note that a future was made for a request, or found, if the request came before.
-
-        Args:
-            path: of the request under /api/v1.
-            body: that the same request can be made from; a mapping is stored as JSON.
-        """
-
-    def resolved(self, future: Future, request: TrainRequest) -> None:
-        """Act as :meth:`asked`, for a request with what the server remembered put in."""
-
-    def turn(self, model: Model, future: Future, number: int | None) -> None:
-        """Note that a request's command, if it has one, was given to the ranks."""
-
-    def unloaded(self, model: Model) -> None:
-        """Note that a model was removed."""
-
-    def hold(self, future: Future, outcome: Outcome) -> bool:
-        """Return whether a future must not end yet with the outcome of its command; it is ended later."""
-        return False
-
-    def over(self, future: Future) -> None:
-        """Note that a future has ended."""
-
-    async def writable(self) -> None:
-        """Raise 503 if nothing can be stored at present."""
-
-    async def durable(self) -> None:
-        """Return when all that was noted is on the disk; raise 503 if it is not yet."""
-
-    def close(self) -> None:
-        """End with the server."""
 
 
 @dataclass
@@ -310,3 +242,53 @@ class DurableState(Durability):
     def close(self) -> None:
         self._writer.close()
         self._resources.close()
+
+
+# --- answers and responses as rows, and back ---
+
+
+def answer_row(future: Future) -> StoredRow:
+    """Encode the outcome of a model's request."""
+    values: dict[str, Any] = {"kind": future.kind}
+    body = b""
+    if future.failure is not None:
+        values["failure"] = [future.failure.message, future.failure.category]
+    elif isinstance(future.answer, TrainAnswer):
+        arrays = [np.ascontiguousarray(each, np.float32) for each in future.answer.logprobs]
+        values |= {"metrics": dict(future.answer.metrics), "shapes": [list(each.shape) for each in arrays]}
+        body = b"".join(each.tobytes() for each in arrays)
+    else:
+        values["answer"] = future.answer
+    return StoredRow("answer", future.name, values, body, future.model, future.number_in_line)
+
+
+def answer_of(row: StoredRow) -> tuple[Any, Failure | None]:
+    """Decode :func:`answer_row`: (answer, failure), one of them None."""
+    values = row.values
+    if "failure" in values:
+        return None, Failure(*values["failure"])
+    if "shapes" not in values:
+        return values["answer"], None
+    flat, start, arrays = np.frombuffer(row.body, np.float32), 0, []
+    for shape in values["shapes"]:
+        size = int(np.prod(shape))
+        arrays.append(flat[start : start + size].reshape(shape))
+        start += size
+    return TrainAnswer(arrays, values["metrics"]), None
+
+
+def sequence_row(name: str, sequence: RecordedSequence) -> StoredRow:
+    """Encode a response that training requests may name."""
+    parts = (sequence.prompt.astype(np.int32), sequence.tokens.astype(np.int32), sequence.logprobs.astype(np.float32))
+    body = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+    return StoredRow("sequence", name, {"prompt": len(sequence.prompt)}, body, sequence.session)
+
+
+def sequence_of(row: StoredRow) -> RecordedSequence:
+    """Decode :func:`sequence_row`."""
+    assert row.parent is not None
+    prompt = row.values["prompt"]
+    tokens = (len(row.body) // 4 - prompt) // 2
+    ids = np.frombuffer(row.body, np.int32, prompt + tokens).astype(np.int64)
+    logprobs = np.frombuffer(row.body, np.float32, tokens, 4 * (prompt + tokens))
+    return RecordedSequence(row.parent, ids[:prompt], ids[prompt:], logprobs, 0.0)

@@ -19,19 +19,17 @@ from megascend.config import Adam
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.files import make_directory
-from megascend.serve.asking import BY_PATH
-from megascend.serve.bodies import LoraSettings, WithMetadata
+from megascend.serve.api.bodies import LoraSettings, WithMetadata
+from megascend.serve.api.wire import train_request_of_json, train_request_of_protobuf
+from megascend.serve.operations import BY_PATH, train
 from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.scheduler.turns import in_line, spoil
 from megascend.serve.service import Service
 from megascend.serve.store.database import StateDatabase, StoredRow
-from megascend.serve.store.durability import DurableState
-from megascend.serve.store.rows import answer_of, sequence_of
+from megascend.serve.store.durability import DurableState, answer_of, sequence_of
 from megascend.serve.store.writer import StateWriter
 from megascend.serve.tenancy import Model
-from megascend.serve.training import train
-from megascend.serve.wire import train_request_of_json, train_request_of_protobuf
 
 NAME = ".state"
 """Directory in the service's storage with the database and the models' saves. No tenant has a name with a dot."""

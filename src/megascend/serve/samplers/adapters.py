@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
-from megascend.serve.bodies import Sample
-from megascend.serve.checkpoints import Record
+from megascend.serve.api.bodies import Sample
+from megascend.serve.api.wire import tokens_of_json
+from megascend.serve.checkpoints import CheckpointPath, Record
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import CheckpointPath
-from megascend.serve.prompt_targets import targets_of
-from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
+from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.scheduler.turns import check_answers
 from megascend.serve.service import Service
 from megascend.serve.tenancy import samples_of
-from megascend.serve.wire import tokens_of_json
 
 BASE = "base"
 """Begins the name of a tenant's line of commands for the model without an adapter."""

@@ -13,8 +13,8 @@ from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, EngineLostError, MegascendError
 from megascend.sampling.request import SampleRequest, SamplingParams
-from megascend.serve.vllm_pool import BASE, Servers
-from megascend.serve.vllm_server import RefusedError, VllmServer
+from megascend.serve.samplers.vllm_pool import BASE, Servers
+from megascend.serve.samplers.vllm_server import RefusedError, VllmServer
 
 KEY_VARIABLE = "MEGASCEND_VLLM_API_KEY"
 SAME_MODEL = 0.05

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
 from megascend.rollout.availability import Availability
 from megascend.sampling.request import SampleRequest, SampleResult
-from megascend.serve.vllm_server import RefusedError, ServerFailedError, UnknownModelError, VllmServer
+from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, UnknownModelError, VllmServer
 
 BASE = "base"
 """Our name of the adapter that changes nothing; those of clients are ``p1`` and so on."""

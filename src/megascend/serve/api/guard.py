@@ -1,23 +1,76 @@
-"""What stands before every handler: whose request it is, what becomes of what is raised, and the line in the audit log."""
+"""What runs before every handler: the request's tenant, answers to what is raised, and the audit log."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megascend.errors import MegascendError
-from megascend.serve.answering import Json
-from megascend.serve.audit import Audit
-from megascend.serve.connections import OWNER
+from megascend.files import make_directory
+from megascend.serve.api.connections import OWNER
+from megascend.serve.api.keys import Keys
+from megascend.serve.api.reading import Bodies
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.figures import Problem
-from megascend.serve.keys import Keys
-from megascend.serve.reading import Bodies
 from megascend.serve.service import Service
+
+
+class Json(Response):
+    """A JSON answer in ASCII.
+
+    What clients sent may come back in it: halves of surrogate pairs, which JSON can hold and UTF-8 cannot, stay escaped. Numbers
+    that are not finite are written as Python's clients read them.
+    """
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """``content`` as text."""
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
+"""Paths that clients ask for all the time."""
+
+
+class Audit:
+    """Appends to a file that only its owner can read.
+
+    Requests without a valid key are only counted in the figures: whoever sends them could fill the disk.
+
+    Args:
+        file: made if it is not there; None: nothing is written.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._stream = None
+        if file is not None:
+            make_directory(file.parent)
+            file.touch(mode=0o600)
+            self._stream = file.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
+        """Note a request and the HTTP status of its answer."""
+        if self._stream is None or path in QUIET:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        entry = {"time": now, "tenant": tenant, "from": address, "method": method, "path": path[:300], "status": status}
+        self._stream.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
 
 Handler = Callable[[Request, str], Awaitable[Response]]
 """Answers a request of a tenant."""

@@ -1,28 +1,56 @@
-"""Routes about what there is: training runs, checkpoints, sessions; listing, publishing, deleting, downloading."""
+"""Routes about training runs, checkpoints and sessions: listing, publishing, deleting, downloading."""
 
 from __future__ import annotations
 
 import asyncio
+import tarfile
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megascend.serve.answering import Json
-from megascend.serve.archive import pack
-from megascend.serve.bodies import KeepFor, WeightsInfo
-from megascend.serve.checkpoints import Record
+from megascend.serve.api.bodies import KeepFor, WeightsInfo
+from megascend.serve.api.guard import Json
+from megascend.serve.api.reading import read_json
+from megascend.serve.checkpoints import CheckpointPath, Record
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import CheckpointPath
-from megascend.serve.reading import read_json
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
+
+
+def pack(directory: Path) -> IO[bytes]:
+    """An archive (tar, gzip) of the files in a directory, and of nothing that lies elsewhere: no links, no directories.
+
+    It says nothing of who owns them here.
+
+    Returns:
+        A temporary file without a name, at its end.
+    """
+    packed = tempfile.TemporaryFile(suffix=".tar.gz")  # noqa: SIM115  the answer reads it
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        for file in sorted(directory.iterdir()):
+            if file.is_file() and not file.is_symlink():
+                tar.add(file, file.name, recursive=False, filter=_plain)
+    return packed
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """None for what is no file after all; hard links are files."""
+    if not (entry.isfile() or entry.islnk()):
+        return None
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mode = 0o644
+    return entry
+
 
 MOST_DOWNLOADS = 4
 """Archives that a tenant is sent at a time: each is a temporary file until its client has read it."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampleRequest, SampleResult
+from megascend.serve.samplers.vllm_pool import BASE, Pool, Servers
+from megascend.serve.samplers.vllm_server import RefusedError
 from megascend.serve.scheduler.commands import Command, Create, Outcome, Remove, Respond
-from megascend.serve.vllm_pool import BASE, Pool, Servers
-from megascend.serve.vllm_server import RefusedError
 
 
 class VllmSampling:

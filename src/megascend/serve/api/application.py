@@ -1,11 +1,13 @@
-"""The ASGI application: routes of the Tinker API, health and figures, above :class:`megascend.serve.service.Service`."""
+"""The ASGI application: routes of the Tinker API, health and metrics, above :class:`megascend.serve.service.Service`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ctypes
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,32 +16,48 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from megascend.serve import heap
-from megascend.serve.answering import Json
-from megascend.serve.asking import BY_PATH, number_in, settled
-from megascend.serve.audit import Audit
-from megascend.serve.bodies import CreateSampler, WithMetadata
-from megascend.serve.catalogue import catalogue_routes
-from megascend.serve.elsewhere import absent_routes
+from megascend.serve.api.bodies import CancelFuture, CreateSampler, RetrieveFutures, SamplerTarget, WithMetadata
+from megascend.serve.api.catalogue import catalogue_routes
+from megascend.serve.api.guard import Audit, Guard, Handler, Json
+from megascend.serve.api.keys import Keys
+from megascend.serve.api.page import ServiceGauges, show_page, status
+from megascend.serve.api.reading import LARGE, read_body, read_json
+from megascend.serve.api.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
+from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.guard import Guard, Handler
-from megascend.serve.keys import Keys
-from megascend.serve.names import CheckpointPath, sampler_name
-from megascend.serve.page import show_page
-from megascend.serve.reading import LARGE, read_body, read_json
-from megascend.serve.sampler_routes import sampler_routes
-from megascend.serve.samplers import Samplers
-from megascend.serve.sampling_wire import SampleAnswer
+from megascend.serve.operations import BY_PATH, number_in, settled, train
+from megascend.serve.samplers.adapters import Samplers
+from megascend.serve.samplers.wire import SampleAnswer
 from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import spoil
 from megascend.serve.service import Service
-from megascend.serve.status import status
-from megascend.serve.sweeping import sweep
-from megascend.serve.training import train
-from megascend.serve.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
+from megascend.serve.tenancy import Model
 
 LONG_POLL_S = 30.0
 """How long an answer is waited for; clients give up a call after 45 s."""
 TICK_S = 2.0
+SWEEP_S = 600.0
+"""How often checkpoints whose time is over are looked for."""
+TRIM_S = 30.0
+"""How often freed memory is given back to the system."""
+
+ABSENT = {
+    ("POST", "auth/token"): "exchanging keys for tokens; every request carries the API key",
+    ("GET", "auth/apikey/me"): "looking up an API key; keys are in the server's settings",
+    ("DELETE", "auth/apikey/me"): "revoking an API key; keys are in the server's settings",
+    ("GET", "audit"): "reading the audit log; it is a file beside the checkpoints, for who runs the server",
+    ("GET", "billing/usage/events"): "billing",
+    ("GET", "billing/usage/checkpoints/current"): "billing; listings of checkpoints have their sizes",
+    ("POST", "billing/usage/checkpoints/current"): "billing; listings of checkpoints have their sizes",
+    ("POST", "create_custom_loss"): "uploading a loss; forward_backward_custom computes it in the client",
+    ("POST", "copy_weights"): "copying checkpoints; load one that is published, and save it",
+    ("POST", "save_weights_external"): "saving in other formats; checkpoints are in that of peft (archive)",
+    ("GET", "training_runs/{model}/checkpoints/{kind}/{name}/external_weights_urls"): "signed addresses; use archive",
+    ("PUT", "sessions/{session}/project"): "projects",
+    ("GET", "sessions/{session}/trace_export"): "exporting traces; /metrics has the server's figures",
+    ("POST", "sessions/search"): "searching sessions; list them",
+}
+"""What is not here, by method and path under /api/v1."""
 
 
 class Api:
@@ -70,16 +88,17 @@ class Api:
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
             "retrieve_future": self.retrieve_future,
+            "client/dynamic_config": self.dynamic_config,
+            "join_sampling_session": self.join_sampling_session,
+            "retrieve_futures": self.retrieve_futures,
+            "cancel_future": self.cancel_future,
             "telemetry": self.telemetry,
         }
         posts |= {path: partial(self.ask, path) for path in BY_PATH}
         gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
         found = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
-        found += [
-            (method, path, partial(handle, self.service))
-            for method, path, handle in [*sampler_routes(), *catalogue_routes()]
-        ]
-        found += absent_routes()
+        found += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
+        found += [(method, path, partial(self.refuse, path)) for method, path in ABSENT]
         before = self._guard.before
         routes = [Route(f"/api/v1/{path}", before(handler), methods=[method]) for method, path, handler in found]
         routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
@@ -188,8 +207,46 @@ class Api:
             return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
         return Json(await asyncio.to_thread(future.answer.json))
 
+    # --- clients that share a sampler ---
+
+    async def dynamic_config(self, request: Request, tenant: str) -> Response:
+        return Json({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+    async def join_sampling_session(self, request: Request, tenant: str) -> Response:
+        sampler = SamplerTarget.read(await read_json(request)).sampling_session_id
+        session, _ = self.service.tenancy.sampler(sampler, tenant)
+        session.clones[sampler] = session.clones.get(sampler, 0) + 1
+        return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
+
+    async def retrieve_futures(self, request: Request, tenant: str) -> Response:
+        """Answer which requests of one client of a sampler have ended since it asked last."""
+        asked, futures = RetrieveFutures.read(await read_json(request)), self.service.futures
+        sampler, timeout, known = asked.target.sampling_session_id, asked.timeout, asked.retrieved_request_ids
+        self.service.tenancy.sampler(sampler, tenant)
+        timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
+        for name in known if isinstance(known, list) else []:
+            if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
+                futures.release(name, tenant)
+        clone = asked.target.cloned_sampler_id
+        ended, cursor = await futures.completions.since(sampler, clone, asked.prev_cursor, timeout_s)
+        completions = [{"state": "finished" if each else "failed", "request_id": name} for name, each in ended.items()]
+        return Json({"completions": completions, "cursor": cursor})
+
+    async def cancel_future(self, request: Request, tenant: str) -> Response:
+        """End a request to sample that nobody waits for. One that has ended, or is not known, is as it is."""
+        future = self.service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
+        if future is not None and future.kind == "sample" and future.ended is None:
+            self.service.cancel(future)
+        return Response(status_code=204)
+
+    # --- the rest ---
+
     async def telemetry(self, request: Request, tenant: str) -> Response:
         return Json({"status": "accepted"})  # nothing of it is kept
+
+    async def refuse(self, path: str, request: Request, tenant: str) -> Response:
+        what = ABSENT[request.method, path]
+        raise RequestRefusedError(f"{path} is not supported by this server. It lacks {what}")
 
     async def health(self, request: Request) -> Response:
         """Healthy as soon as it answers; ready once the ranks have the model."""
@@ -219,6 +276,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
     Args:
         keys: who may use it.
     """
+    service.figures.registry.register(ServiceGauges(service))
     api = Api(service, keys)
 
     @asynccontextmanager
@@ -228,9 +286,9 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             while True:
                 await asyncio.sleep(TICK_S)
                 sweep(service)
-                if service.clock() - returned > heap.EVERY_S:
+                if service.clock() - returned > TRIM_S:
                     returned = service.clock()
-                    await asyncio.to_thread(heap.return_freed)
+                    await asyncio.to_thread(return_freed)
 
         task = asyncio.create_task(ticking())
         try:
@@ -247,3 +305,48 @@ def make_application(service: Service, keys: Keys) -> Starlette:
         return Json({"detail": "not found" if status == 404 else "not allowed", "category": "user"}, status)
 
     return Starlette(routes=api.routes(), lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+
+
+def sweep(service: Service) -> None:
+    """End what is over: silent sessions, waits for requests that never came, answers nobody fetched."""
+    if service.durability.stalled:  # nobody is answered: that is nobody's silence
+        service.tenancy.heard_of_all()
+        service.futures.keep_longer()
+        return
+    for session in service.tenancy.silent(service.settings.session_timeout_s):
+        service.end_session(session)
+    for model in list(service.tenancy.models.values()):
+        if model.gap_since is not None and service.clock() - model.gap_since > service.settings.gap_timeout_s:
+            _skip_missing(service, model)
+    service.futures.forget()
+    service.sequences.expire()
+    if service.clock() - service.swept > SWEEP_S:
+        service.swept = service.clock()
+        service.checkpoints.remove_expired()
+
+
+def _skip_missing(service: Service, model: Model) -> None:
+    """Let those run that wait for requests which have not come; the step that these belonged to fails."""
+    for number in model.order.missing():
+        problem = f"request {number} of this model did not come within {service.settings.gap_timeout_s} s"
+        spoil(service, model, number, problem)
+    model.gap_since = service.clock() if model.order.early else None
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    """Return glibc's ``malloc_trim``; None where the C library is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed() -> None:
+    """Give whole pages of freed memory back to the system, in all arenas. Takes milliseconds, in which other threads run.
+
+    glibc keeps what was freed below anything that is still in use. A server that makes and forgets tensors of many sizes, and
+    keeps small answers for minutes, would come to hold a multiple of what it needs.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)

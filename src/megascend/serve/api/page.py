@@ -1,10 +1,19 @@
-"""What the page at ``/`` shows, as JSON: totals for everybody, and for a tenant what is its own."""
+"""What a service shows of itself: the page at ``/``, ``/status``, which the page asks, and gauges of ``/metrics``."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
 
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
@@ -96,3 +105,54 @@ def _requests(service: Service) -> list[dict[str, Any]]:
         | {how: done.get((kind, how), 0) for how in ("ok", "user", "server")}
         for kind in kinds
     ]
+
+
+_FILE = Path(__file__).with_name("page.html")
+
+
+@cache
+def page() -> tuple[bytes, str]:
+    """The page, and the Content-Security-Policy that allows its one style and its one script by their digests, and no others."""
+    text = _FILE.read_text("utf-8")
+    style, script = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
+    policy = (
+        f"default-src 'none'; style-src {_digests(style)}; script-src {_digests(script)}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
+
+
+def _digests(parts: list[str]) -> str:
+    found = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{each}'" for each in found)
+
+
+async def show_page(request: Request) -> Response:
+    """Answers with the page, which holds no figures itself."""
+    text, policy = page()
+    headers = {
+        "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }  # fmt: skip
+    return Response(text, media_type="text/html; charset=utf-8", headers=headers)
+
+
+class ServiceGauges:
+    """Collect what a service holds at present."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        yield GaugeMetricFamily("megascend_sessions", "Sessions that are open.", len(service.tenancy.sessions))
+        yield GaugeMetricFamily("megascend_models", "Models in training.", len(service.tenancy.models))
+        memory = service.device_memory()
+        if memory is not None:
+            allocated, peak = memory["allocated"], memory["peak"]
+            yield GaugeMetricFamily("megascend_device_memory_bytes", "Rank 0's memory on its device.", allocated)
+            yield GaugeMetricFamily("megascend_device_memory_peak_bytes", "The most of it so far.", peak)
+        pending = GaugeMetricFamily("megascend_pending", "Requests that have not ended.", labels=["kind"])
+        for kind, count in sorted(service.futures.pending_by_kind().items()):
+            pending.add_metric([kind], count)
+        yield pending
