@@ -288,6 +288,12 @@ def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
             pass
 
 
+def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:
+    (tmp_path / ".journal").mkdir()
+    with pytest.raises(ConfigError, match="journal was written by an earlier version of megascend"):
+        served(tmp_path, durable=True).__enter__()
+
+
 def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:
     settings = ServeConfig(model=tmp_path, storage=tmp_path / "storage", durable=True)
     tenants, made = keys_of(settings, {})

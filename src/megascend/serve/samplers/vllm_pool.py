@@ -11,13 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import TYPE_CHECKING
 
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
 from megascend.rollout.availability import Availability
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, UnknownModelError, VllmServer
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 BASE = "base"
 """Our name of the adapter that changes nothing; those of clients are ``p1`` and so on."""
@@ -164,6 +166,8 @@ class Pool:
 
     def collect(self) -> Iterator[Metric]:
         """Collect metrics of the servers for Prometheus; a server's label is its place in the settings, from 0 on."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         pending = GaugeMetricFamily(
             "megascend_vllm_pending", "Requests that a vLLM server has not answered.", labels=["server"]
         )
