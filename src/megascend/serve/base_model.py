@@ -38,7 +38,7 @@ class BaseModel:
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:
-        """The layers that a client's switches mean; without an output layer to adapt, that switch has no effect.
+        """Return the layers that a client's switches mean; without an output layer to adapt, that switch has no effect.
 
         Raises:
             ConfigError: they mean none.
@@ -65,7 +65,7 @@ def _is_attention(name: str) -> bool:
 
 
 def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
-    """What adapters of a backend may act on, so that every client's switches can be followed. Pure.
+    """Choose the layers that adapters of a backend may act on, so that every client's switches can be followed. Pure.
 
     Args:
         layers: names of the linear layers in the checkpoint, the output layer among them if it has a weight of its own.
@@ -77,6 +77,6 @@ def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """What the configuration of a checkpoint calls its architecture."""
+    """Return the architecture that the configuration of a checkpoint names."""
     found = config.get("architectures") or [config.get("model_type", "unknown")]
     return str(found[0])

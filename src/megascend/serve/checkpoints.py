@@ -27,17 +27,17 @@ _MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
 
 def new_session() -> str:
-    """A session's name, which nobody can guess."""
+    """Generate a session's name, which nobody can guess."""
     return f"s-{secrets.token_hex(16)}"
 
 
 def model_name(session: str, number: int) -> str:
-    """Name of a session's model; clients compute it, too."""
+    """Return the name of a session's model; clients compute it, too."""
     return f"{session}:train:{number}"
 
 
 def sampler_name(session: str, number: int) -> str:
-    """Name of a session's sampler."""
+    """Return the name of a session's sampler."""
     return f"{session}:sample:{number}"
 
 
@@ -70,7 +70,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointPath:
-        """What a client calls a checkpoint.
+        """Parse a client's name of a checkpoint.
 
         Raises:
             RequestRefusedError: it is no such path.
@@ -89,12 +89,12 @@ class CheckpointPath:
         return f"{self.kind}/{self.name}"
 
     def directory(self, root: Path, tenant: str) -> Path:
-        """Where it lies under the service's directory, if it is ``tenant``'s."""
+        """Return its directory under the service's, if it is ``tenant``'s."""
         return run_directory(root, tenant, self.model) / self.kind / self.name
 
 
 def run_directory(root: Path, tenant: str, model: str) -> Path:
-    """Where a tenant's checkpoints of a model lie.
+    """Return the directory of a tenant's checkpoints of a model.
 
     Raises:
         RequestRefusedError: 404; this is no model's name.
@@ -106,7 +106,7 @@ def run_directory(root: Path, tenant: str, model: str) -> Path:
 
 
 def model_of_run(directory: Path) -> str | None:
-    """The model whose checkpoints lie in a directory that :func:`run_directory` names; None for others."""
+    """Invert :func:`run_directory`: the model's name; None for other directories."""
     session, _, number = directory.name.rpartition(".")
     name = f"{session}:train:{number}"
     return name if _MODEL.fullmatch(name) else None
@@ -163,7 +163,7 @@ class Checkpoints:
         return sized
 
     def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[Record, Path]:
-        """A tenant's checkpoint and its directory.
+        """Find a tenant's checkpoint and its directory.
 
         Args:
             public: another tenant's is found, too, if it was published.
@@ -186,11 +186,11 @@ class Checkpoints:
         raise RequestRefusedError(f"there is no checkpoint {path}", 404)
 
     def of_tenant(self, tenant: str, model: str | None = None) -> list[Record]:
-        """A tenant's checkpoints, or those of one model of it, the newest first."""
+        """List a tenant's checkpoints, or those of one model of it, the newest first."""
         return sorted(self._all(tenant, model), key=lambda record: -record.saved)
 
     def bytes_of(self, tenant: str) -> int:
-        """Bytes of a tenant's checkpoints."""
+        """Sum the bytes of a tenant's checkpoints."""
         return sum(record.size for record in self._all(tenant, None))
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> Record:
@@ -213,7 +213,7 @@ class Checkpoints:
         self._remove(directory)
 
     def remove_expired(self) -> int:
-        """Remove what has expired; how many."""
+        """Remove what has expired; return how many."""
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._all(tenant.name, None, expired=True)):
@@ -223,7 +223,7 @@ class Checkpoints:
         return count
 
     def exists(self, tenant: str, path: CheckpointPath) -> bool:
-        """Whether a tenant has such a checkpoint."""
+        """Check whether a tenant has such a checkpoint."""
         return self._read(tenant, path) is not None
 
     def _remove(self, directory: Path) -> None:

@@ -19,7 +19,7 @@ from megascend.serve.samplers.sequences import RecordedSequence
 
 
 def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datum:
-    """A sample whose ``logprobs`` are those that were recorded when its tokens were sampled; other tokens have weight 0.
+    """Give a sample the ``logprobs`` that were recorded when its tokens were sampled, and other tokens weight 0.
 
     Args:
         find: a recorded sequence by its id; raises DataError for others.
@@ -48,7 +48,7 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
 
 
 def _covered(spans: Sequence[Span], count: int, what: str, find: Callable[[str], RecordedSequence]):
-    """(slice of the field, span, tokens, log-probabilities or None) of each span, which cover ``count`` places."""
+    """Yield (slice of the field, span, tokens, log-probabilities or None) of each span, which cover ``count`` places."""
     if sum(span.length for span in spans) != count or any(min(span.length, span.offset) < 0 for span in spans):
         raise DataError(f"the provenance covers {sum(span.length for span in spans)} {what} of {count}")
     start = 0
@@ -75,7 +75,7 @@ def _check_equal(given: np.ndarray, recorded: np.ndarray, what: str, place: slic
 
 
 def with_ratio_mask(datum: Datum) -> Datum:
-    """A sample of ``gspo`` whose ``sequence_ratio_mask``, if it has one, stands in its weights, so that the ratio is theirs.
+    """Move ``sequence_ratio_mask`` of a sample of ``gspo``, if it has one, into its weights, so that the ratio is theirs.
 
     Raises:
         DataError: it has another shape, or a token that it leaves out has an advantage.
@@ -101,7 +101,7 @@ MAX_COLUMNS = 64
 
 
 def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
-    """The loss that clients know by ``name``: a sum over tokens.
+    """Return the loss that clients know by ``name``: a sum over tokens.
 
     Args:
         settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the ratio of probabilities; ``beta`` of ``dro``;
@@ -130,7 +130,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
 
 
 def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
-    """The samples of one datum: one for each column of its targets, [n] or [n, k].
+    """Build the samples of one datum: one for each column of its targets, [n] or [n, k].
 
     Raises:
         DataError: a field is missing, of another length, not known to the loss, or not finite.
@@ -170,7 +170,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
 
 
 def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
-    """Log-probabilities of all samples as one float32 array for each datum, of the shape of its targets."""
+    """Arrange log-probabilities of all samples as one float32 array for each datum, of the shape of its targets."""
     found, start = [], 0
     for datum in data:
         targets = datum.inputs["target_tokens"]
@@ -183,12 +183,12 @@ def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np
 
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
-    """The sum of a loss over samples, from log-probabilities that are known already."""
+    """Sum a loss over samples, from log-probabilities that are known already."""
     return float(values_of(loss, samples, logprobs).double().sum())
 
 
 def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
-    """What each token of all samples adds to the sum, [n] one sample after the other."""
+    """Compute what each token of all samples adds to the sum, [n] one sample after the other."""
 
     def joined(name: str) -> Tensor | None:
         return None if getattr(samples[0], name) is None else torch.cat([getattr(each, name) for each in samples])

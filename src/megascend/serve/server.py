@@ -71,7 +71,7 @@ def serve(
 
 
 def make_backend(settings: ServeConfig) -> Any:
-    """The backend that the settings describe, with room for all models' adapters."""
+    """Build the backend that the settings describe, with room for all models' adapters."""
     from megascend import backends
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
@@ -90,7 +90,7 @@ def make_backend(settings: ServeConfig) -> Any:
 
 
 def sampler(settings: ServeConfig, backend: Any) -> Any:
-    """What answers requests to sample. Without a tokenizer beside the weights, texts that end a response are refused."""
+    """Build the sampler. Without a tokenizer beside the weights, texts that end a response are refused."""
     from megascend.sampling.sampler import Sampler
 
     tokenizer, ends = end_tokens(settings)
@@ -100,7 +100,7 @@ def sampler(settings: ServeConfig, backend: Any) -> Any:
 
 
 def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
-    """The tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
+    """Load the tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
     from megascend.app.generation import stop_tokens
     from megascend.app.run import load_tokenizer
     from megascend.errors import CheckpointError
@@ -113,7 +113,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
 
 
 def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
-    """What clients are told of the model."""
+    """Describe the served model."""
     from megascend.huggingface.files import read_config
 
     path = settings.model.absolute()
@@ -142,7 +142,7 @@ def check_packages() -> None:
 
 
 def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[str, str], str | None]:
-    """Tenants by the digests of their keys, and a key that was made because there were none.
+    """Return tenants by the digests of their keys, and a key that was made because there were none.
 
     With ``durable``, the digest of a key that was made is kept in ``storage``, so that its holder is let in after a restart.
 
@@ -173,7 +173,7 @@ def http_server(
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
     vllm: Callable[[Callable[[list[Outcome]], None]], VllmSampling] | None = None,
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
-    """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
+    """Run the HTTP server in a thread: yield its address, and the function that takes outcomes of commands.
 
     Args:
         memory: the device's name and its memory, for the page.
@@ -234,7 +234,7 @@ MOST_CONNECTIONS = 4096
 
 
 def _most_connections() -> int:
-    """As many as files may be open, less what else is; the limit of this process is raised as far as it may be."""
+    """Bound connections by the files that may be open; the limit of this process is raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -268,7 +268,7 @@ def check_address(settings: ServeConfig) -> None:
 
 
 def serve_rank(values: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
-    """One rank; takes what pickles cheaply.
+    """Serve as one rank; takes what pickles cheaply.
 
     Args:
         values: the settings in JSON.

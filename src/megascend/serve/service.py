@@ -151,7 +151,7 @@ class Service:
     # --- sessions ---
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
-        """A new session of a tenant.
+        """Open a session of a tenant.
 
         Raises:
             RequestRefusedError: 429; it has as many as it may.
@@ -189,7 +189,7 @@ class Service:
         command: Callable[[Model, int], Command],
         kind: str,
     ) -> Future:
-        """A model that begins with ``command``; it is forgotten again if that fails."""
+        """Add a model that begins with ``command``; it is forgotten again if that fails."""
         name = f"{session.name}:create:{number}"
         made = self.futures.get(name, session.tenant)
         if made is not None:
@@ -260,7 +260,7 @@ class Service:
         self._inbox.put(Cancel(future.number, ""))
 
     def new_label(self, kind: str) -> str:
-        """A name for a future that nobody can guess."""
+        """Generate a name for a future that nobody can guess."""
         return f"{kind}:{secrets.token_hex(16)}"
 
     def break_future(self, number: int, error: MegascendError) -> None:
@@ -293,7 +293,7 @@ class Service:
         self.durability.over(future)
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
-        """A tenant's future once it has ended, or after ``timeout_s``.
+        """Return a tenant's future once it has ended, or after ``timeout_s``.
 
         Raises:
             RequestRefusedError: 410; there is none, or its answer was kept for long enough.

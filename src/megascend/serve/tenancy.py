@@ -75,7 +75,7 @@ class Session:
     metadata: Mapping[str, str] | None = None
 
     def add_sampler(self, name: str, path: str | None) -> None:
-        """A sampler more; the oldest makes room."""
+        """Add a sampler; the oldest makes room."""
         while len(self.samplers) >= MOST_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
@@ -84,7 +84,7 @@ class Session:
 
 
 def samples_of(session: Session) -> str:
-    """What a session's requests to sample are counted for, in a model's place."""
+    """Return the name that a session's requests to sample are counted for, in a model's place."""
     return f"{session.name}:samples"
 
 
@@ -136,7 +136,7 @@ class Tenancy:
         self._adapters = 0
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
-        """A new session.
+        """Open a session.
 
         Raises:
             RequestRefusedError: 429; the tenant has as many as it may.
@@ -148,11 +148,11 @@ class Tenancy:
         return session
 
     def restore_session(self, name: str, tenant: str, metadata: Mapping[str, str] | None) -> None:
-        """A session as it was before a restart, without models and samplers."""
+        """Restore a session as it was before a restart, without models and samplers."""
         self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
 
     def session(self, name: Any, tenant: str) -> Session:
-        """A tenant's session, which has said something now.
+        """Return a tenant's session, which has sent something now.
 
         Raises:
             RequestRefusedError: 410; there is none, or none any more.
@@ -175,7 +175,7 @@ class Tenancy:
         return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
-        """A tenant's model, whose session has said something now.
+        """Return a tenant's model, whose session has sent something now.
 
         Raises:
             RequestRefusedError: 404; there is none, or none any more.
@@ -199,7 +199,7 @@ class Tenancy:
         output: bool,
         metadata: Any = None,
     ) -> Model:
-        """A new model of a session.
+        """Add a model to a session.
 
         Raises:
             RequestRefusedError: 429; the tenant, or the server, has as many as it may.
@@ -227,7 +227,7 @@ class Tenancy:
             self.sessions[model.session].models.remove(model.name)
 
     def silent(self, timeout_s: float) -> list[Session]:
-        """Sessions that have said nothing for so long."""
+        """List the sessions that have sent nothing for so long."""
         now = self._clock()
         return [session for session in self.sessions.values() if now - session.heard > timeout_s]
 
@@ -237,6 +237,6 @@ class Tenancy:
             session.heard = self._clock()
 
     def close_session(self, session: Session) -> list[Model]:
-        """Forget a session; its models, which are to be removed."""
+        """Forget a session; return its models, which are to be removed."""
         self.sessions.pop(session.name, None)
         return [self.models[name] for name in session.models if name in self.models]

@@ -77,7 +77,7 @@ class Api:
         self._guard = Guard(service, keys, self.audit)
 
     def routes(self) -> list[Route]:
-        """All of the API, by path."""
+        """List the routes of the API and of the rest."""
         posts: dict[str, Handler] = {
             "client/config": self.client_config,
             "create_session": self.create_session,
@@ -258,7 +258,7 @@ class Api:
         return Response(self.service.figures.text(), media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
-        """What the page shows; totals alone for a request without a key."""
+        """Answer with what the page shows: totals alone for a request without a key."""
         try:
             tenant = self._guard.tenant(request) if "x-api-key" in request.headers else None
         except RequestRefusedError as error:
@@ -271,7 +271,7 @@ def _promised(future: Future) -> Response:
 
 
 def make_application(service: Service, keys: Keys) -> Starlette:
-    """The application of a service.
+    """Build the application of a service.
 
     Args:
         keys: who may use it.

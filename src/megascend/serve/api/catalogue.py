@@ -27,7 +27,7 @@ from megascend.serve.tenancy import Model
 
 
 def pack(directory: Path) -> IO[bytes]:
-    """An archive (tar, gzip) of the files in a directory, and of nothing that lies elsewhere: no links, no directories.
+    """Pack the files of a directory (tar, gzip), and nothing that lies elsewhere: no links, no directories.
 
     It says nothing of who owns them here.
 
@@ -59,7 +59,7 @@ Listing = Callable[[Service, Request, str], Awaitable[Response]]
 
 
 def catalogue_routes() -> list[tuple[str, str, Listing]]:
-    """(method, path under /api/v1, handler) of all of them."""
+    """List the routes as (method, path under /api/v1, handler)."""
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     return [
         ("POST", "weights_info", weights_info),
@@ -101,7 +101,7 @@ def _checkpoint(record: Record) -> dict[str, Any]:
 
 
 def _window(request: Request, most: int = 1000) -> tuple[int, int]:
-    """(offset, limit) of a listing."""
+    """Return (offset, limit) of a listing."""
     found = []
     for name, default in (("offset", "0"), ("limit", "20")):
         value = request.query_params.get(name, default)
@@ -185,7 +185,7 @@ async def keep_for(service: Service, request: Request, tenant: str) -> Response:
 
 
 async def archive(service: Service, request: Request, tenant: str) -> Response:
-    """The checkpoint's files in one archive (tar, gzip)."""
+    """Answer with the checkpoint's files in one archive (tar, gzip)."""
     record, directory = service.checkpoints.find(tenant, _path(request), public=True)
     if service.downloads[tenant] >= MOST_DOWNLOADS:
         raise RequestRefusedError(f"{MOST_DOWNLOADS} of your archives are being sent; one more has to wait", 429)

@@ -194,7 +194,7 @@ class Held:
 
 
 def makes_room(held: Sequence[Held]) -> int:
-    """Which connection is closed where there are too many: one of the owner with the most, so that nobody can take them all.
+    """Choose the connection to close where there are too many: one of the owner with the most, so that nobody can take them all.
 
     Idle ones go first, the oldest of them; of others, the newest. Of owners with equally many, one that has an older connection.
     """

@@ -33,7 +33,7 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """``content`` as text."""
+        """Return ``content`` as text."""
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
@@ -66,7 +66,7 @@ class Audit:
         self._stream.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the file; nothing is written any more."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -155,7 +155,7 @@ class Guard:
         return tenant
 
     def refusal(self, error: RequestRefusedError) -> Response:
-        """The answer to a request that is not done."""
+        """Build the answer to a request that is refused."""
         self._service.figures.refuse(error.status)
         headers = {"retry-after": "1"} if error.status == 429 else {}
         category = "user" if error.status < 500 else "server"

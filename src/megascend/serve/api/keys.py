@@ -52,12 +52,12 @@ def digest_of(key: str) -> str:
 
 
 def new_key() -> str:
-    """A random key that clients accept."""
+    """Generate a random key that clients accept."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def of_text(text: str) -> dict[str, str]:
-    """Tenants by digest from the value of ``MEGASCEND_API_KEYS``: ``tml-...`` or ``NAME=tml-...``, separated by commas.
+    """Read tenants by digest from ``MEGASCEND_API_KEYS``: ``tml-...`` or ``NAME=tml-...``, separated by commas.
 
     A key without a name is the tenant ``k`` and the first 12 digits of its digest, so that it stays the same tenant from one
     start to the next.
@@ -81,7 +81,7 @@ def of_text(text: str) -> dict[str, str]:
 
 
 def of_file(path: Path) -> dict[str, str]:
-    """Tenants by digest from a file with lines ``NAME SHA256``; ``#`` begins a comment.
+    """Read tenants by digest from a file with lines ``NAME SHA256``; ``#`` begins a comment.
 
     Raises:
         ConfigError: it cannot be read, or a line is no such line.
@@ -110,7 +110,7 @@ def _add(found: dict[str, str], digest: str, name: str, where: str) -> None:
 
 
 def made_once(path: Path) -> tuple[dict[str, str], str | None]:
-    """Tenants by digest of a file that :func:`of_file` reads; made with a new key, which is then returned, if there is none.
+    """Read a file as :func:`of_file` does, or write one with a new key, which is then returned beside its tenants.
 
     The key itself is nowhere: whoever started the server first was shown it.
     """

@@ -20,7 +20,7 @@ from megascend.serve.tenancy import Model
 
 
 def status(service: Service, tenant: str | None) -> dict[str, Any]:
-    """The service now.
+    """Describe the service as it is now.
 
     Args:
         tenant: whose sessions, models and errors are told as well; None: totals alone, as at ``/metrics``, without any name.
@@ -32,7 +32,7 @@ def status(service: Service, tenant: str | None) -> dict[str, Any]:
 
 
 def totals(service: Service) -> dict[str, Any]:
-    """Numbers over all tenants. Times are in seconds, memory is in bytes and rank 0's."""
+    """Count over all tenants. Times are in seconds, memory is in bytes and rank 0's."""
     figures, tenancy = service.figures, service.tenancy
     return {
         "ready": service.ready,
@@ -49,7 +49,7 @@ def totals(service: Service) -> dict[str, Any]:
 
 
 def of_tenant(service: Service, tenant: str) -> dict[str, Any]:
-    """A tenant's own things: sessions, models with the loss of their last steps, and the last errors, newest first."""
+    """Describe a tenant's sessions, its models with the loss of their last steps, and its last errors, newest first."""
     now, tenancy = service.clock(), service.tenancy
     sessions = [session for session in tenancy.sessions.values() if session.tenant == tenant]
     return {
@@ -69,7 +69,7 @@ def of_tenant(service: Service, tenant: str) -> dict[str, Any]:
 
 
 def loss_curve(losses: Iterable[tuple[int, float, int]]) -> list[tuple[int, float | None]]:
-    """(step, loss per token) of each step, from (step, sum over tokens, tokens) of its forward_backwards.
+    """Return (step, loss per token) of each step, from (step, sum over tokens, tokens) of its forward_backwards.
 
     None stands for a step without tokens or with a loss that is not finite, neither of which JSON can hold as a number.
     """
@@ -112,7 +112,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 @cache
 def page() -> tuple[bytes, str]:
-    """The page, and the Content-Security-Policy that allows its one style and its one script by their digests, and no others."""
+    """Return the page, and the Content-Security-Policy that allows its one style and one script by their digests."""
     text = _FILE.read_text("utf-8")
     style, script = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
     policy = (
@@ -128,7 +128,7 @@ def _digests(parts: list[str]) -> str:
 
 
 async def show_page(request: Request) -> Response:
-    """Answers with the page, which holds no figures itself."""
+    """Answer with the page, which holds no figures itself."""
     text, policy = page()
     headers = {
         "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",

@@ -21,7 +21,7 @@ STEP = 512
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body as it was before it was compressed, at most ``limit`` bytes.
+    """Decompress a body to at most ``limit`` bytes.
 
     Raises:
         RequestRefusedError: 413, it is larger; 415, an encoding other than zstd or identity; 400, it is damaged.
@@ -70,7 +70,7 @@ MAX_DEPTH = 16
 
 
 def schema_of(descriptor: Any) -> Schema:
-    """Of a message that the client's package describes, with those in it."""
+    """Return the schema of a message that the client's package describes, with those in it."""
     return _schema(descriptor, MAX_DEPTH)
 
 
@@ -128,7 +128,7 @@ def check_message(body: bytes, schema: Schema, limit: int) -> None:
 
 
 def _numbers(body: bytes, start: int, end: int) -> int:
-    """How many numbers there are in a row, at most: each has one byte below 128, or is written in four or more."""
+    """Bound how many numbers a row holds: each has one byte below 128, or is written in four or more."""
     return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
 
 
@@ -168,7 +168,7 @@ class Bodies:
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[Held]:
-        """A tenant's request, with nothing read so far."""
+        """Count the bytes of a tenant's request until the block ends."""
         held = Held(self, tenant)
         try:
             yield held
@@ -208,7 +208,7 @@ class Held:
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """The body, opened.
+    """Read the body, and decompress it.
 
     Args:
         limit: most bytes; None: as many as the server takes.
@@ -243,7 +243,7 @@ async def _read(request: Request, held: Held, limit: int) -> bytes:
 
 
 async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:
-    """The body, a JSON object.
+    """Read the body as a JSON object.
 
     Raises:
         RequestRefusedError: 400 or 422, it is none; 413, it is larger than ``limit``, or holds too many objects.

@@ -30,7 +30,7 @@ class Span:
 
 
 def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
-    """Of a protobuf ``Datum``: the spans of its tokens and of its targets. Clients from before they were known send none.
+    """Read the spans of a protobuf ``Datum``'s tokens and of its targets. Clients from before they were known send none.
 
     Raises:
         DataError: a span names nothing.
@@ -109,7 +109,7 @@ class TrainAnswer:
         return sum(found.nbytes + ARRAY_BYTES for found in self.logprobs)
 
     def json(self) -> dict[str, Any]:
-        """As older clients read it."""
+        """Write the answer for older clients."""
         outputs = [
             {"logprobs": {"data": found.ravel().tolist(), "dtype": "float32", "shape": list(found.shape)}}
             for found in self.logprobs
@@ -117,7 +117,7 @@ class TrainAnswer:
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self._finite()}
 
     def protobuf(self) -> bytes:
-        """As newer clients read it. Samples of one width are one record; records follow the order of the samples."""
+        """Write the answer for newer clients. Samples of one width are one record, in the order of the samples."""
         messages = messages_of_client()
         answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         answer.metrics.update(self._finite())
@@ -142,7 +142,7 @@ class TrainAnswer:
 
 
 def messages_of_client() -> Any:
-    """The protobuf messages of the Tinker client's package; nothing of them is ours.
+    """Import the protobuf messages of the Tinker client's package; nothing of them is ours.
 
     Raises:
         MissingDependencyError: the package is missing, or from before it had them.
@@ -157,7 +157,7 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
-    """A request of a client from before protobuf. What is not known in it is passed over.
+    """Read a request of a client from before protobuf. Unknown fields are ignored.
 
     Raises:
         RequestRefusedError: model, number or loss are missing, or there are too many samples.
@@ -180,7 +180,7 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
-    """What :func:`train_request_of_json` reads as the same gradients' request."""
+    """Write what :func:`train_request_of_json` reads as the same request for gradients."""
     data = [
         {
             "model_input": {"chunks": [{"tokens": datum.tokens.tolist()}]},
@@ -200,7 +200,7 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
 
 
 def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
-    """A request of a client that speaks protobuf.
+    """Read a request of a client that speaks protobuf.
 
     Raises:
         RequestRefusedError: this is no such message, or there are too many samples.
@@ -231,7 +231,7 @@ def _schema() -> Schema:
 
 
 def number_of(value: Any) -> int | None:
-    """A request's number in its model's order; None if the client has not numbered it.
+    """Check a request's number in its model's order; None if the client has not numbered it.
 
     Raises:
         RequestRefusedError: it is no number, or none that a client could have counted to.
@@ -275,7 +275,7 @@ def _datum_of_json(datum: Any) -> Datum:
 
 
 def tokens_of_json(model_input: Any) -> np.ndarray:
-    """Tokens, int64 [n], of what clients call a model input.
+    """Read the tokens, int64 [n], of what clients call a model input.
 
     Raises:
         DataError: a piece of it is no text.
@@ -293,7 +293,7 @@ def tokens_of_json(model_input: Any) -> np.ndarray:
 
 
 def tensor_of_json(value: Any) -> np.ndarray:
-    """A tensor as clients write it into JSON."""
+    """Read a tensor from JSON."""
     dtype = value["dtype"]
     if dtype not in ("float32", "int64"):
         raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
@@ -326,7 +326,7 @@ def _datum_of_message(datum: Any) -> Datum:
 
 
 def tensor_of_message(tensor: Any) -> np.ndarray:
-    """A protobuf ``Tensor``."""
+    """Read a protobuf ``Tensor``."""
     messages = messages_of_client()
     kinds = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64, messages.DTYPE_INT32: np.int32}
     if tensor.dtype not in kinds:
@@ -347,7 +347,7 @@ MAX_DENSE = 2**24
 
 
 def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
-    """A [n, k] tensor from compressed sparse rows; 0 where nothing is listed.
+    """Build a [n, k] tensor from compressed sparse rows; 0 where nothing is listed.
 
     Raises:
         DataError: the parts do not fit each other.

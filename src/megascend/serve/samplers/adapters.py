@@ -57,7 +57,7 @@ class Samplers:
         self._count = 0
 
     def sample(self, tenant: str, body: Mapping[str, Any]) -> Future:
-        """Responses of the model that a sampling session stands for, or of the one that the request names itself.
+        """Take a request to sample from a sampling session's model, or from the one that it names itself.
 
         Raises:
             RequestRefusedError: 404 or 410, there is no such session or checkpoint; 429, too much is pending.
@@ -115,7 +115,7 @@ class Samplers:
         return future
 
     def _load(self, tenant: str, text_of_path: str) -> _Loaded:
-        """A saved adapter, loaded now if it is not yet."""
+        """Return a saved adapter, loaded now if it is not yet."""
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
         key = (str(record.path), record.saved)
         found = self._loaded.get(key)

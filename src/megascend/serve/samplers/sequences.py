@@ -82,7 +82,7 @@ class Sequences:
         future.answer_of = answer
 
     def find(self, tenant: str, session: str, name: str) -> RecordedSequence:
-        """A response of a session, which is kept for another day.
+        """Return a response of a session, which is kept for another day.
 
         Raises:
             DataError: none of that name was recorded there, or it is not kept any more.

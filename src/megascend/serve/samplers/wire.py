@@ -32,17 +32,17 @@ class PromptTargets:
     sparse: dict[str, np.ndarray] | None
 
     def _order(self) -> np.ndarray:
-        """Columns of every row, those that name something first, as far as a row has some."""
+        """Order the columns of every row, those that name something first, as far as a row has some."""
         named = self.cells >= 0
         width = int(named.sum(1).max(initial=0))
         return np.argsort(~named, axis=1, kind="stable")[:, :width]
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """What is named for every place, without the gaps between; -1 fills the rows up."""
+        """Return what is named for every place, without the gaps between; -1 fills the rows up."""
         return tuple(map(tuple, np.take_along_axis(self.cells, self._order(), 1).tolist()))
 
     def answered(self, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, dict[str, np.ndarray] | None]:
-        """A float32 tensor of what was computed for :meth:`rows`, as the client wrote its own: [n, k], or what is listed."""
+        """Lay out what was computed for :meth:`rows` as the client's own tensor: float32 [n, k], or what is listed."""
         found = np.zeros(self.cells.shape, np.float32)
         order = self._order()
         np.put_along_axis(found, order, np.array(rows, np.float32).reshape(order.shape), 1)
@@ -81,7 +81,7 @@ def targets_of(value: Any) -> PromptTargets | None:
 
 
 def json_of_tensor(values: np.ndarray, sparse: dict[str, np.ndarray] | None) -> dict[str, Any]:
-    """A tensor as clients read it in JSON; ``values`` are those listed if it is sparse."""
+    """Write a tensor in JSON; ``values`` are those listed if it is sparse."""
     shape = list(values.shape) if sparse is None else sparse["shape"].tolist()
     found = {
         "data": values.ravel().tolist(),
@@ -94,7 +94,7 @@ def json_of_tensor(values: np.ndarray, sparse: dict[str, np.ndarray] | None) -> 
 
 
 def message_of_tensor(messages: Any, values: np.ndarray, sparse: dict[str, np.ndarray] | None) -> Any:
-    """The same as a protobuf ``Tensor``, whole numbers in 32 bits."""
+    """Write a tensor as a protobuf ``Tensor``, whole numbers in 32 bits."""
     whole = values.dtype.kind == "i"
     content = np.ascontiguousarray(values, np.int32 if whole else np.float32).tobytes()
     tensor = messages.Tensor(dtype=messages.DTYPE_INT32 if whole else messages.DTYPE_FLOAT32)
@@ -225,7 +225,7 @@ class SampleAnswer:
         return [value if place >= first else None for place, value in enumerate(found)]
 
     def _of_places(self, written: Callable[[np.ndarray, dict[str, np.ndarray] | None], Any]) -> dict[str, Any]:
-        """What is known of named and of drawn tokens, each tensor as ``written``."""
+        """Collect what is known of named and of drawn tokens, each tensor as ``written``."""
         found: dict[str, Any] = {}
         if self.targets is not None and self.result.target_logprobs is not None:
             found["target_prompt_logprobs"] = written(*self.targets.answered(self.result.target_logprobs))
@@ -236,7 +236,7 @@ class SampleAnswer:
         return found
 
     def json(self) -> dict[str, Any]:
-        """As older clients read it."""
+        """Write the answer for older clients."""
         return {
             "type": "sample",
             "sequences": [
@@ -248,7 +248,7 @@ class SampleAnswer:
         } | self._of_places(json_of_tensor)
 
     def protobuf(self) -> bytes:
-        """As newer clients read it."""
+        """Write the answer for newer clients."""
         messages = messages_of_client()
         answer = messages.SampleResponse()
         for each in self.result.samples:
@@ -274,7 +274,7 @@ class SampleAnswer:
 
 
 def _pairs(places: Sequence[Sequence[Any] | None] | None) -> int:
-    """Numbers in pairs of a token and its log-probability, for which a tuple counts as two more."""
+    """Count the numbers in pairs of a token and its log-probability, for which a tuple counts as two more."""
     return sum(4 * len(each) for each in places or () if each is not None)
 
 
@@ -283,7 +283,7 @@ def _reason(sequence: SampledSequence) -> str:
 
 
 def _fill(message: Any, top: Sequence[TopLogprobs | None]) -> None:
-    """The likeliest tokens of every place; none: token 0 with the number that stands for it."""
+    """Fill a message with the likeliest tokens of every place; none: token 0 with :data:`EMPTY`."""
     width = max((len(each) for each in top if each is not None), default=0)
     ids, values = np.zeros((len(top), width), np.int32), np.full((len(top), width), EMPTY, np.float32)
     for place, each in enumerate(top):

@@ -45,25 +45,25 @@ class Inbox:
             self._changed.notify()
 
     def set_models(self, count: int) -> None:
-        """How many models there are: once each has a command here, there is nobody to wait for."""
+        """Set how many models there are: once each has a command here, there is nobody to wait for."""
         with self._changed:
             self._models = count
             self._changed.notify()
 
     def close(self) -> None:
-        """No command will follow; :meth:`take` then gives None."""
+        """Let :meth:`take` return None from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def answered(self, models: Iterable[str]) -> None:
-        """All requests of these models have their answers."""
+        """Note that all requests of these models have their answers."""
         with self._changed:
             gone = {command.adapter for command in self._commands if isinstance(command, Remove)}
             self._answered |= dict.fromkeys([model for model in models if model not in gone], time.monotonic())
 
     def take(self, *, wait: bool, ready: int = 0) -> list[Command] | None:
-        """All commands that are there; perhaps none. None once the inbox is closed.
+        """Take all commands that are there; perhaps none. None once the inbox is closed.
 
         Args:
             wait: wait up to a second for the first one, and then as long as the window is for others.

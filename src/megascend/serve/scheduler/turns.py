@@ -22,7 +22,7 @@ def in_line(
     command: Callable[[int], Command | None],
     **values: Any,
 ) -> Future:
-    """A future whose command is given to the ranks when it is its turn. Asked for the same number again, the same one.
+    """Make a future whose command is given to the ranks in its turn. Asked for the same number again, return the same.
 
     Args:
         number: in the model's order; None: its turn is now.
@@ -79,7 +79,7 @@ def check_answers(service: Service, tenant: str) -> None:
 def fail(
     service: Service, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool = False
 ) -> Future:
-    """A future that fails in its turn.
+    """Make a future that fails in its turn.
 
     Args:
         spoils: the step that the request belongs to fails with it; otherwise nothing does.
@@ -95,7 +95,7 @@ def fail(
 
 
 def spoil(service: Service, model: Model, number: int, message: str) -> Future:
-    """In the place of a request that did not come: a failure, and with it that of the step that it belongs to."""
+    """Fail a request that did not come, and with it the step that it belongs to."""
     future = fail(service, model, number, "forward_backward", DataError(message), spoils=True)
     service.durability.asked(future, "missing", message.encode(), number)
     return future
