@@ -43,17 +43,17 @@ class BaseModel:
         Raises:
             ConfigError: they mean none.
         """
-        found = [
+        layers = [
             name
             for name in self.projections
             if (output if _is_output(name) else attention if _is_attention(name) else mlp)
         ]
-        if not found:
+        if not layers:
             raise ConfigError(
                 "train_attn, train_mlp and train_unembed leave no layer of this model to train"
                 + ("" if self.adapts_output else "; its output layer is not adapted here")
             )
-        return tuple(found)
+        return tuple(layers)
 
 
 def _is_output(name: str) -> bool:
@@ -78,5 +78,5 @@ def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
 
 def architecture_of(config: dict[str, Any]) -> str:
     """Return the architecture that the configuration of a checkpoint names."""
-    found = config.get("architectures") or [config.get("model_type", "unknown")]
-    return str(found[0])
+    names = config.get("architectures") or [config.get("model_type", "unknown")]
+    return str(names[0])

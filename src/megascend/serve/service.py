@@ -191,9 +191,9 @@ class Service:
     ) -> Future:
         """Add a model that begins with ``command``; it is forgotten again if that fails."""
         name = f"{session.name}:create:{number}"
-        made = self.futures.get(name, session.tenant)
-        if made is not None:
-            return made
+        earlier = self.futures.get(name, session.tenant)
+        if earlier is not None:
+            return earlier
         model = self.tenancy.add_model(
             session, number, rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, output=lora.train_unembed,
             metadata=metadata,
@@ -300,7 +300,7 @@ class Service:
         """
         future = self.futures.get(name, tenant) if isinstance(name, str) else None
         if future is None:
-            raise RequestRefusedError(f"there is no future {str(name)[:160]!r} (any more)", 410)
+            raise RequestRefusedError(f"unknown or expired request id {str(name)[:160]!r}", 410)
         self._heard_of(future)
         if future.ended is None:
             try:

@@ -157,11 +157,11 @@ class Tenancy:
         Raises:
             RequestRefusedError: 410; there is none, or none any more.
         """
-        found = self.sessions.get(name) if isinstance(name, str) else None
-        if found is None or found.tenant != tenant:
-            raise RequestRefusedError(f"there is no session {str(name)[:80]!r} (any more)", 410)
-        found.heard = self._clock()
-        return found
+        session = self.sessions.get(name) if isinstance(name, str) else None
+        if session is None or session.tenant != tenant:
+            raise RequestRefusedError(f"unknown or ended session {str(name)[:80]!r}", 410)
+        session.heard = self._clock()
+        return session
 
     def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
         """Return the session of a tenant's sampler, and the checkpoint that it samples from, or None for the base model.
@@ -180,13 +180,13 @@ class Tenancy:
         Raises:
             RequestRefusedError: 404; there is none, or none any more.
         """
-        found = self.models.get(name) if isinstance(name, str) else None
-        if found is None or found.tenant != tenant:
-            raise RequestRefusedError(f"there is no model {str(name)[:120]!r} (any more)", 404)
-        found.used = self._clock()
-        if found.session in self.sessions:
-            self.sessions[found.session].heard = found.used
-        return found
+        model = self.models.get(name) if isinstance(name, str) else None
+        if model is None or model.tenant != tenant:
+            raise RequestRefusedError(f"unknown or removed model {str(name)[:120]!r}", 404)
+        model.used = self._clock()
+        if model.session in self.sessions:
+            self.sessions[model.session].heard = model.used
+        return model
 
     def add_model(
         self,
@@ -204,11 +204,11 @@ class Tenancy:
         Raises:
             RequestRefusedError: 429; the tenant, or the server, has as many as it may.
         """
-        own = sum(model.tenant == session.tenant for model in self.models.values())
-        if own >= self._models_each or len(self.models) >= self._max_models:
-            which = "you have" if own >= self._models_each else "the server has"
+        count = sum(model.tenant == session.tenant for model in self.models.values())
+        if count >= self._models_each or len(self.models) >= self._max_models:
+            which = "you have" if count >= self._models_each else "the server has"
             raise RequestRefusedError(
-                f"{which} {min(own, self._models_each) or len(self.models)} models; unload some", 429
+                f"{which} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
         self._adapters += 1
         now = self._clock()

@@ -96,11 +96,11 @@ class Api:
         }
         posts |= {path: partial(self.ask, path) for path in BY_PATH}
         gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
-        found = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
-        found += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
-        found += [(method, path, partial(self.refuse, path)) for method, path in ABSENT]
+        entries = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
+        entries += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
+        entries += [(method, path, partial(self.refuse, path)) for method, path in ABSENT]
         before = self._guard.before
-        routes = [Route(f"/api/v1/{path}", before(handler), methods=[method]) for method, path, handler in found]
+        routes = [Route(f"/api/v1/{path}", before(handler), methods=[method]) for method, path, handler in entries]
         routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
         return [*routes, Route("/metrics", self.metrics), Route("/", show_page), Route("/status", self.status)]
 
@@ -139,11 +139,11 @@ class Api:
 
     async def capabilities(self, request: Request, tenant: str) -> Response:
         base = self.service.base
-        found = [
+        models = [
             {"model_name": name, "max_context_length": base.max_length, "trainable": True, "sampleable": True}
             for name in base.names
         ]
-        return Json({"supported_models": found})
+        return Json({"supported_models": models})
 
     # --- training ---
 
@@ -151,12 +151,12 @@ class Api:
         most = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
-            wanted = await asyncio.to_thread(train_request_of_protobuf, body, most)
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, most)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
-            wanted = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
-        future = train(self.service, tenant, wanted)
-        self.service.durability.asked(future, path, body, wanted.number)
+            train_request = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
+        future = train(self.service, tenant, train_request)
+        self.service.durability.asked(future, path, body, train_request.number)
         return _promised(future)
 
     async def ask(self, path: str, request: Request, tenant: str) -> Response:

@@ -102,13 +102,13 @@ def _checkpoint(record: Record) -> dict[str, Any]:
 
 def _window(request: Request, most: int = 1000) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
-    found = []
+    numbers = []
     for name, default in (("offset", "0"), ("limit", "20")):
         value = request.query_params.get(name, default)
         if not value.isascii() or not value.isdecimal() or len(value) > 9:
             raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
-        found.append(int(value))
-    return found[0], min(found[1], most)
+        numbers.append(int(value))
+    return numbers[0], min(numbers[1], most)
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
@@ -121,8 +121,10 @@ async def weights_info(service: Service, request: Request, tenant: str) -> Respo
 
 
 def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
-    found = [_checkpoint(record) for record in service.checkpoints.of_tenant(tenant, model.name)]
-    last = {kind: next((c for c in found if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")}
+    checkpoints = [_checkpoint(record) for record in service.checkpoints.of_tenant(tenant, model.name)]
+    last = {
+        kind: next((c for c in checkpoints if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
+    }
     ago = service.clock() - model.used
     return {
         "training_run_id": model.name,
@@ -150,15 +152,15 @@ async def get_run(service: Service, request: Request, tenant: str) -> Response:
 
 
 async def list_of_run(service: Service, request: Request, tenant: str) -> Response:
-    found = service.checkpoints.of_tenant(tenant, request.path_params["model"])
-    return Json({"checkpoints": [_checkpoint(record) for record in found]})
+    records = service.checkpoints.of_tenant(tenant, request.path_params["model"])
+    return Json({"checkpoints": [_checkpoint(record) for record in records]})
 
 
 async def list_all(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    found = service.checkpoints.of_tenant(tenant)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return Json({"checkpoints": [_checkpoint(each) for each in found[offset : offset + limit]], "cursor": cursor})
+    records = service.checkpoints.of_tenant(tenant)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+    return Json({"checkpoints": [_checkpoint(each) for each in records[offset : offset + limit]], "cursor": cursor})
 
 
 async def delete(service: Service, request: Request, tenant: str) -> Response:
@@ -219,8 +221,8 @@ class _Download(StreamingResponse):
 
 async def list_sessions(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    found = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
-    return Json({"sessions": found[offset : offset + limit]})
+    names = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
+    return Json({"sessions": names[offset : offset + limit]})
 
 
 async def get_session(service: Service, request: Request, tenant: str) -> Response:

@@ -34,11 +34,11 @@ class Keys:
     def tenant(self, key: str | bytes) -> str | None:
         """Name of the tenant that ``key`` belongs to, or None. Takes as long whichever key it is, and if it is none."""
         digest = hashlib.sha256(key.encode("utf-8", "replace") if isinstance(key, str) else key).digest()
-        found = None
+        owner = None
         for known, name in self._tenants.items():
             if hmac.compare_digest(known, digest):
-                found = name
-        return found
+                owner = name
+        return owner
 
     @property
     def tenants(self) -> list[str]:
@@ -65,7 +65,7 @@ def of_text(text: str) -> dict[str, str]:
     Raises:
         ConfigError: a key does not begin with ``tml-``, is shorter than 20 characters, or is there twice. Keys are not repeated.
     """
-    found: dict[str, str] = {}
+    tenants: dict[str, str] = {}
     for number, entry in enumerate((part.strip() for part in text.split(",")), 1):
         if not entry:
             continue
@@ -76,8 +76,8 @@ def of_text(text: str) -> dict[str, str]:
             raise ConfigError(
                 f"{VARIABLE}: key number {number} must begin with {PREFIX!r}, as clients demand, and have 20 characters or more"
             )
-        _add(found, digest_of(key), name or f"k{digest_of(key)[:12]}", f"{VARIABLE}: key number {number}")
-    return found
+        _add(tenants, digest_of(key), name or f"k{digest_of(key)[:12]}", f"{VARIABLE}: key number {number}")
+    return tenants
 
 
 def of_file(path: Path) -> dict[str, str]:
@@ -90,23 +90,23 @@ def of_file(path: Path) -> dict[str, str]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"keys: {path} cannot be read: {error}") from None
-    found: dict[str, str] = {}
+    tenants: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         if len(words) != 2 or not _DIGEST.fullmatch(words[1].lower()):
             raise ConfigError(f"{path}:{number}: expected NAME and the SHA-256 of a key in 64 hexadecimal digits")
-        _add(found, words[1].lower(), words[0], f"{path}:{number}")
-    return found
+        _add(tenants, words[1].lower(), words[0], f"{path}:{number}")
+    return tenants
 
 
-def _add(found: dict[str, str], digest: str, name: str, where: str) -> None:
+def _add(tenants: dict[str, str], digest: str, name: str, where: str) -> None:
     if not _TENANT.fullmatch(name):
         raise ConfigError(f"{where}: {name!r} is no name of a tenant: up to 64 letters, digits, '_' and '-'")
-    if digest in found:
+    if digest in tenants:
         raise ConfigError(f"{where}: this key is there twice")
-    found[digest] = name
+    tenants[digest] = name
 
 
 def made_once(path: Path) -> tuple[dict[str, str], str | None]:
@@ -116,10 +116,10 @@ def made_once(path: Path) -> tuple[dict[str, str], str | None]:
     """
     if path.exists():
         return of_file(path), None
-    made = new_key()
+    key = new_key()
     make_directory(path.parent)
     with replacing(path, durable=True) as temporary:
         temporary.touch(0o600)
-        temporary.write_text(f"local {digest_of(made)}\n", "utf-8")
+        temporary.write_text(f"local {digest_of(key)}\n", "utf-8")
     synchronise(path.parent)
-    return of_file(path), made
+    return of_file(path), key

@@ -25,10 +25,10 @@ def status(service: Service, tenant: str | None) -> dict[str, Any]:
     Args:
         tenant: whose sessions, models and errors are told as well; None: totals alone, as at ``/metrics``, without any name.
     """
-    found: dict[str, Any] = {"totals": totals(service)}
+    content: dict[str, Any] = {"totals": totals(service)}
     if tenant is not None:
-        found["tenant"] = of_tenant(service, tenant)
-    return found
+        content["tenant"] = of_tenant(service, tenant)
+    return content
 
 
 def totals(service: Service) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _model(service: Service, model: Model) -> dict[str, Any]:
         "name": model.name,
         "session": model.session,
         "rank": model.rank,
-        "layers": [name for name, wanted in trained.items() if wanted],
+        "layers": [name for name, is_trained in trained.items() if is_trained],
         "ready": model.ready,
         "steps": model.steps,
         "pending": service.futures.pending(model.name),
@@ -123,8 +123,8 @@ def page() -> tuple[bytes, str]:
 
 
 def _digests(parts: list[str]) -> str:
-    found = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
-    return " ".join(f"'sha256-{each}'" for each in found)
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{each}'" for each in digests)
 
 
 async def show_page(request: Request) -> Response:

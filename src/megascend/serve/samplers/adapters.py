@@ -67,9 +67,9 @@ class Samplers:
         if name is not None:
             session, path = self._service.tenancy.sampler(name, tenant)
         if name is not None and number is not None:
-            made = self._service.futures.get(f"{name}:request:{number}", tenant)
-            if made is not None:
-                return made
+            future = self._service.futures.get(f"{name}:request:{number}", tenant)
+            if future is not None:
+                return future
         label = f"{name}:request:{number}" if name and number is not None else self._service.new_label("sample")
         owner = f"{tenant}:samples" if session is None else samples_of(session)
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
@@ -118,15 +118,15 @@ class Samplers:
         """Return a saved adapter, loaded now if it is not yet."""
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
         key = (str(record.path), record.saved)
-        found = self._loaded.get(key)
-        self._leave_room(key, tenant if found is None else found.tenant)
-        if found is None:
+        loaded = self._loaded.get(key)
+        self._leave_room(key, tenant if loaded is None else loaded.tenant)
+        if loaded is None:
             self._make_room(tenant)
             self._count += 1
-            found = self._loaded[key] = _Loaded(f"p{self._count}", tenant)
-            self._ask_to_load(tenant, key, found, record, str(directory))
+            loaded = self._loaded[key] = _Loaded(f"p{self._count}", tenant)
+            self._ask_to_load(tenant, key, loaded, record, str(directory))
         self._loaded.move_to_end(key)
-        return found
+        return loaded
 
     def _leave_room(self, key: tuple[str, float], owner: str) -> None:
         """Keep an adapter from being used that another tenant waits for, so that it comes to make room.
@@ -144,18 +144,20 @@ class Samplers:
         if not self._waiting.keys() - {owner}:
             return
         share = max(1, self._most // len(holders | self._waiting.keys()))
-        mine = [each for each, loaded in self._loaded.items() if loaded.tenant == owner]
-        if len(mine) >= share and key not in mine[-share:]:
+        owned = [each for each, loaded in self._loaded.items() if loaded.tenant == owner]
+        if len(owned) >= share and key not in owned[-share:]:
             raise RequestRefusedError(f"another tenant waits for room for a saved model; {share} are your share", 429)
 
-    def _ask_to_load(self, tenant: str, key: tuple[str, float], found: _Loaded, record: Record, directory: str) -> None:
+    def _ask_to_load(
+        self, tenant: str, key: tuple[str, float], loaded: _Loaded, record: Record, directory: str
+    ) -> None:
         def then(succeeded: bool) -> None:
             if not succeeded:
                 self._loaded.pop(key, None)
 
         label = self._service.new_label("load_sampler")
         future = self._service.futures.make(label, tenant, None, "load_sampler", then=then, internal=True)
-        self._put(Create(future.number, found.adapter, None, directory, False))
+        self._put(Create(future.number, loaded.adapter, None, directory, False))
 
     def _make_room(self, tenant: str) -> None:
         """Remove the adapter that was used longest ago, if there are as many as may be.

@@ -51,22 +51,22 @@ class Sequences:
         self._clock, self._most = clock, most_tokens
         self._kept: dict[str, OrderedDict[str, RecordedSequence]] = {}
         self._tokens: dict[str, int] = {}
-        self.kept: Callable[[str, RecordedSequence], None] = lambda name, found: None
+        self.kept: Callable[[str, RecordedSequence], None] = lambda name, sequence: None
         self.dropped: Callable[[str], None] = lambda name: None
 
     def record(self, session: Session, prompt: np.ndarray, names: list[str], result: SampleResult) -> None:
         """Keep the responses of a request under their ``names``."""
         for name, sample in zip(names, result.samples, strict=True):
             tokens, logprobs = np.asarray(sample.tokens, np.int64), np.asarray(sample.logprobs, np.float32)
-            found = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
-            self.kept(name, found)
-            self.keep(session.tenant, name, found)
+            sequence = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
+            self.kept(name, sequence)
+            self.keep(session.tenant, name, sequence)
 
-    def keep(self, tenant: str, name: str, found: RecordedSequence) -> None:
+    def keep(self, tenant: str, name: str, sequence: RecordedSequence) -> None:
         """Keep a response of a tenant from now on; older ones make room."""
-        found.used = self._clock()
-        self._kept.setdefault(tenant, OrderedDict())[name] = found
-        self._tokens[tenant] = self._tokens.get(tenant, 0) + len(found.prompt) + len(found.tokens)
+        sequence.used = self._clock()
+        self._kept.setdefault(tenant, OrderedDict())[name] = sequence
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + len(sequence.prompt) + len(sequence.tokens)
         while self._tokens.get(tenant, 0) > self._most:
             self._drop(tenant, next(iter(self._kept[tenant])))
 
@@ -75,9 +75,9 @@ class Sequences:
         answer_of = future.answer_of
 
         def answer(value: object) -> SampleAnswer:
-            found = answer_of(value)
-            self.record(session, prompt, [f"{future.name}:{part}" for part in range(future.parts)], found.result)
-            return found
+            sample = answer_of(value)
+            self.record(session, prompt, [f"{future.name}:{part}" for part in range(future.parts)], sample.result)
+            return sample
 
         future.answer_of = answer
 
@@ -87,26 +87,26 @@ class Sequences:
         Raises:
             DataError: none of that name was recorded there, or it is not kept any more.
         """
-        found = self._kept.get(tenant, {}).get(name)
-        if found is None or found.session != session:
+        sequence = self._kept.get(tenant, {}).get(name)
+        if sequence is None or sequence.session != session:
             raise DataError(
                 f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it is not kept any more"
             )
-        found.used = self._clock()
+        sequence.used = self._clock()
         self._kept[tenant].move_to_end(name)
-        return found
+        return sequence
 
     def forget(self, session: Session) -> None:
         """Drop what a session sampled."""
-        mine = self._kept.get(session.tenant, {})
-        for name in [name for name, found in mine.items() if found.session == session.name]:
+        sequences = self._kept.get(session.tenant, {})
+        for name in [name for name, sequence in sequences.items() if sequence.session == session.name]:
             self._drop(session.tenant, name)
 
     def expire(self) -> None:
         """Drop what nobody has used for a day."""
-        for tenant, mine in list(self._kept.items()):
-            while mine and self._clock() - next(iter(mine.values())).used > KEEP_S:
-                self._drop(tenant, next(iter(mine)))
+        for tenant, sequences in list(self._kept.items()):
+            while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
+                self._drop(tenant, next(iter(sequences)))
 
     def _drop(self, tenant: str, name: str) -> None:
         gone = self._kept[tenant].pop(name)

@@ -35,20 +35,20 @@ def in_line(
     service.durability.check_number(number)
     name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
     if number is not None and model.order.seen(number):
-        made = service.futures.get(name, model.tenant)
-        if made is None or made.kind != kind:
-            was = "was answered, and its answer is no longer kept" if made is None else f"was a {made.kind}"
+        earlier = service.futures.get(name, model.tenant)
+        if earlier is None or earlier.kind != kind:
+            was = "was answered, and its answer is no longer kept" if earlier is None else f"was a {earlier.kind}"
             raise RequestRefusedError(f"request {number} of {model.name} {was}")
-        return made
+        return earlier
     new = number is None or number > model.order.following or not model.order.early
     if new and not service.durability.repeating:
         _check_load(service, model, values.get("tokens", 0))
     future = service.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
 
     def submit() -> None:
-        made = command(future.number)
-        if made is not None:
-            service.put(made)
+        to_run = command(future.number)
+        if to_run is not None:
+            service.put(to_run)
         service.durability.turn(model, future, number)
 
     for turn in [submit] if number is None else model.order.offer(number, submit):
