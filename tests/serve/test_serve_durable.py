@@ -289,7 +289,7 @@ def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
 
 
 def test_bodies_that_cannot_be_stored_are_refused_by_the_settings(tmp_path) -> None:
-    with pytest.raises(ValueError, match="limits.body_bytes 134217729 with durable: at most 134217728"):
+    with pytest.raises(ValueError, match=r"limits\.body_bytes 134217729 with durable: at most 134217728"):
         ServeConfig(model=tmp_path, durable=True, limits={"body_bytes": 2**27 + 1})  # type: ignore[arg-type]
 
 

@@ -20,7 +20,6 @@ from megascend.config import (
 )
 from megascend.config.run import read_settings
 
-
 DURABLE_BODY_BYTES = 2**27
 """SQLite takes rows of up to 10**9 bytes, and what was a body may be several times as long there, as JSON."""
 

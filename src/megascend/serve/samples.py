@@ -32,19 +32,19 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
         raise DataError("stable_reinforce needs the provenance of tokens and targets (Datum.with_provenance)")
     if targets is None or advantages is None or targets.ndim != 1 or targets.shape != advantages.shape:
         raise DataError("stable_reinforce takes target_tokens and advantages of one shape [n]")
-    given = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
-    if given.shape != targets.shape:
-        raise DataError(f"weights {list(given.shape)}, target_tokens {list(targets.shape)}: must have one shape")
+    weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
+    if weights.shape != targets.shape:
+        raise DataError(f"weights {list(weights.shape)}, target_tokens {list(targets.shape)}: must have one shape")
     for place, _, tokens, _ in _covered(datum.token_spans, len(datum.tokens), "tokens", find):
         _check_equal(datum.tokens[place], tokens, "tokens", place)
     logprobs, sampled = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, np.float32)
-    for place, span, tokens, found in _covered(datum.target_spans, len(targets), "target_tokens", find):
+    for place, span, tokens, recorded in _covered(datum.target_spans, len(targets), "target_tokens", find):
         if span.sampled:
             _check_equal(targets[place], tokens, "target_tokens", place)
-            logprobs[place], sampled[place] = found, 1.0
+            logprobs[place], sampled[place] = recorded, 1.0
     if np.any(advantages[sampled == 0] != 0):
         raise DataError("stable_reinforce: advantages other than 0 stand on tokens that were not sampled")
-    return replace(datum, inputs={**datum.inputs, "logprobs": logprobs, "weights": given * sampled})
+    return replace(datum, inputs={**datum.inputs, "logprobs": logprobs, "weights": weights * sampled})
 
 
 def _covered(spans: Sequence[Span], count: int, what: str, find: Callable[[str], RecordedSequence]):
@@ -65,12 +65,12 @@ def _covered(spans: Sequence[Span], count: int, what: str, find: Callable[[str],
         start += span.length
 
 
-def _check_equal(given: np.ndarray, recorded: np.ndarray, what: str, place: slice) -> None:
-    wrong = np.flatnonzero(given != recorded)
+def _check_equal(actual: np.ndarray, recorded: np.ndarray, what: str, place: slice) -> None:
+    wrong = np.flatnonzero(actual != recorded)
     if len(wrong):
         at = int(wrong[0])
         raise DataError(
-            f"{what}[{place.start + at}] is {int(given[at])}, the sequence that its provenance names has {int(recorded[at])}"
+            f"{what}[{place.start + at}] is {int(actual[at])}, the sequence that its provenance names has {int(recorded[at])}"
         )
 
 
@@ -90,7 +90,7 @@ def with_ratio_mask(datum: Datum) -> Datum:
         )
     if np.any(advantages[mask == 0] != 0):
         raise DataError("gspo: advantages other than 0 stand on tokens that sequence_ratio_mask leaves out")
-    others = {name: found for name, found in datum.inputs.items() if name != "sequence_ratio_mask"}
+    others = {name: tensor for name, tensor in datum.inputs.items() if name != "sequence_ratio_mask"}
     return replace(datum, inputs={**others, "weights": np.where(mask != 0, weights, np.float32(0))})
 
 
@@ -116,7 +116,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
         }.get(name, "")
         raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; there are: {', '.join(known)}")
-    own: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"loss_fn_config: {str(key)[:60]!r} must be a number")
@@ -125,8 +125,8 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
             key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
         if not np.isfinite(number) or number < 0:
             raise ConfigError(f"loss_fn_config: {key[:60]!r} cannot be {str(value)[:40]}")
-        own[str(key)] = number
-    return replace(BUILT_IN[name], reduction="sum").with_settings(**own)
+        numbers[str(key)] = number
+    return replace(BUILT_IN[name], reduction="sum").with_settings(**numbers)
 
 
 def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
@@ -146,7 +146,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
     if targets.dtype.kind != "i" or targets.ndim not in (1, 2):
         raise DataError(f"target_tokens must be int64 [n] or [n, k], got {targets.dtype} {list(targets.shape)}")
     others = [
-        f", {name[:40]} {list(found.shape)}" for name, found in datum.inputs.items() if found.shape != targets.shape
+        f", {name[:40]} {list(tensor.shape)}" for name, tensor in datum.inputs.items() if tensor.shape != targets.shape
     ]
     if others or len(targets) != len(datum.tokens):
         raise DataError(
@@ -171,15 +171,15 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
 
 def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
     """Arrange log-probabilities of all samples as one float32 array for each datum, of the shape of its targets."""
-    found, start = [], 0
+    arrays, start = [], 0
     for datum in data:
         targets = datum.inputs["target_tokens"]
         columns = targets.shape[1] if targets.ndim == 2 else 1
         part = [each.numpy() for each in logprobs[start : start + columns]]
         # A copy: the answer is kept for a while, and must not keep the whole batch with it.
-        found.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0].copy())
+        arrays.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0].copy())
         start += columns
-    return found
+    return arrays
 
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:

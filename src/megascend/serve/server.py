@@ -149,19 +149,19 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
     Raises:
         ConfigError: a key is not what clients take; or there are none and the server is to listen on more than loopback.
     """
-    found = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
+    tenants = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
     if settings.keys is not None:
-        found |= api_keys.of_file(settings.keys)
-    if found:
-        return found, None
+        tenants |= api_keys.of_file(settings.keys)
+    if tenants:
+        return tenants, None
     if settings.host not in LOOPBACK:
         raise ConfigError(
             f"host {settings.host} is open to other machines, and there are no API keys: set {api_keys.VARIABLE}, or keys"
         )
     if settings.durable and environment.get("RANK", "0") == "0":
         return api_keys.made_once(settings.storage / "made_key.sha256")
-    made = api_keys.new_key()
-    return {api_keys.digest_of(made): "local"}, made
+    key = api_keys.new_key()
+    return {api_keys.digest_of(key): "local"}, key
 
 
 @contextmanager
@@ -236,9 +236,9 @@ MOST_CONNECTIONS = 4096
 def _most_connections() -> int:
     """Bound connections by the files that may be open; the limit of this process is raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = MOST_CONNECTIONS + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MOST_CONNECTIONS, soft - 512))
 

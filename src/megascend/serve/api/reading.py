@@ -75,13 +75,13 @@ def schema_of(descriptor: Any) -> Schema:
 
 
 def _schema(descriptor: Any, depth: int) -> Schema:
-    found: dict[int, Schema | None] = {}
+    schema: dict[int, Schema | None] = {}
     for field in descriptor.fields:
         if field.message_type is not None:
-            found[field.number] = _schema(field.message_type, depth - 1) if depth else {}
+            schema[field.number] = _schema(field.message_type, depth - 1) if depth else {}
         elif _is_repeated(field) and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
-            found[field.number] = None
-    return found
+            schema[field.number] = None
+    return schema
 
 
 def _is_repeated(field: Any) -> bool:
@@ -251,9 +251,9 @@ async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:
     body = await read_body(request, limit)
     check_json(body)
     try:
-        found = json.loads(body or b"{}")
+        content = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
         raise RequestRefusedError(f"the body is not valid JSON: {str(error)[:120]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RequestRefusedError("the body must be a JSON object", 422)
-    return found
+    return content

@@ -37,8 +37,8 @@ def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
     """
     known = datum.DESCRIPTOR.fields_by_name
     fields = ("model_input_spans", "loss_fn_input_spans")
-    found = [[_span(each) for each in getattr(datum, name)] if name in known else [] for name in fields]
-    return found[0], found[1]
+    spans = [[_span(each) for each in getattr(datum, name)] if name in known else [] for name in fields]
+    return spans[0], spans[1]
 
 
 def _span(message: Any) -> Span:
@@ -106,13 +106,13 @@ class TrainAnswer:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return sum(found.nbytes + ARRAY_BYTES for found in self.logprobs)
+        return sum(each.nbytes + ARRAY_BYTES for each in self.logprobs)
 
     def json(self) -> dict[str, Any]:
         """Write the answer for older clients."""
         outputs = [
-            {"logprobs": {"data": found.ravel().tolist(), "dtype": "float32", "shape": list(found.shape)}}
-            for found in self.logprobs
+            {"logprobs": {"data": each.ravel().tolist(), "dtype": "float32", "shape": list(each.shape)}}
+            for each in self.logprobs
         ]
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self._finite()}
 
@@ -244,20 +244,20 @@ def number_of(value: Any) -> int | None:
 
 
 def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) -> TrainRequest:
-    found, opened = [], 0
+    datums, opened = [], 0
     for index, datum in enumerate(data):
         try:
             opened += sum(math.prod(abs(int(size)) for size in shape) for shape in sparse_shapes(datum))
             if opened > MAX_DENSE:
                 raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")
-            found.append(read(datum))
+            datums.append(read(datum))
         except DataError as error:
             return replace(request, problem=f"sample {index}: {error}")
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             return replace(
                 request, problem=f"sample {index} cannot be read: {type(error).__name__}: {str(error)[:200]}"
             )
-    return replace(request, data=found)
+    return replace(request, data=datums)
 
 
 def _sparse_shapes_of_json(datum: Any) -> list[Any]:
@@ -307,10 +307,10 @@ def tensor_of_json(value: Any) -> np.ndarray:
 
 
 def _integers(values: Any) -> np.ndarray:
-    found = np.asarray(values)
-    if found.size and found.dtype.kind not in "iu":
-        raise DataError(f"expected integers, got {found.dtype}")
-    return found.astype(np.int64)
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"expected integers, got {array.dtype}")
+    return array.astype(np.int64)
 
 
 def _datum_of_message(datum: Any) -> Datum:
@@ -335,11 +335,11 @@ def tensor_of_message(tensor: Any) -> np.ndarray:
     if tensor.HasField("sparse_csr"):
         csr = tensor.sparse_csr
         rows, columns = (np.frombuffer(part, np.int64) for part in (csr.crow_indices, csr.col_indices))
-        found = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape)
+        values = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape)
     else:
-        found = np.frombuffer(tensor.dense, kind)
-        found = found.reshape(list(tensor.shape)) if tensor.shape else found
-    return found.astype(np.int64 if found.dtype.kind == "i" else np.float32)
+        values = np.frombuffer(tensor.dense, kind)
+        values = values.reshape(list(tensor.shape)) if tensor.shape else values
+    return values.astype(np.int64 if values.dtype.kind == "i" else np.float32)
 
 
 MAX_DENSE = 2**24
@@ -361,6 +361,6 @@ def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any)
     )
     if not fits or (len(columns) and not (columns.min() >= 0 and columns.max() < sizes[1])):
         raise DataError("the indices of a sparse tensor do not fit its shape and its values")
-    found = np.zeros(sizes, values.dtype)
-    found[np.repeat(np.arange(sizes[0]), counts), columns] = values
-    return found
+    tensor = np.zeros(sizes, values.dtype)
+    tensor[np.repeat(np.arange(sizes[0]), counts), columns] = values
+    return tensor

@@ -43,14 +43,14 @@ class PromptTargets:
 
     def answered(self, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, dict[str, np.ndarray] | None]:
         """Lay out what was computed for :meth:`rows` as the client's own tensor: float32 [n, k], or what is listed."""
-        found = np.zeros(self.cells.shape, np.float32)
+        values = np.zeros(self.cells.shape, np.float32)
         order = self._order()
-        np.put_along_axis(found, order, np.array(rows, np.float32).reshape(order.shape), 1)
-        found[self.cells < 0] = 0
+        np.put_along_axis(values, order, np.array(rows, np.float32).reshape(order.shape), 1)
+        values[self.cells < 0] = 0
         if self.sparse is None:
-            return found, None
-        places = np.repeat(np.arange(len(found)), np.diff(self.sparse["crow"]))
-        return found[places, self.sparse["col"]], {**self.sparse, "shape": np.array(found.shape)}
+            return values, None
+        places = np.repeat(np.arange(len(values)), np.diff(self.sparse["crow"]))
+        return values[places, self.sparse["col"]], {**self.sparse, "shape": np.array(values.shape)}
 
 
 def targets_of(value: Any) -> PromptTargets | None:
@@ -83,14 +83,14 @@ def targets_of(value: Any) -> PromptTargets | None:
 def json_of_tensor(values: np.ndarray, sparse: dict[str, np.ndarray] | None) -> dict[str, Any]:
     """Write a tensor in JSON; ``values`` are those listed if it is sparse."""
     shape = list(values.shape) if sparse is None else sparse["shape"].tolist()
-    found = {
+    tensor = {
         "data": values.ravel().tolist(),
         "dtype": "int64" if values.dtype.kind == "i" else "float32",
         "shape": shape,
     }
     if sparse is not None:
-        found |= {"sparse_crow_indices": sparse["crow"].tolist(), "sparse_col_indices": sparse["col"].tolist()}
-    return found
+        tensor |= {"sparse_crow_indices": sparse["crow"].tolist(), "sparse_col_indices": sparse["col"].tolist()}
+    return tensor
 
 
 def message_of_tensor(messages: Any, values: np.ndarray, sparse: dict[str, np.ndarray] | None) -> Any:
@@ -182,17 +182,17 @@ def _is_text(value: str) -> bool:
 
 
 def _stops(value: Any) -> tuple[Stop, ...]:
-    found = [value] if isinstance(value, str) else value if value is not None else []
+    stops = [value] if isinstance(value, str) else value if value is not None else []
     if (
-        not isinstance(found, list)
-        or len(found) > MAX_STOPS
-        or not all(isinstance(each, str | int) and not isinstance(each, bool) for each in found)
+        not isinstance(stops, list)
+        or len(stops) > MAX_STOPS
+        or not all(isinstance(each, str | int) and not isinstance(each, bool) for each in stops)
     ):
         raise ConfigError(f"sampling_params: stop must be a text, or up to {MAX_STOPS} texts or token ids")
-    for each in found:
+    for each in stops:
         if isinstance(each, str) and (len(each) > MAX_STOP or not _is_text(each)):
             raise ConfigError(f"sampling_params: a text of stop has more than {MAX_STOP} characters, or half of one")
-    return tuple(found)
+    return tuple(stops)
 
 
 @dataclass(frozen=True)
@@ -218,22 +218,22 @@ class SampleAnswer:
         return NUMBER_BYTES * numbers
 
     def _prompt(self) -> list[float | None] | None:
-        found = self.result.prompt_logprobs
-        if found is None:
+        logprobs = self.result.prompt_logprobs
+        if logprobs is None:
             return None
-        first = 0 if self.last_n is None else max(len(found) - self.last_n, 0)
-        return [value if place >= first else None for place, value in enumerate(found)]
+        first = 0 if self.last_n is None else max(len(logprobs) - self.last_n, 0)
+        return [value if place >= first else None for place, value in enumerate(logprobs)]
 
     def _of_places(self, written: Callable[[np.ndarray, dict[str, np.ndarray] | None], Any]) -> dict[str, Any]:
         """Collect what is known of named and of drawn tokens, each tensor as ``written``."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         if self.targets is not None and self.result.target_logprobs is not None:
-            found["target_prompt_logprobs"] = written(*self.targets.answered(self.result.target_logprobs))
+            tensors["target_prompt_logprobs"] = written(*self.targets.answered(self.result.target_logprobs))
         if self.result.prompt_draws is not None:
             pairs = np.array(self.result.prompt_draws, np.float64).reshape(len(self.result.prompt_draws), -1, 2)
             tokens, values = pairs[..., 0].astype(np.int64), pairs[..., 1].astype(np.float32)
-            found["prompt_alt_tokens"] = {"tokens": written(tokens, None), "logprobs": written(values, None)}
-        return found
+            tensors["prompt_alt_tokens"] = {"tokens": written(tokens, None), "logprobs": written(values, None)}
+        return tensors
 
     def json(self) -> dict[str, Any]:
         """Write the answer for older clients."""
@@ -266,8 +266,8 @@ class SampleAnswer:
         if self.result.topk_prompt_logprobs is not None:
             _fill(answer.topk_prompt_logprobs, self.result.topk_prompt_logprobs)
         known = answer.DESCRIPTOR.fields_by_name
-        for name, found in self._of_places(partial(message_of_tensor, messages)).items():
-            for part, tensor in found.items() if isinstance(found, dict) else [(None, found)]:
+        for name, content in self._of_places(partial(message_of_tensor, messages)).items():
+            for part, tensor in content.items() if isinstance(content, dict) else [(None, content)]:
                 if name in known:
                     (getattr(answer, name) if part is None else getattr(getattr(answer, name), part)).CopyFrom(tensor)
         return answer.SerializeToString()

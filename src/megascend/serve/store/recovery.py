@@ -246,11 +246,11 @@ class Recovery:
         else:
 
             def end(ticket: int) -> None:
-                made = self._service.futures.numbered(ticket)
-                assert made is not None
-                self._end(made, answer)
-                if made.failure is not None:
-                    self._fail_again(model, made.kind, made.failure.message)
+                future = self._service.futures.numbered(ticket)
+                assert future is not None
+                self._end(future, answer)
+                if future.failure is not None:
+                    self._fail_again(model, future.kind, future.failure.message)
 
             future = in_line(self._service, model, request.number, answer.values["kind"], end)
         future.noted = True
