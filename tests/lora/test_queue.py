@@ -13,7 +13,7 @@ from megascend.batch.packing import shard
 from megascend.batch.results import AdapterLoss, ForwardResult, StepResult
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, QueueFullError
-from megascend.lora.queue import AdapterQueue
+from megascend.lora.queue import CALLS_AT_ONCE, AdapterQueue
 
 VOCABULARY = 100
 
@@ -553,3 +553,83 @@ def test_all_ranks_run_the_same_and_hear_everything(count):
     assert outcomes[0] == single
     assert sum("did not run" in text for text in single[1]) == 1
     assert sum("weight 0" in text and "did not run" not in text for text in single[1]) == 1
+
+
+# --- calls ---
+
+
+def test_a_call_runs_in_its_adapters_turn_and_holds_up_nobody_else(queue, backend):
+    values = []
+    queue.forward_backward("a", [sample(1, weight=2.0)])
+    queue.optimizer_step("a")
+    call = queue.call("a", lambda: values.append(backend.adapters["a"].value) or "saved")
+    queue.forward_backward("a", [sample(1, weight=3.0)])
+    last = queue.optimizer_step("a")
+    other = queue.forward_backward("b", [sample(1)])
+    assert call.result() == "saved"
+    assert values == [2.0]
+    assert other.done()
+    assert last.result().grad_norm == 3.0
+
+
+def test_requests_may_follow_the_call_that_creates_their_adapter(queue, backend):
+    created = queue.call("new", lambda: backend.adapters.update(new=Adapter()))
+    loss, step = queue.forward_backward("new", [sample(1, weight=2.0)]), queue.optimizer_step("new")
+    bad, after = queue.forward_backward("new", BAD), queue.optimizer_step("new")
+    assert not any(future.done() for future in (created, loss, step, bad, after))
+    assert (loss.result().loss, step.result().grad_norm) == (2.0, 2.0)
+    with pytest.raises(DataError, match="vocabulary"):
+        bad.result()
+    with pytest.raises(MegascendError, match="gradients are incomplete"):
+        after.result()
+
+
+def test_requests_behind_a_call_that_fails_to_create_their_adapter_fail_alone(queue, backend):
+    def refuse():
+        raise ConfigError("rank 65 is above 64")
+
+    created, loss = queue.call("new", refuse), queue.forward_backward("new", [sample(1)])
+    other = queue.forward_backward("a", [sample(1)])
+    assert other.result().loss == 1.0
+    with pytest.raises(ConfigError, match="rank 65"):
+        created.result()
+    with pytest.raises(ConfigError, match="there is no adapter 'new'"):
+        loss.result()
+    assert queue.pending("new") == 0
+    backend.adapters["new"] = Adapter()
+    assert queue.forward_backward("new", [sample(1)]).result().loss == 1.0
+
+
+def test_a_call_between_a_failed_request_and_its_step_runs(queue, backend):
+    bad = queue.forward_backward("a", HIDDEN)
+    call, step = queue.call("a", lambda: "saved"), queue.optimizer_step("a")
+    queue.drain()
+    assert call.result() == "saved"
+    for future in (bad, step):
+        with pytest.raises(MegascendError):
+            future.result()
+
+
+def test_a_call_without_room_fails_alone_unless_other_ranks_may_wait(queue, backend):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    call, other = queue.call("a", full), queue.forward_backward("a", [sample(1)])
+    assert other.result().loss == 1.0
+    with pytest.raises(OutOfDeviceMemoryError, match="no room for this request"):
+        call.result()
+    backend._world.size = 2
+    queue.call("a", full)
+    with pytest.raises(OutOfDeviceMemoryError):
+        queue.run_once()
+
+
+def test_a_few_calls_run_between_two_units_those_of_all_adapters_in_turns(backend):
+    queue, order = AdapterQueue(backend), []
+    for turn in range(CALLS_AT_ONCE):
+        for name in "ab":
+            queue.call(name, lambda each=(name, turn): order.append(each))
+    unit = queue.forward_backward("c", [sample(1)])
+    queue.run_once()
+    assert unit.done()
+    assert order == [(name, turn) for turn in range(CALLS_AT_ONCE // 2) for name in "ab"]

@@ -22,7 +22,7 @@ from driving import START_S, vllm_python
 
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
-from megascend.serve.vllm_check import KEY_VARIABLE
+from megascend.serve.samplers.vllm_check import KEY_VARIABLE
 from weightwire.vllm.contract import CPU_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
@@ -109,9 +109,9 @@ class Tenant:
 
 def figure(url: str, name: str, server: int, reason: str = "") -> float:
     """Of a vLLM server, from ``/metrics``; 0 if there is none."""
-    more = f',reason="{reason}"' if reason else ""
+    more = f'reason="{reason}",' if reason else ""
     text = httpx.get(f"{url}/metrics").text
-    found = re.search(rf'^megascend_vllm_{name}{{server="{server}"{more}}} (\S+)$', text, re.MULTILINE)
+    found = re.search(rf'^megascend_vllm_{name}{{{more}server="{server}"}} (\S+)$', text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 

@@ -15,16 +15,14 @@ from starlette.testclient import TestClient
 from megascend.batch.results import AdapterLoss, StepResult
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
-from megascend.lora.queue import AdapterQueue
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
-from megascend.serve.application import make_application
+from megascend.serve.api.application import make_application, sweep
+from megascend.serve.api.keys import Keys, digest_of
 from megascend.serve.base_model import BaseModel
-from megascend.serve.inbox import Inbox
-from megascend.serve.journal_directory import keep_in_journal
-from megascend.serve.keys import Keys, digest_of
+from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.scheduler.lines import work
 from megascend.serve.service import Service
-from megascend.serve.sweeping import sweep
-from megascend.serve.worker import work
+from megascend.serve.store.recovery import keep_state
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob")}
 VOCABULARY = 100
@@ -224,15 +222,14 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
     service = Service(config, base, inbox, clock)
     if config.durable:
         (storage / "config.json").touch()  # of the model
-        keep_in_journal(service)
+        keep_state(service)
     keys = Keys({digest_of(key): name for name, key in KEYS.items()})
     with TestClient(make_application(service, keys), raise_server_exceptions=False) as client:
-        queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]
 
         def report(outcomes: list[Any]) -> None:
             client.portal.call(service.finish, outcomes)  # type: ignore[union-attr]
 
-        worker = threading.Thread(target=work, args=(backend, queue, inbox, report, backend.generate))
+        worker = threading.Thread(target=work, args=(backend, config.batch_tokens, inbox, report, backend.generate))
         worker.start()
         try:
             yield Served(service, backend, client, clock)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.config.serve import ServeConfig
-from megascend.serve.keys import digest_of
+from megascend.serve.api.keys import digest_of
 from megascend.testing import run_distributed
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "mallory")}

@@ -85,7 +85,7 @@ def test_models_share_a_batch(here) -> None:
     assert here.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21
     assert here.backend.calls[-1][0] == "forward_backward"
     assert {name for name, _ in here.backend.calls[-1][1:]} == {"a1", "a2"}
-    assert 'megascend_models_in_batch_bucket{le="1"} 1' in here.client.get("/metrics").text
+    assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in here.client.get("/metrics").text
 
 
 # --- who may ask ---

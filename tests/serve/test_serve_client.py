@@ -17,7 +17,7 @@ from serve_ranks import KEYS, service, training_job, written
 
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
-from megascend.serve.names import CheckpointPath
+from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 from megascend.testing.reference import run_reference
 from support.forked_programs import environment, run_forked
@@ -125,7 +125,7 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
             for some, others in zip(one["logprobs"], other["logprobs"], strict=True):
                 assert some == pytest.approx(others, abs=1e-5)
     figures = httpx.get(f"{url}/metrics").text
-    alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1"} (\d+)', figures)[1])
+    alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1\.0"} (\d+)', figures)[1])
     batches = int(re.search(r"megascend_models_in_batch_count (\d+)", figures)[1])
     assert alone_in_batch < batches
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from recording_backend import Served, served
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
-from megascend.serve import journal_directory, journal_writer, training
-from megascend.serve.journal import Entry
-from megascend.serve.journal_directory import NAME
-from megascend.serve.keys import Keys
+from megascend.serve import operations
+from megascend.serve.api.keys import Keys
+from megascend.serve.api.wire import Datum, Span, TrainRequest
 from megascend.serve.server import keys_of
-from megascend.serve.spans import Span
-from megascend.serve.wire import Datum, TrainRequest
+from megascend.serve.store import recovery, writer
+from megascend.serve.store.database import StoredRow
+from megascend.serve.store.recovery import NAME
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_a_save_bounds_what_is_repeated(disks) -> None:
 
 
 def wait_for_saves(server: Served, count: int) -> None:
-    """Wait until there are so many and the journal knows them, which is a moment later."""
+    """Wait until there are so many and the database has them, which is a moment later."""
     saves, durability = storage_of(server) / NAME / "saves", server.service.durability
 
     def there() -> bool:
@@ -176,7 +175,7 @@ def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_
         on_the_loop = first.client.portal.call
         on_the_loop(first.service.sequences.record, session, np.array([5]), ["one", "two"], result)
         request = TrainRequest(model, 1, "stable_reinforce", {}, False, [datum])
-        name = on_the_loop(training.train, first.service, "alice", request).name
+        name = on_the_loop(operations.train, first.service, "alice", request).name
         answer = first.alice.fetch(name)
         on_the_loop(first.service.sequences._drop, "alice", "one")
         on_the_loop(first.service.durability.durable)
@@ -215,29 +214,36 @@ def test_sessions_that_ended_stay_ended(disks) -> None:
             assert second.backend.calls == []
 
 
-def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch) -> None:
-    monkeypatch.setattr(journal_writer, "RETRY_S", 0.02)
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int | None], None]]:
+    """Sets how large a file of this process may become, as a disk without room does; None: as before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+
+    yield limit
+    limit(None)
+
+
+def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_file) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.02)
     with disks() as first:
         model = first.alice.model()
         first.service.durability._writer._wait_s = 0.1
-        real = os.pwrite
-
-        def full(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "pwrite", full)
+        largest_file((storage_of(first) / NAME / "state.sqlite-wal").stat().st_size)
         body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 1.0}}
         for _ in range(2):  # the second one is not even begun
             refused = first.alice.post("optim_step", body)
             assert refused.status_code == 503
             wait_until(lambda: first.service.durability.stalled)  # on a busy machine the disk has not been tried yet
-        assert "No space left" in refused.json()["detail"]
+        assert "the server's state cannot be written: disk I/O error" in refused.json()["detail"]
         waiting = first.alice.post("retrieve_future", {"request_id": f"{model}:request:1"})
         assert waiting.status_code == 503
         first.tick(1000)  # longer than a session may be silent
         with disks(storage_of(first)) as lost:
             assert f"{model}:request:1" not in lost.service.futures._by_name
-        monkeypatch.setattr(os, "pwrite", real)
+        largest_file(None)
         first.service.durability._writer._wait_s = 60.0
         wait_until(lambda: not first.service.durability.stalled)
         name = first.alice.post("optim_step", body).json()["request_id"]
@@ -248,10 +254,10 @@ def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch) -> None:
             assert steps_of(second) == [1.0]
 
 
-def test_nothing_is_promised_after_an_error_of_the_journals_own(disks) -> None:
+def test_nothing_is_promised_after_an_internal_error_of_the_writer(disks) -> None:
     with disks() as first:
         model = first.alice.model()
-        first.service.durability._writer.put(Entry("session", {"session": object()}))
+        first.service.durability._writer.put(StoredRow("session", "s", {"tenant": object()}))
         wait_until(lambda: first.service.durability.stalled)
         first.service.durability._writer._wait_s = 0.1
         refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
@@ -260,7 +266,7 @@ def test_nothing_is_promised_after_an_error_of_the_journals_own(disks) -> None:
 
 
 def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
-    monkeypatch.setattr(journal_directory, "LOCK_S", 0.0)
+    monkeypatch.setattr(recovery, "LOCK_S", 0.0)
     with disks(durable_steps=1) as first:
         refused = first.alice.post("optim_step", {"model_id": first.alice.model(), "adam_params": {}})
         assert refused.status_code == 422
@@ -280,6 +286,17 @@ def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
         shutil.rmtree(copy / NAME / "saves" / save.name)
         with pytest.raises(CheckpointError, match=f"{save.name} is missing"), served(copy, durable=True):
             pass
+
+
+def test_bodies_that_cannot_be_stored_are_refused_by_the_settings(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"limits\.body_bytes 134217729 with durable: at most 134217728"):
+        ServeConfig(model=tmp_path, durable=True, limits={"body_bytes": 2**27 + 1})  # type: ignore[arg-type]
+
+
+def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:
+    (tmp_path / ".journal").mkdir()
+    with pytest.raises(ConfigError, match="journal was written by an earlier version of megascend"):
+        served(tmp_path, durable=True).__enter__()
 
 
 def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:

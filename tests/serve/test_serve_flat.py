@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from recording_backend import Served, served
 
-from megascend.serve import figures, futures
-from megascend.serve.commands import Remove
-from megascend.serve.inbox import Inbox
-from megascend.serve.wire import TrainAnswer
+from megascend.serve import figures
+from megascend.serve.api.wire import TrainAnswer
+from megascend.serve.scheduler import futures
+from megascend.serve.scheduler.commands import Remove
+from megascend.serve.scheduler.inbox import Inbox
 
 LIVES = 16
 CONTAINERS = (dict, list, set, deque, OrderedDict)
@@ -162,12 +163,17 @@ def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(kept) -> N
         future.retrieved = 0.0
     kept._clock.now = 121.0
     kept.forget()
-    assert (kept._bytes, kept._kept, list(kept._ended)) == ({}, {}, [])
+    assert kept._accounts == {}
 
 
 def test_what_no_client_knows_of_is_forgotten_at_once(kept) -> None:
     future = answered(kept, 1, internal=True)
-    assert (future.ended, kept.get("m1", "alice"), kept.numbered(future.number), kept._bytes) == (0.0, None, None, {})
+    assert (future.ended, kept.get("m1", "alice"), kept.numbered(future.number), kept._accounts) == (
+        0.0,
+        None,
+        None,
+        {},
+    )
 
 
 def test_a_tenant_that_fetches_nothing_is_told_to(tmp_path: Path) -> None:

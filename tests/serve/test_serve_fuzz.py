@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recording_backend import Served, served
 
-from megascend.serve import application, sampler_routes, wire
+from megascend.serve.api import application, wire
 
 pytestmark = pytest.mark.nightly
 
@@ -26,7 +26,6 @@ EXAMPLES = settings(
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "LONG_POLL_S", 0.01)
-    patch.setattr(sampler_routes, "LONG_POLL_S", 0.01)
     with served(tmp_path_factory.mktemp("storage"), limits={"models": 8, "sessions": 1000}) as found:
         yield found
         patch.undo()

@@ -16,7 +16,7 @@ import pytest
 from restarted_server import RestartedServer
 from safetensors.torch import load_file
 
-from megascend.serve.names import CheckpointPath
+from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 
 HERE = Path(__file__).parent

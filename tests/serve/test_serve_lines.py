@@ -16,10 +16,10 @@ from recording_backend import RecordingBackend
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
 from megascend.errors import ConfigError, OutOfDeviceMemoryError
-from megascend.lora.queue import AdapterQueue
+from megascend.lora.queue import CALLS_AT_ONCE, AdapterQueue
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
-from megascend.serve import inbox as inbox_module
-from megascend.serve.commands import (
+from megascend.serve.scheduler import inbox as inbox_module
+from megascend.serve.scheduler.commands import (
     Cancel,
     Command,
     Create,
@@ -30,9 +30,8 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
-from megascend.serve.inbox import Inbox
-from megascend.serve.lines import OTHERS_AT_ONCE, Lines
-from megascend.serve.sampling import CANCELLED, SLICE_TOKENS, Cancelled
+from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.scheduler.lines import CANCELLED, SLICE_TOKENS, Cancelled, Lines
 
 
 class SlowSampler:
@@ -95,19 +94,19 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
 
 
 def test_a_flood_of_saves_lets_steps_through(backend, tmp_path: Path) -> None:
-    for number in range(2 * OTHERS_AT_ONCE):
+    for number in range(2 * CALLS_AT_ONCE):
         backend.adapters[f"m{number}"] = Lora(rank=1)
     saves = [
         Save(100 * model + turn, f"m{model}", str(tmp_path / f"{model}-{turn}"), False)
-        for model in range(2 * OTHERS_AT_ONCE)
+        for model in range(2 * CALLS_AT_ONCE)
         for turn in range(3)
     ]
     lines = lines_of(backend)
     outcomes = run(lines, [*saves, *step(9001, "a"), *step(9003, "b")])
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).waited == OTHERS_AT_ONCE
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).waited == CALLS_AT_ONCE
     assert next(outcome for outcome in outcomes if outcome.number == 9001).together == 2
     saved = [call[1] for call in backend.calls if call[0] == "save"]
-    assert saved == [f"m{number}" for number in range(2 * OTHERS_AT_ONCE)] * 3  # in turns
+    assert saved == [f"m{number}" for number in range(2 * CALLS_AT_ONCE)] * 3  # in turns
 
 
 def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:

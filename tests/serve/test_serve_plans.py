@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from megascend.errors import ConfigError, DataError
-from megascend.serve import keys, wire
+from megascend.serve.api import keys, wire
+from megascend.serve.api.bodies import adam_of
+from megascend.serve.api.reading import check_message, decompress
 from megascend.serve.base_model import BaseModel, allowed_targets
-from megascend.serve.body import check_message, decompress
+from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.figures import Histogram
-from megascend.serve.names import CheckpointPath, model_of_run, run_directory
-from megascend.serve.order import Order
-from megascend.serve.requests import adam_of
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.tenancy import Order
 
 MODEL = f"s-{'0' * 32}:train:3"
 
@@ -235,15 +234,6 @@ def test_switches_mean_layers_of_the_model() -> None:
         "up_proj",
     )
     assert allowed_targets(names, unembed=False) == allowed_targets(names[:3], unembed=True) == "all-linear"
-
-
-def test_a_histogram_counts_up_to_its_bounds() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.add(value)
-    assert list(histogram.lines("x")) == [
-        'x_bucket{le="1"} 2', 'x_bucket{le="2"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12", "x_count 4",
-    ]  # fmt: skip
 
 
 def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from recording_backend import Served, served
 
 from megascend.sampling.request import SampleResult
-from megascend.serve.elsewhere import ABSENT
-from megascend.serve.prompt_targets import targets_of
-from megascend.serve.sampling_wire import SampleAnswer, sample_request_of
+from megascend.serve.api.application import ABSENT
+from megascend.serve.api.bodies import Sample
+from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
 
 
 @pytest.fixture
@@ -153,11 +153,11 @@ SPARSE = {
 def test_tokens_named_for_a_prompt_come_back_in_their_layout(tensor, rows, computed, answered) -> None:
     conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
     body = sample_body(target_prompt_logprobs=tensor, prompt_alt_tokens_k=2)
-    request = sample_request_of(body, None, 9)
+    request = sample_request_of(Sample.read(body), None, 9)
     assert (request.target_tokens, request.prompt_draws) == (rows, 2)
     draws = (((8, -0.5), (9, -1.5)), ((3, -2.5), (3, -2.5)))
     result = SampleResult((), (None, -1.0, -2.0), (None, ((1, -1.0),), ((2, -2.0),)), computed, draws)
-    answer = SampleAnswer(result, None, targets_of(body))
+    answer = SampleAnswer(result, None, targets_of(tensor))
     read = conversion.deserialize_sample_response(answer.protobuf())
     named, drawn = read.target_prompt_logprobs, read.prompt_alt_tokens
     assert list(named.data) == [each for row in answered for each in row] if tensor is DENSE else answered

@@ -10,11 +10,10 @@ from recording_backend import served
 
 from megascend.errors import DataError
 from megascend.sampling.request import SampledSequence, SampleResult
-from megascend.serve import wire
-from megascend.serve.provenance import with_recorded
-from megascend.serve.samples import loss_of, samples_of
-from megascend.serve.sequences import KEEP_S, Sequences
-from megascend.serve.spans import Span
+from megascend.serve.api import wire
+from megascend.serve.api.wire import Span
+from megascend.serve.samplers.sequences import KEEP_S, Sequences
+from megascend.serve.samples import loss_of, samples_of, with_recorded
 from megascend.serve.tenancy import Session
 
 PROMPT, TOKENS, LOGPROBS = [3, 4, 5], [7, 8, 9, 10], [-1.0, -2.0, -3.0, -4.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from recording_backend import KEYS, train_body
+from recording_backend import KEYS, served, train_body
 from service_schema import PROTOBUF, description, operations
 from test_serve_sockets import listening
 
-from megascend.serve import application, sampler_routes, wire
-from megascend.serve.elsewhere import ABSENT
+from megascend.serve.api import application, wire
+from megascend.serve.api.application import ABSENT
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install 'megascend[test]'")
 
@@ -104,7 +105,6 @@ schemathesis.openapi.media_type(PROTOBUF, bodies())
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "LONG_POLL_S", 0.01)
-    patch.setattr(sampler_routes, "LONG_POLL_S", 0.01)
     limits = {"models": 4000, "sessions": 100_000, "pending": 4000}
     with listening(tmp_path_factory.mktemp("storage"), max_models=4000, limits=limits) as found:
         yield found
@@ -199,14 +199,15 @@ def check_promise(client: httpx.Client, name: Any) -> None:
         assert "internal" not in found.text, found.text
 
 
-def test_every_route_is_described(address: str) -> None:
-    from megascend.serve.catalogue import catalogue_routes
-    from megascend.serve.sampler_routes import sampler_routes as of_samplers
-
-    described = set(ROUTES)
-    assert {(method, path) for method, path, _ in [*catalogue_routes(), *of_samplers()]} <= described
-    assert not described & set(ABSENT)
-    assert set(application.BY_PATH) <= {path for _, path in described}
+def test_every_route_is_described(tmp_path: Path) -> None:
+    with served(tmp_path) as here:
+        routes = {
+            (method, route.path.removeprefix("/api/v1/"))
+            for route in here.client.app.routes  # type: ignore[attr-defined]
+            for method in route.methods - {"HEAD"}
+            if route.path.startswith("/api/v1/")
+        }
+    assert routes - set(ABSENT) - {("GET", "healthz")} == set(ROUTES)
 
 
 @EXAMPLES

@@ -21,13 +21,15 @@ from recording_backend import KEYS, Served, served, train_body
 import megascend
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError
-from megascend.serve import futures, keys, reading, server, tenancy, wire
-from megascend.serve.body import MAX_CONTAINERS
-from megascend.serve.catalogue import MOST_DOWNLOADS
-from megascend.serve.elsewhere import ABSENT
+from megascend.serve import server, tenancy
+from megascend.serve.api import keys, reading, wire
+from megascend.serve.api.application import ABSENT
+from megascend.serve.api.bodies import LONGEST_S
+from megascend.serve.api.catalogue import MOST_DOWNLOADS
+from megascend.serve.api.reading import MAX_CONTAINERS
+from megascend.serve.checkpoints import new_session
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import new_session
-from megascend.serve.requests import LONGEST_S
+from megascend.serve.scheduler import futures
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
@@ -235,7 +237,7 @@ def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
     there = [here.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
     assert there == [410, 410, 410, 200, 200]
     here.tick(1)
-    assert len(here.service.futures._ended) == 3 + 2  # bob's, too
+    assert {name: len(each.answers) for name, each in here.service.futures._accounts.items()} == {"alice": 3, "bob": 2}
     assert here.bob.fetch(theirs)["metrics"]["loss:sum"] == 10
 
 
@@ -328,7 +330,7 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
     for _ in range(2 * MOST_DOWNLOADS):
         assert here.alice.get(where).status_code == 200
     assert here.service.downloads["alice"] == 0, "what was sent does not count"
-    monkeypatch.setattr("megascend.serve.catalogue.pack", lambda directory: 1 / 0)
+    monkeypatch.setattr("megascend.serve.api.catalogue.pack", lambda directory: 1 / 0)
     assert here.alice.get(where).status_code == 500
     assert here.service.downloads["alice"] == 0
     monkeypatch.undo()

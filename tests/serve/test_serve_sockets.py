@@ -17,12 +17,12 @@ import pytest
 from recording_backend import KEYS, VOCABULARY, RecordingBackend, train_body
 
 from megascend.config.serve import ServeConfig
-from megascend.lora.queue import AdapterQueue
-from megascend.serve import connections, reading, server
+from megascend.serve import server
+from megascend.serve.api import connections, reading
+from megascend.serve.api.keys import digest_of
 from megascend.serve.base_model import BaseModel
-from megascend.serve.inbox import Inbox
-from megascend.serve.keys import digest_of
-from megascend.serve.worker import work
+from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.scheduler.lines import work
 
 HEADERS = {"X-API-Key": KEYS["alice"]}
 DEADLINE_S = 60.0
@@ -36,8 +36,7 @@ def listening(storage: Path, **settings) -> Iterator[str]:
     inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     with server.http_server(config, keys, base, inbox) as (address, report):
-        queue = AdapterQueue(backend, max_batch_tokens=config.batch_tokens)  # type: ignore[arg-type]
-        worker = threading.Thread(target=work, args=(backend, queue, inbox, report, backend.generate))
+        worker = threading.Thread(target=work, args=(backend, config.batch_tokens, inbox, report, backend.generate))
         worker.start()
         try:
             yield address

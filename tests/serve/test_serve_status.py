@@ -13,7 +13,7 @@ from recording_backend import Served, served
 from megascend.cli.serve import DEMO_CLIENT, demo_directory, demo_settings
 from megascend.config.serve import load_serve_config
 from megascend.platforms.base import MemoryFigures
-from megascend.serve.status import loss_curve
+from megascend.serve.api.page import loss_curve
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_batches_tell_their_models_and_tokens(here) -> None:
     here.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
     assert status(here)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
     figures = here.client.get("/metrics").text.splitlines()
-    assert {"megascend_device_memory_bytes 1", "megascend_device_memory_peak_bytes 2"} <= set(figures)
+    assert {"megascend_device_memory_bytes 1.0", "megascend_device_memory_peak_bytes 2.0"} <= set(figures)
 
 
 def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:

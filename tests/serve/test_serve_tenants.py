@@ -19,7 +19,7 @@ from serve_ranks import KEYS, service
 
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
-from megascend.serve.names import CheckpointPath
+from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import environment
 
@@ -142,7 +142,7 @@ class Counted:
 
 def check_shared(more: dict[str, float], least: float) -> None:
     """At least this part of the steps ran in batches of several tenants."""
-    steps, alone = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1"}']
+    steps, alone = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1.0"}']
     print(f"{steps:.0f} steps, {1 - alone / steps:.0%} of them in batches of several tenants")
     assert alone <= (1 - least) * steps
 
@@ -151,7 +151,7 @@ def waits(more: dict[str, float]) -> dict[str, float]:
     """Parts of the steps that waited for so many units of work or fewer, and seconds on average."""
     steps = more["megascend_units_waited_count"]
     found = {
-        bound: round(more[f'megascend_units_waited_bucket{{le="{bound}"}}'] / steps, 3)
+        bound: round(more[f'megascend_units_waited_bucket{{le="{bound:.1f}"}}'] / steps, 3)
         for bound in (0, 1, 2, 3, 4, 8, 16)
     }
     print(f"waited: {found} of {steps:.0f}; {more['megascend_wait_seconds_sum'] / steps:.3f} s on average")

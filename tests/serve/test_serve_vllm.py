@@ -15,12 +15,11 @@ import pytest
 
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
-from megascend.serve.commands import Create, Outcome, Remove, Respond
 from megascend.serve.errors import Failure
-from megascend.serve.vllm_check import Probe, check
-from megascend.serve.vllm_pool import Servers
-from megascend.serve.vllm_sampling import VllmSampling
-from megascend.serve.vllm_server import (
+from megascend.serve.samplers.vllm_check import Probe, check
+from megascend.serve.samplers.vllm_pool import Servers
+from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm_server import (
     RefusedError,
     ServerFailedError,
     UnknownModelError,
@@ -28,6 +27,7 @@ from megascend.serve.vllm_server import (
     body_of,
     result_of,
 )
+from megascend.serve.scheduler.commands import Create, Outcome, Remove, Respond
 
 REQUEST = SampleRequest(
     [5, 6, 7],

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.availability import FIRST_S
 from megascend.sampling.request import SampleRequest, SamplingParams
-from megascend.serve import vllm_server
-from megascend.serve.vllm_pool import Pool, Servers
-from megascend.serve.vllm_server import RefusedError, ServerFailedError, VllmServer
+from megascend.serve.samplers import vllm_server
+from megascend.serve.samplers.vllm_pool import Pool, Servers
+from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
 DIRECTORIES = {"base": "/storage/null"}
@@ -123,6 +124,13 @@ async def token(pool: Pool) -> int:
     return (await pool.respond(REQUEST, DIRECTORIES)).samples[0].tokens[0]
 
 
+def text_of(pool: Pool) -> str:
+    """The pool's metrics as Prometheus reads them."""
+    registry = CollectorRegistry()
+    registry.register(pool)
+    return generate_latest(registry).decode()
+
+
 FAILURES = {
     "refuses": (EngineLostError, "lost"),
     "hangs up": (EngineLostError, "lost"),
@@ -144,18 +152,18 @@ def test_another_server_answers_and_the_one_that_failed_is_left_out_for_a_while(
     async def work(pool: Pool, clock: Clock) -> None:
         assert [await token(pool) for _ in range(3)] == [2, 2, 2]
         assert bad.samples() == (failure != "refuses"), "asked once"
-        figures = pool.prometheus()
-        assert f'megascend_vllm_failures_total{{server="0",reason="{FAILURES[failure][1]}"}} 1' in figures
-        assert 'megascend_vllm_left_out{server="0"} 1' in figures
-        assert 'megascend_vllm_answered_total{server="1"} 3' in figures
-        assert 'megascend_vllm_pending{server="0"} 0' in figures
+        figures = text_of(pool)
+        assert f'megascend_vllm_failures_total{{reason="{FAILURES[failure][1]}",server="0"}} 1.0' in figures
+        assert 'megascend_vllm_left_out{server="0"} 1.0' in figures
+        assert 'megascend_vllm_answered_total{server="1"} 3.0' in figures
+        assert 'megascend_vllm_pending{server="0"} 0.0' in figures
         if failure == "refuses":
             await bad.start()
         bad.fails = ""
         clock.now += FIRST_S
         assert await token(pool) == 1, "its time is over"
         assert "/health" in bad.asked
-        assert 'megascend_vllm_left_out{server="0"} 0' in pool.prometheus()
+        assert 'megascend_vllm_left_out{server="0"} 0.0' in text_of(pool)
 
     with caplog.at_level(logging.INFO, "megascend.serve"):
         run([bad, good], work)
@@ -242,7 +250,7 @@ def test_what_a_server_refuses_is_not_sent_to_another_and_is_no_failure(status) 
     async def work(pool: Pool, clock: Clock) -> None:
         with pytest.raises(RefusedError, match="it went wrong"):
             await token(pool)
-        assert "failures_total{" not in pool.prometheus()
+        assert "failures_total{" not in text_of(pool)
 
     run(doubles, work)
     assert doubles[1].asked == []

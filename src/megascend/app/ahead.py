@@ -28,8 +28,8 @@ from megascend.app.preflight import RunPlan
 from megascend.bootstrap.engines import needs
 from megascend.distributed.launch import Launch, child_environment
 from megascend.errors import MegascendError
-from megascend.files import digest
 from megascend.huggingface.files import read_config
+from megascend.io.hashing import digest
 from megascend.kernels.compile_ahead import DRIVER, Attention, Job
 from megascend.kernels.head_sizes import rotary_fits, width_fits
 from megascend.selfcheck import standing_by

@@ -19,8 +19,7 @@ from megascend.app.event_log import ERRORS, EVENTS, read_lines
 from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
-from megascend.files import entries
-from megascend.io.atomic import NOT_RENAMED, replacing
+from megascend.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.io.paths import make_directory, remove, stays
 
 if TYPE_CHECKING:

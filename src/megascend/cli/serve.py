@@ -63,7 +63,8 @@ def serve_command(
     pipeline: Annotated[int | None, typer.Option("--pipeline", min=1, help="Pipeline parallel size.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=1, help="Context parallel size.")] = None,
     durable: Annotated[
-        bool | None, typer.Option("--durable", help="Keep a journal in --storage, so that a restart loses no step.")
+        bool | None,
+        typer.Option("--durable", help="Keep the service's state in --storage, so that a restart loses no step."),
     ] = None,
     vllm: Annotated[
         list[str] | None,

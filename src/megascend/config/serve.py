@@ -20,6 +20,9 @@ from megascend.config import (
     read_settings,
 )
 
+DURABLE_BODY_BYTES = 2**27
+"""SQLite takes rows of up to 10**9 bytes, and what was a body may be several times as long there, as JSON."""
+
 
 class Limits(Section):
     """What one request, one model and one tenant may ask for. Beyond it a client is told so, or told to come back later."""
@@ -100,7 +103,8 @@ class ServeConfig(Section):
         "requests", description="requests: note who asked for what in audit.jsonl, in storage"
     )
     durable: bool = Field(
-        False, description="keep a journal in storage: a server that starts there again repeats what it had promised"
+        False,
+        description="keep the service's state in storage: a server that starts there again repeats what it had promised",
     )
     durable_steps: Size = Field(
         20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"
@@ -111,6 +115,14 @@ class ServeConfig(Section):
     def _check_tls(self) -> ServeConfig:
         if self.tls_key is not None and self.tls_certificate is None:
             raise ValueError("tls_key without tls_certificate: the server would speak plain HTTP")
+        return self
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> ServeConfig:
+        if self.durable and self.limits.body_bytes > DURABLE_BODY_BYTES:
+            raise ValueError(
+                f"limits.body_bytes {self.limits.body_bytes} with durable: at most {DURABLE_BODY_BYTES} can be stored"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""Whose requests run next, when many adapters share one model. Pure: requests in, one unit of work out.
+"""The requests that run next, when many adapters share one model. Pure: requests in, one unit of work out.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the service. Every adapter has a start tag:
 the tokens it was served, or the virtual time if that is later, so that idling earns nothing. The smallest tag leads the
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-RequestKind = Literal["forward_backward", "optimizer_step", "forward"]
+RequestKind = Literal["forward_backward", "optimizer_step", "forward", "call"]
 R = TypeVar("R", bound="Request")
 
 
@@ -76,8 +76,8 @@ def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list
     """The requests to run together now: optimizer steps, forward_backwards with one loss, or forwards.
 
     Args:
-        heads: the first waiting request of every adapter, in any order. Later ones have to wait: an adapter's requests
-            run in the order of submission, one in a unit.
+        heads: the first waiting request of every adapter, in any order; no calls. Later ones have to wait: an adapter's
+            requests run in the order of submission, one in a unit.
         ledger: what was served before; charge it with the result.
         max_batch_tokens: most tokens of one batch. A larger request runs alone.
 

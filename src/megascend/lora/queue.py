@@ -15,11 +15,20 @@ from megascend.batch.losses import Loss, LossFunction, resolve
 from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam
-from megascend.errors import ConfigError, DataError, MegascendError, OutOfDeviceMemoryError, QueueFullError
+from megascend.errors import (
+    ConfigError,
+    DataError,
+    MegascendError,
+    OutOfDeviceMemoryError,
+    ProcessGroupError,
+    QueueFullError,
+)
 from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 
 T = TypeVar("T")
 
+CALLS_AT_ONCE = 8
+"""Calls that run between two units of work, one of an adapter at a time."""
 SMALL_REQUESTS = 64
 """A request counts as this part of a full batch at least: what it takes to run one, however small it is."""
 
@@ -81,6 +90,7 @@ class _Waiting(Request):
     future: AdapterFuture[Any]
     logprobs: bool = False
     adam: Adam | None = None
+    function: Callable[[], Any] | None = None
 
 
 class AdapterQueue:
@@ -110,6 +120,7 @@ class AdapterQueue:
         self._max_batch_tokens = max_batch_tokens
         self._max_pending = max_pending
         self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and every first request can run
+        self._unchecked: set[int] = set()  # numbers of requests behind a call, which may change what they need
         self._spoiled: dict[str, Exception] = {}  # adapters whose gradients are incomplete, and why
         self._ledger = Ledger(least=max_batch_tokens // SMALL_REQUESTS)
         self._numbers = count()
@@ -161,6 +172,18 @@ class AdapterQueue:
         """
         return self._submit(adapter, "forward", samples)
 
+    def call(self, adapter: str, function: Callable[[], T]) -> AdapterFuture[T]:
+        """Run ``function`` in the adapter's turn, after all of its requests before and before those that follow.
+
+        For what is no step, such as creating, loading or saving the adapter, which need not exist yet. A MegascendError, or a
+        lack of memory, is an error of the future; nothing else fails because of it. Unlike a forward, a call runs between a
+        failed forward_backward and its optimizer_step.
+
+        Raises:
+            QueueFullError: as :meth:`forward_backward`.
+        """
+        return self._submit(adapter, "call", function=function)
+
     def pending(self, adapter: str) -> int:
         """Requests of this adapter in line, counting those with bad samples whose turn has not come."""
         return len(self._lines.get(adapter, ()))
@@ -168,6 +191,7 @@ class AdapterQueue:
     def cancel(self, adapter: str) -> None:
         """Fail all pending requests of ``adapter`` and drop its gradients. Call it before removing an adapter."""
         for waiting in self._lines.pop(adapter, ()):
+            self._unchecked.discard(waiting.number)
             if not waiting.future.done():
                 waiting.future._fail(MegascendError(f"{waiting.kind} of adapter {adapter!r} was cancelled"))
         self._spoiled.pop(adapter, None)
@@ -176,7 +200,45 @@ class AdapterQueue:
     # --- running ---
 
     def run_once(self) -> bool:
-        """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if nothing was pending.
+        """Run the calls whose turn it is, :data:`CALLS_AT_ONCE` at most, and a unit of work. False if nothing was pending."""
+        calls = sum(self.run_call() for _ in range(CALLS_AT_ONCE))
+        return self.run_unit() or calls > 0
+
+    def run_call(self) -> bool:
+        """Run a call whose turn it is; that of another adapter comes next. False if there is none.
+
+        Raises:
+            BaseException: what is not the call's own error, KeyboardInterrupt too; its future has failed.
+        """
+        adapter = next((adapter for adapter, line in self._lines.items() if line[0].kind == "call"), None)
+        if adapter is None:
+            return False
+        waiting = self._lines[adapter][0]
+        self._pop(adapter)
+        if adapter in self._lines:
+            self._lines[adapter] = self._lines.pop(adapter)  # behind those of others
+        problem: MegascendError | None = None
+        try:
+            assert waiting.function is not None
+            waiting.future._finish(waiting.function())
+        except MegascendError as error:
+            self._fail(waiting, error, gradients_lost=False)
+            if isinstance(error, ProcessGroupError | TimeoutError):
+                raise
+        except torch.OutOfMemoryError as error:
+            problem = no_room(error)
+        except BaseException as error:
+            self._fail(waiting, error, gradients_lost=False)
+            raise
+        if problem is not None:  # only here has the error let go of the call's tensors
+            self._fail(waiting, problem, gradients_lost=False)
+            if not self._backend.recover_memory():
+                raise problem
+        self._drop_failed(adapter)
+        return True
+
+    def run_unit(self) -> bool:
+        """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if none was pending.
 
         DataError and ConfigError end up in the future of the request that caused them. A batch that does not fit into the
         device's memory is run request by request, where the backend can; one that does not fit alone fails with
@@ -186,9 +248,10 @@ class AdapterQueue:
             BaseException: whatever else went wrong, KeyboardInterrupt too. The unit's futures have failed, and its
                 adapters' gradients are taken to be incomplete.
         """
-        if not self._lines:
+        heads = [line[0] for line in self._lines.values() if line[0].kind != "call"]
+        if not heads:
             return False
-        unit = next_unit([line[0] for line in self._lines.values()], self._ledger, self._max_batch_tokens)
+        unit = next_unit(heads, self._ledger, self._max_batch_tokens)
         self._ledger = self._ledger.charged(unit)
         for waiting in unit:
             self._pop(waiting.adapter)
@@ -221,9 +284,9 @@ class AdapterQueue:
         **options: Any,
     ) -> AdapterFuture[Any]:
         future: AdapterFuture[Any] = AdapterFuture(self.run_once)
-        if adapter not in self._backend.adapters:
-            known = ", ".join(map(repr, self._backend.adapters)) or "none"
-            future._fail(ConfigError(f"{kind}: there is no adapter {adapter!r}; there are: {known}"))
+        behind_call = any(waiting.kind == "call" for waiting in self._lines.get(adapter, ()))
+        if kind != "call" and not behind_call and adapter not in self._backend.adapters:
+            future._fail(self._unknown(kind, adapter))
             return future
         if self.pending(adapter) >= self._max_pending:
             raise QueueFullError(
@@ -234,15 +297,18 @@ class AdapterQueue:
             if problem is not None:
                 raise problem
             loss = None if loss is None else resolve(loss)
-            if kind != "optimizer_step":
+            if kind in ("forward_backward", "forward"):
                 stamped = stamp(adapter, samples)
-                self._backend.check_samples(stamped)
+                if not behind_call:
+                    self._backend.check_samples(stamped)
         except Exception as error:
             if error is not problem and not isinstance(error, DataError | ConfigError):
                 raise
             future._fail(error)  # it still takes its place in line: earlier requests of this adapter are not to blame
         tokens = sum(map(len, stamped))
         waiting = _Waiting(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
+        if behind_call:
+            self._unchecked.add(waiting.number)
         self._lines.setdefault(adapter, deque()).append(waiting)
         self._drop_failed(adapter)
         return future
@@ -258,7 +324,7 @@ class AdapterQueue:
         except torch.OutOfMemoryError as error:
             if unit[0].kind == "optimizer_step":  # some adapters may have made theirs
                 raise
-            problem = OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
+            problem = no_room(error)
             recover = True
         else:
             for waiting, value in zip(unit, values, strict=True):
@@ -320,6 +386,15 @@ class AdapterQueue:
         """Take from the front of a line what has failed already, and what must fail because of that."""
         while adapter in self._lines:
             first = self._lines[adapter][0]
+            if first.kind == "call":
+                return
+            if first.number in self._unchecked:
+                self._unchecked.discard(first.number)
+                if adapter not in self._backend.adapters:  # the call that was to create it has failed
+                    self._pop(adapter)
+                    first.future._fail(self._unknown(first.kind, adapter))
+                    continue
+                self._check(first)
             if not first.future.done() and adapter not in self._spoiled:
                 return
             self._pop(adapter)
@@ -331,14 +406,31 @@ class AdapterQueue:
                 self._spoiled.pop(adapter, None)
                 self._discard(adapter)
 
+    def _check(self, waiting: _Waiting) -> None:
+        """Check samples that were submitted behind a call, which has run by now."""
+        try:
+            if not waiting.future.done():
+                self._backend.check_samples(waiting.samples)
+        except (DataError, ConfigError) as error:
+            waiting.future._fail(error)
+
+    def _unknown(self, kind: str, adapter: str) -> ConfigError:
+        known = ", ".join(map(repr, self._backend.adapters)) or "none"
+        return ConfigError(f"{kind}: there is no adapter {adapter!r}; there are: {known}")
+
     def _pop(self, adapter: str) -> None:
-        self._lines[adapter].popleft()
+        self._unchecked.discard(self._lines[adapter].popleft().number)
         if not self._lines[adapter]:
             del self._lines[adapter]
 
     def _discard(self, adapter: str) -> None:
         if adapter in self._backend.adapters:
             self._backend.discard_gradients([adapter])
+
+
+def no_room(error: torch.OutOfMemoryError) -> OutOfDeviceMemoryError:
+    """Build the error of a request that the device's memory has no room for."""
+    return OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
 
 
 def stamp(adapter: str, samples: Sequence[Sample]) -> list[Sample]:

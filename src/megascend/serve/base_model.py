@@ -38,22 +38,22 @@ class BaseModel:
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:
-        """The layers that a client's switches mean; without an output layer to adapt, that switch has no effect.
+        """Return the layers that a client's switches mean; without an output layer to adapt, that switch has no effect.
 
         Raises:
             ConfigError: they mean none.
         """
-        found = [
+        layers = [
             name
             for name in self.projections
             if (output if _is_output(name) else attention if _is_attention(name) else mlp)
         ]
-        if not found:
+        if not layers:
             raise ConfigError(
                 "train_attn, train_mlp and train_unembed leave no layer of this model to train"
                 + ("" if self.adapts_output else "; its output layer is not adapted here")
             )
-        return tuple(found)
+        return tuple(layers)
 
 
 def _is_output(name: str) -> bool:
@@ -65,7 +65,7 @@ def _is_attention(name: str) -> bool:
 
 
 def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
-    """What adapters of a backend may act on, so that every client's switches can be followed. Pure.
+    """Choose the layers that adapters of a backend may act on, so that every client's switches can be followed. Pure.
 
     Args:
         layers: names of the linear layers in the checkpoint, the output layer among them if it has a weight of its own.
@@ -77,6 +77,6 @@ def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """What the configuration of a checkpoint calls its architecture."""
-    found = config.get("architectures") or [config.get("model_type", "unknown")]
-    return str(found[0])
+    """Return the architecture that the configuration of a checkpoint names."""
+    names = config.get("architectures") or [config.get("model_type", "unknown")]
+    return str(names[0])

@@ -1,22 +1,116 @@
-"""Checkpoints of all tenants on disk: an adapter's directory each, and beside it a file that makes it count.
+"""Checkpoints of all tenants on disk: their names, the one way from a client to a path, and their records.
 
-A save writes the directory first, whole or not at all, and the file when it is there; what has no file was never promised.
+A save writes an adapter's directory first, whole or not at all, and then the record beside it, which makes it count: what has
+none was never promised.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import KINDS, CheckpointPath, model_of_run, run_directory
+
+Kind = Literal["weights", "sampler_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+SCHEME = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
+
+
+def new_session() -> str:
+    """Generate a session's name, which nobody can guess."""
+    return f"s-{secrets.token_hex(16)}"
+
+
+def model_name(session: str, number: int) -> str:
+    """Return the name of a session's model; clients compute it, too."""
+    return f"{session}:train:{number}"
+
+
+def sampler_name(session: str, number: int) -> str:
+    """Return the name of a session's sampler."""
+    return f"{session}:sample:{number}"
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """A checkpoint as clients name it: ``tinker://MODEL/KIND/NAME``.
+
+    Attributes:
+        model: the model that it was saved from.
+        kind: ``weights`` can be trained on, ``sampler_weights`` are for sampling.
+    """
+
+    model: str
+    kind: Kind
+    name: str
+
+    def __post_init__(self) -> None:
+        """Refuse whatever could be more than a file's name.
+
+        Raises:
+            RequestRefusedError: 400; a part is none of ours.
+        """
+        if not _MODEL.fullmatch(self.model) or self.kind not in KINDS:
+            raise RequestRefusedError(f"there is no checkpoint {str(self)[:200]!r}", 404)
+        if not _NAME.fullmatch(self.name) or ".." in self.name or self.name.endswith("."):
+            raise RequestRefusedError(
+                f"{self.name[:120]!r} cannot be a checkpoint's name: up to 100 letters, digits, '.', '_' and '-', beginning with "
+                "a letter or digit, without '..'"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointPath:
+        """Parse a client's name of a checkpoint.
+
+        Raises:
+            RequestRefusedError: it is no such path.
+        """
+        parts = text.removeprefix(SCHEME).split("/")
+        if not text.startswith(SCHEME) or len(parts) != 3:
+            raise RequestRefusedError(f"{text[:200]!r} is no checkpoint: expected {SCHEME}MODEL/weights/NAME")
+        return cls(parts[0], cast("Kind", parts[1]), parts[2])
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What listings call it, beside its model."""
+        return f"{self.kind}/{self.name}"
+
+    def directory(self, root: Path, tenant: str) -> Path:
+        """Return its directory under the service's, if it is ``tenant``'s."""
+        return run_directory(root, tenant, self.model) / self.kind / self.name
+
+
+def run_directory(root: Path, tenant: str, model: str) -> Path:
+    """Return the directory of a tenant's checkpoints of a model.
+
+    Raises:
+        RequestRefusedError: 404; this is no model's name.
+    """
+    match = _MODEL.fullmatch(model)
+    if match is None:
+        raise RequestRefusedError(f"there is no model {model[:200]!r}", 404)
+    return root / tenant / f"{match[1]}.{match[2]}"
+
+
+def model_of_run(directory: Path) -> str | None:
+    """Invert :func:`run_directory`: the model's name; None for other directories."""
+    session, _, number = directory.name.rpartition(".")
+    name = f"{session}:train:{number}"
+    return name if _MODEL.fullmatch(name) else None
 
 
 @dataclass(frozen=True)
@@ -70,7 +164,7 @@ class Checkpoints:
         return sized
 
     def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[Record, Path]:
-        """A tenant's checkpoint and its directory.
+        """Find a tenant's checkpoint and its directory.
 
         Args:
             public: another tenant's is found, too, if it was published.
@@ -93,11 +187,11 @@ class Checkpoints:
         raise RequestRefusedError(f"there is no checkpoint {path}", 404)
 
     def of_tenant(self, tenant: str, model: str | None = None) -> list[Record]:
-        """A tenant's checkpoints, or those of one model of it, the newest first."""
+        """List a tenant's checkpoints, or those of one model of it, the newest first."""
         return sorted(self._all(tenant, model), key=lambda record: -record.saved)
 
     def bytes_of(self, tenant: str) -> int:
-        """Bytes of a tenant's checkpoints."""
+        """Sum the bytes of a tenant's checkpoints."""
         return sum(record.size for record in self._all(tenant, None))
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> Record:
@@ -120,7 +214,7 @@ class Checkpoints:
         self._remove(directory)
 
     def remove_expired(self) -> int:
-        """Remove what has expired; how many."""
+        """Remove what has expired; return how many."""
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._all(tenant.name, None, expired=True)):
@@ -130,7 +224,7 @@ class Checkpoints:
         return count
 
     def exists(self, tenant: str, path: CheckpointPath) -> bool:
-        """Whether a tenant has such a checkpoint."""
+        """Check whether a tenant has such a checkpoint."""
         return self._read(tenant, path) is not None
 
     def _remove(self, directory: Path) -> None:

@@ -35,7 +35,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What a client is told of an error: those of storage, memory and engines are the server's, our other ones the user's."""
+        """Describe an error to a client: those of storage, memory and engines are the server's, our other ones the user's."""
         ours = isinstance(error, MegascendError)
         of_server = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError)
         category: Category = "user" if ours and not of_server else "server"

@@ -1,12 +1,14 @@
-"""Figures of the service, and their text for Prometheus."""
+"""Figures of the service, for Prometheus and for the page."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from megascend.serve.futures import Future
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+
+from megascend.serve.scheduler.futures import Future
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -33,76 +35,58 @@ class Problem:
     message: str
 
 
-@dataclass
-class Histogram:
-    """Counts of values up to bounds."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        if not self.counts:
-            self.counts = [0] * len(self.bounds)
-        self.counts = [c + (value <= bound) for c, bound in zip(self.counts, self.bounds, strict=True)]
-        self.total += value
-        self.count += 1
-
-    def lines(self, name: str, labels: str = "") -> Iterable[str]:
-        """In Prometheus' text format."""
-        inside = f"{labels}," if labels else ""
-        for bound, count in zip(self.bounds, self.counts or [0] * len(self.bounds), strict=True):
-            yield f'{name}_bucket{{{inside}le="{bound:g}"}} {count}'
-        yield f'{name}_bucket{{{inside}le="+Inf"}} {self.count}'
-        around = f"{{{labels}}}" if labels else ""
-        yield f"{name}_sum{around} {self.total:g}"
-        yield f"{name}_count{around} {self.count}"
-
-
-@dataclass
 class Figures:
-    """What has happened since the start.
+    """Count what has happened since the start. No tenant's name is among the metrics.
 
     Attributes:
-        done: ended requests by (kind, "ok", "user" or "server").
-        tokens: read in requests that succeeded.
-        latency: seconds from a request to its outcome, by kind.
-        together: models in the batch of each forward_backward, optimizer steps left out.
-        waited: units of work that ran while a forward_backward was the first of its model, before its own.
-        waited_s: seconds of that time.
-        refused: requests by HTTP status, those that were not answered with 200.
+        registry: of all metrics.
         batches: (models, tokens) of the last batches, oldest first.
         problems: the last failures of each tenant, oldest first.
     """
 
-    done: dict[tuple[str, str], int] = field(default_factory=dict)
-    tokens: int = 0
-    latency: dict[str, Histogram] = field(default_factory=dict)
-    together: Histogram = field(default_factory=lambda: Histogram(tuple(map(float, BATCH_SIZES))))
-    waited: Histogram = field(default_factory=lambda: Histogram(tuple(map(float, UNITS))))
-    waited_s: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
-    refused: dict[int, int] = field(default_factory=dict)
-    batches: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
-    problems: dict[str, deque[Problem]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        disable_created_metrics()  # twice as many series, all of which would have the time of the start
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, what: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            return Histogram(f"megascend_{name}", what, labels, buckets=tuple(buckets), registry=self.registry)
+
+        self._ended = Counter(
+            "megascend_requests", "Requests that have ended.", ("kind", "outcome"), registry=self.registry
+        )
+        self._refused = Counter(
+            "megascend_refused", "Requests refused, by HTTP status.", ("status",), registry=self.registry
+        )
+        self._tokens = Counter("megascend_tokens", "Tokens trained on.", registry=self.registry)
+        self._latency = histogram("request_seconds", "From a request to its outcome.", BUCKETS_S, "kind")
+        self._together = histogram(
+            "models_in_batch", "Models that shared the batch of a forward_backward.", BATCH_SIZES
+        )
+        self._waited = histogram(
+            "units_waited", "Units of work before that of a forward_backward, from when it could run.", UNITS
+        )
+        self._waited_s = histogram(
+            "wait_seconds", "From when a forward_backward could run to the unit that it ran in.", BUCKETS_S
+        )
+        self.batches: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
+        self.problems: dict[str, deque[Problem]] = {}
 
     def count(self, future: Future, together: int, now: float) -> None:
         """Count a future that has ended."""
-        how = "ok" if future.failure is None else future.failure.category
-        self.done[future.kind, how] = self.done.get((future.kind, how), 0) + 1
-        self.latency.setdefault(future.kind, Histogram(BUCKETS_S)).add(now - future.made)
+        outcome = "ok" if future.failure is None else future.failure.category
+        self._ended.labels(future.kind, outcome).inc()
+        self._latency.labels(future.kind).observe(now - future.made)
         if future.failure is not None:
-            self.note(future.tenant, Problem(now, future.kind, future.model or "", how, future.failure.message))
+            self.note(future.tenant, Problem(now, future.kind, future.model or "", outcome, future.failure.message))
         elif future.kind == "forward_backward":
-            self.tokens += future.tokens
-            self.together.add(together)
+            self._tokens.inc(future.tokens)
+            self._together.observe(together)
 
     def count_wait(self, future: Future, units: int | None, seconds: float) -> None:
         """Count how long a future that has ended had waited for its turn."""
         if units is not None and future.kind == "forward_backward":
-            self.waited.add(units)
-            self.waited_s.add(seconds)
+            self._waited.observe(units)
+            self._waited_s.observe(seconds)
 
     def count_batch(self, futures: Iterable[Future]) -> None:
         """Note how full a batch was.
@@ -120,48 +104,29 @@ class Figures:
 
     def refuse(self, status: int) -> None:
         """Count a request that was not taken."""
-        self.refused[status] = self.refused.get(status, 0) + 1
+        self._refused.labels(str(status)).inc()
 
-    def prometheus(self, gauges: Mapping[str, tuple[str, float]], pending: Mapping[str, int]) -> str:
-        """All figures in Prometheus' text format, version 0.0.4. No tenant's name is among them.
+    @property
+    def tokens(self) -> int:
+        """Tokens read in gradients that succeeded."""
+        return int(_values(self._tokens)[()])
 
-        Args:
-            gauges: by name, what it is and its value now.
-            pending: futures that have not ended, by kind.
-        """
-        lines = []
-        for name, (what, value) in gauges.items():
-            lines += [
-                f"# HELP megascend_{name} {what}",
-                f"# TYPE megascend_{name} gauge",
-                f"megascend_{name} {value:g}",
-            ]
-        lines += ["# HELP megascend_pending Requests that have not ended.", "# TYPE megascend_pending gauge"]
-        lines += [f'megascend_pending{{kind="{kind}"}} {count}' for kind, count in sorted(pending.items())]
-        lines += [
-            "# HELP megascend_requests_total Requests that have ended.",
-            "# TYPE megascend_requests_total counter",
-        ]
-        for (kind, how), count in sorted(self.done.items()):
-            lines.append(f'megascend_requests_total{{kind="{kind}",outcome="{how}"}} {count}')
-        lines += [
-            "# HELP megascend_refused_total Requests refused, by HTTP status.",
-            "# TYPE megascend_refused_total counter",
-        ]
-        lines += [f'megascend_refused_total{{status="{status}"}} {n}' for status, n in sorted(self.refused.items())]
-        lines += ["# HELP megascend_tokens_total Tokens trained on.", "# TYPE megascend_tokens_total counter"]
-        lines += [f"megascend_tokens_total {self.tokens}"]
-        lines += [
-            "# HELP megascend_request_seconds From a request to its outcome.",
-            "# TYPE megascend_request_seconds histogram",
-        ]
-        for kind, histogram in sorted(self.latency.items()):
-            lines += histogram.lines("megascend_request_seconds", f'kind="{kind}"')
-        for name, what, found in (
-            ("models_in_batch", "Models that shared the batch of a forward_backward.", self.together),
-            ("units_waited", "Units of work before that of a forward_backward, from when it could run.", self.waited),
-            ("wait_seconds", "From when a forward_backward could run to the unit that it ran in.", self.waited_s),
-        ):
-            lines += [f"# HELP megascend_{name} {what}", f"# TYPE megascend_{name} histogram"]
-            lines += found.lines(f"megascend_{name}")
-        return "\n".join(lines) + "\n"
+    @property
+    def refused(self) -> dict[str, int]:
+        """Requests that were not answered with 200, by HTTP status."""
+        return {status: int(count) for (status,), count in _values(self._refused).items()}
+
+    @property
+    def ended(self) -> dict[tuple[str, ...], int]:
+        """Ended requests by (kind, "ok", "user" or "server")."""
+        return {key: int(count) for key, count in _values(self._ended).items()}
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+
+def _values(counter: Counter) -> dict[tuple[str, ...], float]:
+    """Return a counter's values by those of its labels."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples)
+    return {tuple(each.labels.values()): each.value for each in samples if each.name.endswith("_total")}

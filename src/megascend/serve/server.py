@@ -19,11 +19,11 @@ from megascend.config import Adapters
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.platforms.base import MemoryFigures
-from megascend.serve import keys as api_keys
+from megascend.serve.api import keys as api_keys
 from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
-from megascend.serve.commands import Outcome
-from megascend.serve.vllm_check import vllm_servers
-from megascend.serve.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm_check import vllm_servers
+from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.scheduler.commands import Outcome
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -46,16 +46,14 @@ def serve(
         MegascendError: before the first request; later, if a rank is gone.
     """
     from megascend.app.stop_signals import StopSignals
-    from megascend.lora.queue import AdapterQueue
-    from megascend.serve.inbox import Inbox
-    from megascend.serve.worker import work
+    from megascend.serve.scheduler.inbox import Inbox
+    from megascend.serve.scheduler.lines import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
         servers = vllm_servers(settings, backend)
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
-            work(backend, queue, None, lambda outcomes: None, generate)
+            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -69,11 +67,11 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            work(backend, queue, inbox, report, generate)
+            work(backend, settings.batch_tokens, inbox, report, generate)
 
 
 def make_backend(settings: ServeConfig) -> Any:
-    """The backend that the settings describe, with room for all models' adapters."""
+    """Build the backend that the settings describe, with room for all models' adapters."""
     from megascend import backends
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
@@ -92,7 +90,7 @@ def make_backend(settings: ServeConfig) -> Any:
 
 
 def sampler(settings: ServeConfig, backend: Any) -> Any:
-    """What answers requests to sample. Without a tokenizer beside the weights, texts that end a response are refused."""
+    """Build the sampler. Without a tokenizer beside the weights, texts that end a response are refused."""
     from megascend.sampling.sampler import Sampler
 
     tokenizer, ends = end_tokens(settings)
@@ -102,7 +100,7 @@ def sampler(settings: ServeConfig, backend: Any) -> Any:
 
 
 def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
-    """The tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
+    """Load the tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
     from megascend.app.generation import stop_tokens
     from megascend.errors import CheckpointError
     from megascend.huggingface.tokenizer import load_tokenizer
@@ -115,7 +113,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
 
 
 def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
-    """What clients are told of the model."""
+    """Describe the served model."""
     from megascend.huggingface.files import read_config
 
     path = settings.model.absolute()
@@ -131,10 +129,10 @@ def check_packages() -> None:
     Raises:
         MissingDependencyError: one is; the message names the extra.
     """
-    from megascend.serve.wire import messages_of_client
+    from megascend.serve.api.wire import messages_of_client
 
     messages_of_client()
-    for name in ("starlette", "uvicorn", "zstandard"):
+    for name in ("starlette", "uvicorn", "zstandard", "prometheus_client"):
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -144,26 +142,26 @@ def check_packages() -> None:
 
 
 def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[str, str], str | None]:
-    """Tenants by the digests of their keys, and a key that was made because there were none.
+    """Return tenants by the digests of their keys, and a key that was made because there were none.
 
     With ``durable``, the digest of a key that was made is kept in ``storage``, so that its holder is let in after a restart.
 
     Raises:
         ConfigError: a key is not what clients take; or there are none and the server is to listen on more than loopback.
     """
-    found = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
+    tenants = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
     if settings.keys is not None:
-        found |= api_keys.of_file(settings.keys)
-    if found:
-        return found, None
+        tenants |= api_keys.of_file(settings.keys)
+    if tenants:
+        return tenants, None
     if settings.host not in LOOPBACK:
         raise ConfigError(
             f"host {settings.host} is open to other machines, and there are no API keys: set {api_keys.VARIABLE}, or keys"
         )
     if settings.durable and environment.get("RANK", "0") == "0":
         return api_keys.made_once(settings.storage / "made_key.sha256")
-    made = api_keys.new_key()
-    return {api_keys.digest_of(made): "local"}, made
+    key = api_keys.new_key()
+    return {api_keys.digest_of(key): "local"}, key
 
 
 @contextmanager
@@ -175,7 +173,7 @@ def http_server(
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
     vllm: Callable[[Callable[[list[Outcome]], None]], VllmSampling] | None = None,
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
-    """The HTTP server in a thread of its own: its address, and the function that tells it what commands gave.
+    """Run the HTTP server in a thread: yield its address, and the function that takes outcomes of commands.
 
     Args:
         memory: the device's name and its memory, for the page.
@@ -186,19 +184,20 @@ def http_server(
     """
     import uvicorn
 
-    from megascend.serve.application import make_application
-    from megascend.serve.connections import bounded
+    from megascend.serve.api.application import make_application
+    from megascend.serve.api.connections import bounded, reporting
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)
     service.memory = memory
     if settings.durable:
-        from megascend.serve.journal_directory import keep_in_journal
+        from megascend.serve.store.recovery import keep_state
 
-        keep_in_journal(service)
+        keep_state(service)
     if vllm is not None:
         service.vllm = vllm(service.finish)
-    application = make_application(service, api_keys.Keys(keys))
+        service.figures.registry.register(service.vllm.pool)
+    application = reporting(make_application(service, api_keys.Keys(keys)))
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(
@@ -235,11 +234,11 @@ MOST_CONNECTIONS = 4096
 
 
 def _most_connections() -> int:
-    """As many as files may be open, less what else is; the limit of this process is raised as far as it may be."""
+    """Bound connections by the files that may be open; the limit of this process is raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = MOST_CONNECTIONS + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MOST_CONNECTIONS, soft - 512))
 
@@ -269,7 +268,7 @@ def check_address(settings: ServeConfig) -> None:
 
 
 def serve_rank(values: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
-    """One rank; takes what pickles cheaply.
+    """Serve as one rank; takes what pickles cheaply.
 
     Args:
         values: the settings in JSON.

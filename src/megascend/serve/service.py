@@ -1,8 +1,7 @@
 """What the service has for its clients, without HTTP: sessions, models, and futures that outcomes of commands end.
 
-Above it: :mod:`~megascend.serve.turns` puts requests of a model in line, :mod:`~megascend.serve.training`,
-:mod:`~megascend.serve.saving` and :mod:`~megascend.serve.samplers` make commands of them, and
-:mod:`~megascend.serve.sweeping` ends what is over. All of it runs on the HTTP server's event loop.
+Above it: :mod:`~megascend.serve.scheduler.turns` puts requests of a model in line, :mod:`~megascend.serve.operations` and
+:mod:`~megascend.serve.samplers.adapters` make commands of them. All of it runs on the HTTP server's event loop.
 """
 
 from __future__ import annotations
@@ -18,18 +17,85 @@ from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MegascendError
 from megascend.platforms.base import MemoryFigures
+from megascend.serve.api.bodies import CreateModel, LoraSettings
+from megascend.serve.api.wire import TrainRequest
 from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
-from megascend.serve.commands import Cancel, Command, Create, Outcome, Remove
-from megascend.serve.durability import Durability
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
-from megascend.serve.futures import Future, Futures
-from megascend.serve.inbox import Inbox
-from megascend.serve.requests import LoraRequest
-from megascend.serve.sequences import Sequences
+from megascend.serve.samplers.sequences import Sequences
+from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.scheduler.commands import Cancel, Command, Create, Outcome, Remove
+from megascend.serve.scheduler.futures import Future, Futures
+from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.tenancy import Model, Session, Tenancy, samples_of
-from megascend.serve.vllm_sampling import VllmSampling
+
+
+class Durability:
+    """Stores nothing: sessions, models and their steps end with the server.
+
+    Called on the event loop, in the order in which things happen.
+
+    Attributes:
+        repeating: requests that were taken before are being put in line again.
+    """
+
+    repeating = False
+
+    @property
+    def recovered(self) -> bool:
+        """Whether all that was repeated after a restart has ended."""
+        return True
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing can be stored at present, as the disk is full, for example."""
+        return False
+
+    def check_number(self, number: int | None) -> None:
+        """Raise if a request without a number cannot be stored."""
+
+    def session(self, session: Session) -> None:
+        """Note that a session was opened."""
+
+    def ended(self, session: Session) -> None:
+        """Note that a session has ended."""
+
+    def sampler(self, session: Session, name: str, path: str | None) -> None:
+        """Note that a session has a sampler."""
+
+    def asked(self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None) -> None:
+        """Note that a future was made for a request, or found, if the request came before.
+
+        Args:
+            path: of the request under /api/v1.
+            body: that the same request can be made from; a mapping is stored as JSON.
+        """
+
+    def resolved(self, future: Future, request: TrainRequest) -> None:
+        """Act as :meth:`asked`, for a request with what the server remembered put in."""
+
+    def turn(self, model: Model, future: Future, number: int | None) -> None:
+        """Note that a request's command, if it has one, was given to the ranks."""
+
+    def unloaded(self, model: Model) -> None:
+        """Note that a model was removed."""
+
+    def hold(self, future: Future, outcome: Outcome) -> bool:
+        """Return whether a future must not end yet with the outcome of its command; it is ended later."""
+        return False
+
+    def over(self, future: Future) -> None:
+        """Note that a future has ended."""
+
+    async def writable(self) -> None:
+        """Raise 503 if nothing can be stored at present."""
+
+    async def durable(self) -> None:
+        """Return when all that was noted is on the disk; raise 503 if it is not yet."""
+
+    def close(self) -> None:
+        """End with the server."""
 
 
 class Service:
@@ -73,10 +139,19 @@ class Service:
         self.memory: Callable[[], tuple[str, MemoryFigures]] | None = None
         self.vllm: VllmSampling | None = None
 
+    def device_memory(self) -> dict[str, Any] | None:
+        """Return rank 0's device and its memory in bytes; None where the device reports nothing of it."""
+        if self.memory is None:
+            return None
+        device, figures = self.memory()
+        if not figures.total:
+            return None
+        return {"device": device, "allocated": figures.allocated, "peak": figures.peak, "total": figures.total}
+
     # --- sessions ---
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
-        """A new session of a tenant.
+        """Open a session of a tenant.
 
         Raises:
             RequestRefusedError: 429; it has as many as it may.
@@ -92,32 +167,35 @@ class Service:
 
     # --- models ---
 
-    def create_model(self, tenant: str, session: Session, number: int, wanted: LoraRequest, metadata: Any) -> Future:
-        """A new adapter from nothing. Asked again for the same number of the session, the same future."""
-        self._check_base(wanted.base_model)
-        targets = self.base.targets(attention=wanted.attention, mlp=wanted.mlp, output=wanted.output)
-        seed = secrets.randbelow(2**31) if wanted.seed is None else wanted.seed % 2**62
-        lora = Lora(rank=wanted.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
-        return self.new_model(
-            session, number, wanted, metadata, lambda model, ticket: Create(ticket, model.adapter, lora), "create_model"
-        )
+    def create_model(self, session: Session, body: CreateModel) -> Future:
+        """Create an adapter from nothing. Asked again for the same number of the session, return the same future."""
+        asked = body.lora
+        self._check_base(body.base_model)
+        targets = self.base.targets(attention=asked.train_attn, mlp=asked.train_mlp, output=asked.train_unembed)
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        lora = Lora(rank=asked.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
+
+        def command(model: Model, ticket: int) -> Create:
+            return Create(ticket, model.adapter, lora)
+
+        return self.new_model(session, body.model_seq_id, asked, body.user_metadata, command, "create_model")
 
     def new_model(
         self,
         session: Session,
         number: int,
-        wanted: LoraRequest,
-        metadata: Any,
+        lora: LoraSettings,
+        metadata: Mapping[str, str] | None,
         command: Callable[[Model, int], Command],
         kind: str,
     ) -> Future:
-        """A model that begins with ``command``; it is forgotten again if that fails."""
+        """Add a model that begins with ``command``; it is forgotten again if that fails."""
         name = f"{session.name}:create:{number}"
-        made = self.futures.get(name, session.tenant)
-        if made is not None:
-            return made
+        earlier = self.futures.get(name, session.tenant)
+        if earlier is not None:
+            return earlier
         model = self.tenancy.add_model(
-            session, number, rank=wanted.rank, attention=wanted.attention, mlp=wanted.mlp, output=wanted.output,
+            session, number, rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, output=lora.train_unembed,
             metadata=metadata,
         )  # fmt: skip
 
@@ -182,7 +260,7 @@ class Service:
         self._inbox.put(Cancel(future.number, ""))
 
     def new_label(self, kind: str) -> str:
-        """A name for a future that nobody can guess."""
+        """Generate a name for a future that nobody can guess."""
         return f"{kind}:{secrets.token_hex(16)}"
 
     def break_future(self, number: int, error: MegascendError) -> None:
@@ -215,14 +293,14 @@ class Service:
         self.durability.over(future)
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
-        """A tenant's future once it has ended, or after ``timeout_s``.
+        """Return a tenant's future once it has ended, or after ``timeout_s``.
 
         Raises:
             RequestRefusedError: 410; there is none, or its answer was kept for long enough.
         """
         future = self.futures.get(name, tenant) if isinstance(name, str) else None
         if future is None:
-            raise RequestRefusedError(f"there is no future {str(name)[:160]!r} (any more)", 410)
+            raise RequestRefusedError(f"unknown or expired request id {str(name)[:160]!r}", 410)
         self._heard_of(future)
         if future.ended is None:
             try:

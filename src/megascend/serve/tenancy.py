@@ -4,14 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from megascend.serve.checkpoints import model_name, new_session
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.names import model_name, new_session
-from megascend.serve.order import Order
+
+T = TypeVar("T")
 
 MOST_SAMPLERS = 4096
 """Samplers of a session."""
+
+
+@dataclass
+class Order(Generic[T]):
+    """The order in which one model's requests run.
+
+    Clients number a model's requests 1, 2, ... and send several at a time, the first one not always first. A request runs when
+    all with smaller numbers have been handed out. A number is handed out once: sent again, it gets the answer of the first time.
+
+    Attributes:
+        following: the number that is handed out next.
+        early: requests that came before one with a smaller number.
+    """
+
+    following: int = 1
+    early: dict[int, T] = field(default_factory=dict)
+
+    def seen(self, number: int) -> bool:
+        """Check whether this number has come before."""
+        return number < self.following or number in self.early
+
+    def offer(self, number: int, item: T) -> list[T]:
+        """Take a request that has not been :meth:`seen`; return those that may run now, in their order."""
+        self.early[number] = item
+        ready = []
+        while self.following in self.early:
+            ready.append(self.early.pop(self.following))
+            self.following += 1
+        return ready
+
+    def missing(self) -> range:
+        """Return the numbers that keep others waiting; empty if none does."""
+        return range(self.following, min(self.early)) if self.early else range(self.following, self.following)
+
+    def give_up(self) -> list[T]:
+        """Stop waiting for the numbers that are :meth:`missing`; return those that may run now, in their order."""
+        if not self.early:
+            return []
+        self.following = min(self.early)
+        return self.offer(self.following, self.early.pop(self.following))
 
 
 @dataclass(eq=False)
@@ -34,7 +75,7 @@ class Session:
     metadata: Mapping[str, str] | None = None
 
     def add_sampler(self, name: str, path: str | None) -> None:
-        """A sampler more; the oldest makes room."""
+        """Add a sampler; the oldest makes room."""
         while len(self.samplers) >= MOST_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
@@ -43,7 +84,7 @@ class Session:
 
 
 def samples_of(session: Session) -> str:
-    """What a session's requests to sample are counted for, in a model's place."""
+    """Return the name that a session's requests to sample are counted for, in a model's place."""
     return f"{session.name}:samples"
 
 
@@ -95,7 +136,7 @@ class Tenancy:
         self._adapters = 0
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
-        """A new session.
+        """Open a session.
 
         Raises:
             RequestRefusedError: 429; the tenant has as many as it may.
@@ -107,34 +148,45 @@ class Tenancy:
         return session
 
     def restore_session(self, name: str, tenant: str, metadata: Mapping[str, str] | None) -> None:
-        """A session as it was before a restart, without models and samplers."""
+        """Restore a session as it was before a restart, without models and samplers."""
         self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
 
     def session(self, name: Any, tenant: str) -> Session:
-        """A tenant's session, which has said something now.
+        """Return a tenant's session, which has sent something now.
 
         Raises:
             RequestRefusedError: 410; there is none, or none any more.
         """
-        found = self.sessions.get(name) if isinstance(name, str) else None
-        if found is None or found.tenant != tenant:
-            raise RequestRefusedError(f"there is no session {str(name)[:80]!r} (any more)", 410)
-        found.heard = self._clock()
-        return found
+        session = self.sessions.get(name) if isinstance(name, str) else None
+        if session is None or session.tenant != tenant:
+            raise RequestRefusedError(f"unknown or ended session {str(name)[:80]!r}", 410)
+        session.heard = self._clock()
+        return session
+
+    def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
+        """Return the session of a tenant's sampler, and the checkpoint that it samples from, or None for the base model.
+
+        Raises:
+            RequestRefusedError: 410, there is no such session; 404, it has no such sampler.
+        """
+        session = self.session(name.partition(":")[0], tenant)
+        if name not in session.samplers:
+            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
+        return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
-        """A tenant's model, whose session has said something now.
+        """Return a tenant's model, whose session has sent something now.
 
         Raises:
             RequestRefusedError: 404; there is none, or none any more.
         """
-        found = self.models.get(name) if isinstance(name, str) else None
-        if found is None or found.tenant != tenant:
-            raise RequestRefusedError(f"there is no model {str(name)[:120]!r} (any more)", 404)
-        found.used = self._clock()
-        if found.session in self.sessions:
-            self.sessions[found.session].heard = found.used
-        return found
+        model = self.models.get(name) if isinstance(name, str) else None
+        if model is None or model.tenant != tenant:
+            raise RequestRefusedError(f"unknown or removed model {str(name)[:120]!r}", 404)
+        model.used = self._clock()
+        if model.session in self.sessions:
+            self.sessions[model.session].heard = model.used
+        return model
 
     def add_model(
         self,
@@ -147,16 +199,16 @@ class Tenancy:
         output: bool,
         metadata: Any = None,
     ) -> Model:
-        """A new model of a session.
+        """Add a model to a session.
 
         Raises:
             RequestRefusedError: 429; the tenant, or the server, has as many as it may.
         """
-        own = sum(model.tenant == session.tenant for model in self.models.values())
-        if own >= self._models_each or len(self.models) >= self._max_models:
-            which = "you have" if own >= self._models_each else "the server has"
+        count = sum(model.tenant == session.tenant for model in self.models.values())
+        if count >= self._models_each or len(self.models) >= self._max_models:
+            which = "you have" if count >= self._models_each else "the server has"
             raise RequestRefusedError(
-                f"{which} {min(own, self._models_each) or len(self.models)} models; unload some", 429
+                f"{which} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
         self._adapters += 1
         now = self._clock()
@@ -175,7 +227,7 @@ class Tenancy:
             self.sessions[model.session].models.remove(model.name)
 
     def silent(self, timeout_s: float) -> list[Session]:
-        """Sessions that have said nothing for so long."""
+        """List the sessions that have sent nothing for so long."""
         now = self._clock()
         return [session for session in self.sessions.values() if now - session.heard > timeout_s]
 
@@ -185,6 +237,6 @@ class Tenancy:
             session.heard = self._clock()
 
     def close_session(self, session: Session) -> list[Model]:
-        """Forget a session; its models, which are to be removed."""
+        """Forget a session; return its models, which are to be removed."""
         self.sessions.pop(session.name, None)
         return [self.models[name] for name in session.models if name in self.models]

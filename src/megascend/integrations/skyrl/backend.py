@@ -20,7 +20,8 @@ from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.integrations.skyrl.batches import Pass, pass_of, sample_request_of
 from megascend.integrations.skyrl.ranks import Ranks
 from megascend.integrations.skyrl.settings import BackendConfig, settings_of
-from megascend.serve.commands import (
+from megascend.serve.api.bodies import adam_of
+from megascend.serve.scheduler.commands import (
     Command,
     Create,
     Forward,
@@ -32,7 +33,6 @@ from megascend.serve.commands import (
     Respond,
     Save,
 )
-from megascend.serve.requests import adam_of
 
 BASE = "base"
 """Line of commands for the model without an adapter."""

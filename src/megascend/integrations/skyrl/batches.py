@@ -12,8 +12,8 @@ from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.serve.api.wire import Datum
 from megascend.serve.samples import loss_of, samples_of, values_of
-from megascend.serve.wire import Datum
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from megascend.config.serve import ServeConfig
 from megascend.errors import MegascendError, ProcessGroupError
 from megascend.serve.base_model import BaseModel
-from megascend.serve.commands import Command, Outcome
-from megascend.serve.inbox import Inbox
+from megascend.serve.scheduler.commands import Command, Outcome
+from megascend.serve.scheduler.inbox import Inbox
 
 
 class Ranks:
@@ -64,16 +64,14 @@ class Ranks:
         self._thread.join()
 
     def _work(self, ready: Future[BaseModel]) -> None:
-        from megascend.lora.queue import AdapterQueue
+        from megascend.serve.scheduler.lines import work
         from megascend.serve.server import base_model, make_backend, sampler
-        from megascend.serve.worker import work
 
         try:
             with make_backend(self._settings) as backend:
-                queue = AdapterQueue(backend, max_batch_tokens=self._settings.batch_tokens, max_pending=64)
                 generate = sampler(self._settings, backend).in_slices
                 ready.set_result(base_model(self._settings, backend))
-                work(backend, queue, self._inbox, self._report, generate)
+                work(backend, self._settings.batch_tokens, self._inbox, self._report, generate)
             self._end(ProcessGroupError("it was closed"))
         except BaseException as error:  # noqa: BLE001  whoever waits is told
             if not ready.done():
@@ -97,10 +95,8 @@ class Ranks:
 
 def follow(settings: ServeConfig) -> None:
     """Any other rank's side: work until rank 0 closes. Collective with :class:`Ranks`."""
-    from megascend.lora.queue import AdapterQueue
+    from megascend.serve.scheduler.lines import work
     from megascend.serve.server import make_backend, sampler
-    from megascend.serve.worker import work
 
     with make_backend(settings) as backend:
-        queue = AdapterQueue(backend, max_batch_tokens=settings.batch_tokens, max_pending=64)
-        work(backend, queue, None, lambda outcomes: None, sampler(settings, backend).in_slices)
+        work(backend, settings.batch_tokens, None, lambda outcomes: None, sampler(settings, backend).in_slices)

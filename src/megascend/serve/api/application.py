@@ -1,0 +1,352 @@
+"""The ASGI application: routes of the Tinker API, health and metrics, above :class:`megascend.serve.service.Service`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from megascend.serve.api.bodies import CancelFuture, CreateSampler, RetrieveFutures, SamplerTarget, WithMetadata
+from megascend.serve.api.catalogue import catalogue_routes
+from megascend.serve.api.guard import Audit, Guard, Handler, Json
+from megascend.serve.api.keys import Keys
+from megascend.serve.api.page import ServiceGauges, show_page, status
+from megascend.serve.api.reading import LARGE, read_body, read_json
+from megascend.serve.api.wire import PROTOBUF, TrainAnswer, train_request_of_json, train_request_of_protobuf
+from megascend.serve.checkpoints import CheckpointPath, sampler_name
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.operations import BY_PATH, number_in, settled, train
+from megascend.serve.samplers.adapters import Samplers
+from megascend.serve.samplers.wire import SampleAnswer
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import spoil
+from megascend.serve.service import Service
+from megascend.serve.tenancy import Model
+
+LONG_POLL_S = 30.0
+"""How long an answer is waited for; clients give up a call after 45 s."""
+TICK_S = 2.0
+SWEEP_S = 600.0
+"""How often checkpoints whose time is over are looked for."""
+TRIM_S = 30.0
+"""How often freed memory is given back to the system."""
+
+ABSENT = {
+    ("POST", "auth/token"): "exchanging keys for tokens; every request carries the API key",
+    ("GET", "auth/apikey/me"): "looking up an API key; keys are in the server's settings",
+    ("DELETE", "auth/apikey/me"): "revoking an API key; keys are in the server's settings",
+    ("GET", "audit"): "reading the audit log; it is a file beside the checkpoints, for who runs the server",
+    ("GET", "billing/usage/events"): "billing",
+    ("GET", "billing/usage/checkpoints/current"): "billing; listings of checkpoints have their sizes",
+    ("POST", "billing/usage/checkpoints/current"): "billing; listings of checkpoints have their sizes",
+    ("POST", "create_custom_loss"): "uploading a loss; forward_backward_custom computes it in the client",
+    ("POST", "copy_weights"): "copying checkpoints; load one that is published, and save it",
+    ("POST", "save_weights_external"): "saving in other formats; checkpoints are in that of peft (archive)",
+    ("GET", "training_runs/{model}/checkpoints/{kind}/{name}/external_weights_urls"): "signed addresses; use archive",
+    ("PUT", "sessions/{session}/project"): "projects",
+    ("GET", "sessions/{session}/trace_export"): "exporting traces; /metrics has the server's figures",
+    ("POST", "sessions/search"): "searching sessions; list them",
+}
+"""What is not here, by method and path under /api/v1."""
+
+
+class Api:
+    """Answers requests.
+
+    Args:
+        service: what they are about.
+        keys: who may ask.
+    """
+
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self.service = service
+        put = service.put if service.vllm is None else service.vllm.put
+        self._samplers = Samplers(service, service.settings.max_samplers, put)
+        storage = service.settings.storage
+        self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
+        self._guard = Guard(service, keys, self.audit)
+
+    def routes(self) -> list[Route]:
+        """List the routes of the API and of the rest."""
+        posts: dict[str, Handler] = {
+            "client/config": self.client_config,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "forward": self.forward,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.asample,
+            "retrieve_future": self.retrieve_future,
+            "client/dynamic_config": self.dynamic_config,
+            "join_sampling_session": self.join_sampling_session,
+            "retrieve_futures": self.retrieve_futures,
+            "cancel_future": self.cancel_future,
+            "telemetry": self.telemetry,
+        }
+        posts |= {path: partial(self.ask, path) for path in BY_PATH}
+        gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
+        entries = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
+        entries += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
+        entries += [(method, path, partial(self.refuse, path)) for method, path in ABSENT]
+        before = self._guard.before
+        routes = [Route(f"/api/v1/{path}", before(handler), methods=[method]) for method, path, handler in entries]
+        routes += [Route(path, self.health) for path in ("/api/v1/healthz", "/healthz", "/readyz")]
+        return [*routes, Route("/metrics", self.metrics), Route("/", show_page), Route("/status", self.status)]
+
+    # --- sessions and models ---
+
+    async def client_config(self, request: Request, tenant: str) -> Response:
+        limits = self.service.settings.limits
+        chunk = min(5_000_000, limits.body_bytes // 4)
+        return Json({
+            "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True,
+            "fwdbwd_max_chunk_len": min(1024, limits.samples), "fwdbwd_max_chunk_bytes_count": chunk,
+        })  # fmt: skip
+
+    async def create_session(self, request: Request, tenant: str) -> Response:
+        body = WithMetadata.read(await read_json(request))
+        session = self.service.open_session(tenant, body.user_metadata)
+        answer: dict[str, Any] = {"type": "create_session", "session_id": session.name}
+        if not self.service.base.adapts_output:
+            answer["warning_message"] = (
+                "the output layer of this server's model is not adapted: train_unembed has no effect"
+            )
+        return Json(answer)
+
+    async def heartbeat(self, request: Request, tenant: str) -> Response:
+        self.service.tenancy.session((await read_json(request)).get("session_id"), tenant)
+        return Json({"type": "session_heartbeat"})
+
+    async def get_info(self, request: Request, tenant: str) -> Response:
+        model = self.service.tenancy.model((await read_json(request)).get("model_id"), tenant)
+        base = self.service.base
+        data = {"arch": base.architecture, "model_name": base.names[0], "tokenizer_id": base.names[0]}
+        return Json({
+            "type": "get_info", "model_id": model.name, "model_name": base.names[0], "model_data": data,
+            "is_lora": True, "lora_rank": model.rank,
+        })  # fmt: skip
+
+    async def capabilities(self, request: Request, tenant: str) -> Response:
+        base = self.service.base
+        models = [
+            {"model_name": name, "max_context_length": base.max_length, "trainable": True, "sampleable": True}
+            for name in base.names
+        ]
+        return Json({"supported_models": models})
+
+    # --- training ---
+
+    async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
+        most = self.service.settings.limits.samples
+        if PROTOBUF in request.headers.get("content-type", ""):
+            path, body = "protobuf", await read_body(request)
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, most)
+        else:
+            path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
+            train_request = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
+        future = train(self.service, tenant, train_request)
+        self.service.durability.asked(future, path, body, train_request.number)
+        return _promised(future)
+
+    async def ask(self, path: str, request: Request, tenant: str) -> Response:
+        """Whatever else is answered with a future."""
+        body = settled(path, await read_json(request))
+        future = BY_PATH[path](self.service, tenant, body)
+        self.service.durability.asked(future, path, body, number_in(path, body))
+        return _promised(future)
+
+    async def forward(self, request: Request, tenant: str) -> Response:
+        return await self.forward_backward(request, tenant, forward_only=True)
+
+    # --- sampling ---
+
+    async def create_sampling_session(self, request: Request, tenant: str) -> Response:
+        body = await read_json(request)
+        session = self.service.tenancy.session(body.get("session_id"), tenant)
+        asked = CreateSampler.read(body)
+        name = sampler_name(session.name, asked.sampling_session_seq_id)
+        if asked.model_path is not None:
+            self.service.checkpoints.find(tenant, CheckpointPath.parse(asked.model_path), public=True)
+        self.service.add_sampler(session, name, asked.model_path)
+        return Json({"type": "create_sampling_session", "sampling_session_id": name})
+
+    async def sampler(self, request: Request, tenant: str) -> Response:
+        name = request.path_params["sampler"]
+        _, path = self.service.tenancy.sampler(name, tenant)
+        return Json({"sampler_id": name, "base_model": self.service.base.names[0], "model_path": path})
+
+    async def asample(self, request: Request, tenant: str) -> Response:
+        future = self._samplers.sample(tenant, await read_json(request, LARGE))
+        names = [f"{future.name}:{part}" for part in range(future.parts)]
+        return Json({"request_id": future.name, "sample_sequence_ids": names})
+
+    # --- answers ---
+
+    async def retrieve_future(self, request: Request, tenant: str) -> Response:
+        body = await read_json(request)
+        future = await self.service.wait(tenant, body.get("request_id"), LONG_POLL_S)
+        if future.ended is None:
+            pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
+            return Json(pending, 408)
+        if future.failure is not None:
+            return Json({"error": future.failure.message, "category": future.failure.category})
+        if not isinstance(future.answer, TrainAnswer | SampleAnswer):
+            return Json(future.answer)
+        if PROTOBUF in request.headers.get("accept", ""):
+            return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
+        return Json(await asyncio.to_thread(future.answer.json))
+
+    # --- clients that share a sampler ---
+
+    async def dynamic_config(self, request: Request, tenant: str) -> Response:
+        return Json({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+    async def join_sampling_session(self, request: Request, tenant: str) -> Response:
+        sampler = SamplerTarget.read(await read_json(request)).sampling_session_id
+        session, _ = self.service.tenancy.sampler(sampler, tenant)
+        session.clones[sampler] = session.clones.get(sampler, 0) + 1
+        return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
+
+    async def retrieve_futures(self, request: Request, tenant: str) -> Response:
+        """Answer which requests of one client of a sampler have ended since it asked last."""
+        asked, futures = RetrieveFutures.read(await read_json(request)), self.service.futures
+        sampler, timeout, known = asked.target.sampling_session_id, asked.timeout, asked.retrieved_request_ids
+        self.service.tenancy.sampler(sampler, tenant)
+        timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
+        for name in known if isinstance(known, list) else []:
+            if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
+                futures.release(name, tenant)
+        clone = asked.target.cloned_sampler_id
+        ended, cursor = await futures.completions.since(sampler, clone, asked.prev_cursor, timeout_s)
+        completions = [{"state": "finished" if each else "failed", "request_id": name} for name, each in ended.items()]
+        return Json({"completions": completions, "cursor": cursor})
+
+    async def cancel_future(self, request: Request, tenant: str) -> Response:
+        """End a request to sample that nobody waits for. One that has ended, or is not known, is as it is."""
+        future = self.service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
+        if future is not None and future.kind == "sample" and future.ended is None:
+            self.service.cancel(future)
+        return Response(status_code=204)
+
+    # --- the rest ---
+
+    async def telemetry(self, request: Request, tenant: str) -> Response:
+        return Json({"status": "accepted"})  # nothing of it is kept
+
+    async def refuse(self, path: str, request: Request, tenant: str) -> Response:
+        what = ABSENT[request.method, path]
+        raise RequestRefusedError(f"{path} is not supported by this server. It lacks {what}")
+
+    async def health(self, request: Request) -> Response:
+        """Healthy as soon as it answers; ready once the ranks have the model."""
+        if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
+            return Json({"status": "starting"}, 503)
+        return Json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.service.figures.text(), media_type="text/plain; version=0.0.4")
+
+    async def status(self, request: Request) -> Response:
+        """Answer with what the page shows: totals alone for a request without a key."""
+        try:
+            tenant = self._guard.tenant(request) if "x-api-key" in request.headers else None
+        except RequestRefusedError as error:
+            return self._guard.refusal(error)
+        return Json(status(self.service, tenant), headers={"cache-control": "no-store"})
+
+
+def _promised(future: Future) -> Response:
+    return Json({"request_id": future.name, "model_id": future.model})
+
+
+def make_application(service: Service, keys: Keys) -> Starlette:
+    """Build the application of a service.
+
+    Args:
+        keys: who may use it.
+    """
+    service.figures.registry.register(ServiceGauges(service))
+    api = Api(service, keys)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async def ticking() -> None:
+            returned = service.clock()
+            while True:
+                await asyncio.sleep(TICK_S)
+                sweep(service)
+                if service.clock() - returned > TRIM_S:
+                    returned = service.clock()
+                    await asyncio.to_thread(return_freed)
+
+        task = asyncio.create_task(ticking())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(service.durability.close)
+            api.audit.close()
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return Json({"detail": "not found" if status == 404 else "not allowed", "category": "user"}, status)
+
+    return Starlette(routes=api.routes(), lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+
+
+def sweep(service: Service) -> None:
+    """End what is over: silent sessions, waits for requests that never came, answers nobody fetched."""
+    if service.durability.stalled:  # nobody is answered: that is nobody's silence
+        service.tenancy.heard_of_all()
+        service.futures.keep_longer()
+        return
+    for session in service.tenancy.silent(service.settings.session_timeout_s):
+        service.end_session(session)
+    for model in list(service.tenancy.models.values()):
+        if model.gap_since is not None and service.clock() - model.gap_since > service.settings.gap_timeout_s:
+            _skip_missing(service, model)
+    service.futures.forget()
+    service.sequences.expire()
+    if service.clock() - service.swept > SWEEP_S:
+        service.swept = service.clock()
+        service.checkpoints.remove_expired()
+
+
+def _skip_missing(service: Service, model: Model) -> None:
+    """Let those run that wait for requests which have not come; the step that these belonged to fails."""
+    for number in model.order.missing():
+        problem = f"request {number} of this model did not come within {service.settings.gap_timeout_s} s"
+        spoil(service, model, number, problem)
+    model.gap_since = service.clock() if model.order.early else None
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    """Return glibc's ``malloc_trim``; None where the C library is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed() -> None:
+    """Give whole pages of freed memory back to the system, in all arenas. Takes milliseconds, in which other threads run.
+
+    glibc keeps what was freed below anything that is still in use. A server that makes and forgets tensors of many sizes, and
+    keeps small answers for minutes, would come to hold a multiple of what it needs.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)

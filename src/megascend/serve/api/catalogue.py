@@ -1,0 +1,237 @@
+"""Routes about training runs, checkpoints and sessions: listing, publishing, deleting, downloading."""
+
+from __future__ import annotations
+
+import asyncio
+import tarfile
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from megascend.serve.api.bodies import KeepFor, WeightsInfo
+from megascend.serve.api.guard import Json
+from megascend.serve.api.reading import read_json
+from megascend.serve.checkpoints import CheckpointPath, Record
+from megascend.serve.errors import RequestRefusedError
+from megascend.serve.service import Service
+from megascend.serve.tenancy import Model
+
+
+def pack(directory: Path) -> IO[bytes]:
+    """Pack the files of a directory (tar, gzip), and nothing that lies elsewhere: no links, no directories.
+
+    It says nothing of who owns them here.
+
+    Returns:
+        A temporary file without a name, at its end.
+    """
+    packed = tempfile.TemporaryFile(suffix=".tar.gz")  # noqa: SIM115  the answer reads it
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        for file in sorted(directory.iterdir()):
+            if file.is_file() and not file.is_symlink():
+                tar.add(file, file.name, recursive=False, filter=_plain)
+    return packed
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """None for what is no file after all; hard links are files."""
+    if not (entry.isfile() or entry.islnk()):
+        return None
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mode = 0o644
+    return entry
+
+
+MOST_DOWNLOADS = 4
+"""Archives that a tenant is sent at a time: each is a temporary file until its client has read it."""
+
+Listing = Callable[[Service, Request, str], Awaitable[Response]]
+
+
+def catalogue_routes() -> list[tuple[str, str, Listing]]:
+    """List the routes as (method, path under /api/v1, handler)."""
+    checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+    return [
+        ("POST", "weights_info", weights_info),
+        ("GET", "training_runs", list_runs),
+        ("GET", "training_runs/{model}", get_run),
+        ("GET", "training_runs/{model}/checkpoints", list_of_run),
+        ("GET", "checkpoints", list_all),
+        ("DELETE", checkpoint, delete),
+        ("POST", f"{checkpoint}/publish", publish),
+        ("DELETE", f"{checkpoint}/publish", unpublish),
+        ("PUT", f"{checkpoint}/ttl", keep_for),
+        ("GET", f"{checkpoint}/archive", archive),
+        ("GET", "sessions", list_sessions),
+        ("GET", "sessions/{session}", get_session),
+        ("POST", "sessions/{session}/finish", finish_session),
+    ]
+
+
+def _path(request: Request) -> CheckpointPath:
+    values = request.path_params
+    return CheckpointPath(values["model"], values["kind"], values["name"])
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _checkpoint(record: Record) -> dict[str, Any]:
+    return {
+        "checkpoint_id": record.path.checkpoint_id,
+        "checkpoint_type": "training" if record.path.kind == "weights" else "sampler",
+        "time": _time(record.saved),
+        "tinker_path": str(record.path),
+        "size_bytes": record.size,
+        "public": record.public,
+        "user_metadata": record.user_metadata,
+        "expires_at": None if record.expires is None else _time(record.expires),
+    }
+
+
+def _window(request: Request, most: int = 1000) -> tuple[int, int]:
+    """Return (offset, limit) of a listing."""
+    numbers = []
+    for name, default in (("offset", "0"), ("limit", "20")):
+        value = request.query_params.get(name, default)
+        if not value.isascii() or not value.isdecimal() or len(value) > 9:
+            raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
+        numbers.append(int(value))
+    return numbers[0], min(numbers[1], most)
+
+
+async def weights_info(service: Service, request: Request, tenant: str) -> Response:
+    path = CheckpointPath.parse(WeightsInfo.read(await read_json(request)).tinker_path)
+    record, _ = service.checkpoints.find(tenant, path, public=True)
+    return Json({
+        "base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": record.output,
+        "train_mlp": record.mlp, "train_attn": record.attention,
+    })  # fmt: skip
+
+
+def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
+    checkpoints = [_checkpoint(record) for record in service.checkpoints.of_tenant(tenant, model.name)]
+    last = {
+        kind: next((c for c in checkpoints if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
+    }
+    ago = service.clock() - model.used
+    return {
+        "training_run_id": model.name,
+        "base_model": service.base.names[0],
+        "model_owner": tenant,
+        "is_lora": True,
+        "lora_rank": model.rank,
+        "corrupted": False,
+        "last_request_time": _time(datetime.now(timezone.utc).timestamp() - ago),
+        "last_checkpoint": last["training"],
+        "last_sampler_checkpoint": last["sampler"],
+        "user_metadata": model.metadata,
+    }
+
+
+async def list_runs(service: Service, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    models = [model for model in service.tenancy.models.values() if model.tenant == tenant]
+    runs = [_run(service, model, tenant) for model in models[offset : offset + limit]]
+    return Json({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}})
+
+
+async def get_run(service: Service, request: Request, tenant: str) -> Response:
+    return Json(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
+
+
+async def list_of_run(service: Service, request: Request, tenant: str) -> Response:
+    records = service.checkpoints.of_tenant(tenant, request.path_params["model"])
+    return Json({"checkpoints": [_checkpoint(record) for record in records]})
+
+
+async def list_all(service: Service, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    records = service.checkpoints.of_tenant(tenant)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+    return Json({"checkpoints": [_checkpoint(each) for each in records[offset : offset + limit]], "cursor": cursor})
+
+
+async def delete(service: Service, request: Request, tenant: str) -> Response:
+    await asyncio.to_thread(service.checkpoints.delete, tenant, _path(request))
+    return Response(status_code=204)
+
+
+async def publish(service: Service, request: Request, tenant: str) -> Response:
+    service.checkpoints.change(tenant, _path(request), public=True)
+    return Response(status_code=204)
+
+
+async def unpublish(service: Service, request: Request, tenant: str) -> Response:
+    service.checkpoints.change(tenant, _path(request), public=False)
+    return Response(status_code=204)
+
+
+async def keep_for(service: Service, request: Request, tenant: str) -> Response:
+    """Have a checkpoint expire some time from now, or never."""
+    seconds = KeepFor.read(await read_json(request)).ttl_seconds
+    expires = None if seconds is None else time.time() + seconds
+    service.checkpoints.change(tenant, _path(request), expires=expires)
+    return Response(status_code=204)
+
+
+async def archive(service: Service, request: Request, tenant: str) -> Response:
+    """Answer with the checkpoint's files in one archive (tar, gzip)."""
+    record, directory = service.checkpoints.find(tenant, _path(request), public=True)
+    if service.downloads[tenant] >= MOST_DOWNLOADS:
+        raise RequestRefusedError(f"{MOST_DOWNLOADS} of your archives are being sent; one more has to wait", 429)
+    download = ExitStack()
+    service.downloads[tenant] += 1
+    download.callback(service.downloads.subtract, [tenant])
+    try:
+        async with service.packing:
+            packed = download.enter_context(await asyncio.to_thread(pack, directory))
+        headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
+        headers["content-length"] = str(packed.seek(0, 2))
+        packed.seek(0)
+    except BaseException:
+        download.close()
+        raise
+    parts = iter(partial(packed.read, 2**18), b"")
+    return _Download(download, parts, headers)
+
+
+class _Download(StreamingResponse):
+    """An archive, and what is to be given back when it has been sent, or its client has gone."""
+
+    def __init__(self, held: ExitStack, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(parts, media_type="application/gzip", headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
+async def list_sessions(service: Service, request: Request, tenant: str) -> Response:
+    offset, limit = _window(request)
+    names = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
+    return Json({"sessions": names[offset : offset + limit]})
+
+
+async def get_session(service: Service, request: Request, tenant: str) -> Response:
+    session = service.tenancy.session(request.path_params["session"], tenant)
+    return Json({
+        "training_run_ids": session.models, "sampler_ids": list(session.samplers), "user_metadata": session.metadata,
+    })  # fmt: skip
+
+
+async def finish_session(service: Service, request: Request, tenant: str) -> Response:
+    service.end_session(service.tenancy.session(request.path_params["session"], tenant))
+    return Response(status_code=204)

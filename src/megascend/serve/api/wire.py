@@ -1,0 +1,366 @@
+"""What clients send and are sent: JSON, and the protobuf messages of the client's own package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from megascend.errors import DataError, MissingDependencyError
+from megascend.serve.api.reading import Schema, check_message, schema_of
+from megascend.serve.errors import RequestRefusedError
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [offset, offset + length) of a sequence's prompt, or of what was sampled after it.
+
+    Attributes:
+        sequence: its id, which the client has from its request to sample.
+    """
+
+    sequence: str
+    offset: int
+    length: int
+    sampled: bool
+
+
+def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
+    """Read the spans of a protobuf ``Datum``'s tokens and of its targets. Clients from before they were known send none.
+
+    Raises:
+        DataError: a span names nothing.
+    """
+    known = datum.DESCRIPTOR.fields_by_name
+    fields = ("model_input_spans", "loss_fn_input_spans")
+    spans = [[_span(each) for each in getattr(datum, name)] if name in known else [] for name in fields]
+    return spans[0], spans[1]
+
+
+def _span(message: Any) -> Span:
+    kind = message.WhichOneof("span")
+    if kind is None:
+        raise DataError("a provenance span says neither prompt_tokens nor sampled_tokens")
+    part = getattr(message, kind)
+    return Span(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
+
+
+PROTOBUF = "application/x-protobuf"
+ARRAY_BYTES = 128
+"""Of an array in memory, beside its numbers."""
+PIECES = 64
+"""Most fields of a message for each sample that it may have: some twenty describe one."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sample as it came.
+
+    Attributes:
+        tokens: int64 [n].
+        inputs: by name what the loss takes, int64 or float32, [n] or [n, k].
+        token_spans, target_spans: where tokens and targets come from, one after the other; empty if the client does not say.
+    """
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+    token_spans: Sequence[Span] = ()
+    target_spans: Sequence[Span] = ()
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A ``forward_backward`` or ``forward``.
+
+    Attributes:
+        problem: what is wrong with the samples, of which there are none then. The request keeps its place in line.
+        resolved: what the server remembers of its samples stands in them.
+    """
+
+    model: str
+    number: int | None
+    loss: str
+    settings: Mapping[str, Any]
+    forward_only: bool
+    data: Sequence[Datum] = ()
+    problem: str | None = None
+    resolved: bool = False
+
+
+@dataclass(frozen=True)
+class TrainAnswer:
+    """Answer to a :class:`TrainRequest`.
+
+    Attributes:
+        logprobs: float32 for each sample, of the shape of its targets.
+        metrics: ``NAME:REDUCTION``, as clients put those of several requests together.
+    """
+
+    logprobs: Sequence[np.ndarray]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(each.nbytes + ARRAY_BYTES for each in self.logprobs)
+
+    def json(self) -> dict[str, Any]:
+        """Write the answer for older clients."""
+        outputs = [
+            {"logprobs": {"data": each.ravel().tolist(), "dtype": "float32", "shape": list(each.shape)}}
+            for each in self.logprobs
+        ]
+        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self._finite()}
+
+    def protobuf(self) -> bytes:
+        """Write the answer for newer clients. Samples of one width are one record, in the order of the samples."""
+        messages = messages_of_client()
+        answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+        answer.metrics.update(self._finite())
+        start = 0
+        while start < len(self.logprobs):
+            width = self.logprobs[start].shape[1:]
+            end = start
+            while end < len(self.logprobs) and self.logprobs[end].shape[1:] == width:
+                end += 1
+            parts = self.logprobs[start:end]
+            record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
+            tensor = record.fields["logprobs"]
+            tensor.data = b"".join(np.ascontiguousarray(part, np.float32).tobytes() for part in parts)
+            tensor.offsets = np.cumsum([0, *(4 * part.size for part in parts)], dtype=np.int64).tobytes()
+            tensor.dtype = messages.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(width)
+            start = end
+        return answer.SerializeToString()
+
+    def _finite(self) -> dict[str, float]:
+        return {name: value for name, value in self.metrics.items() if name == "loss:sum" or math.isfinite(value)}
+
+
+def messages_of_client() -> Any:
+    """Import the protobuf messages of the Tinker client's package; nothing of them is ours.
+
+    Raises:
+        MissingDependencyError: the package is missing, or from before it had them.
+    """
+    try:
+        from tinker.proto import tinker_public_pb2
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"megascend serve needs the Tinker client's package for its wire format (pip install 'megascend[serve]'): {error}"
+        ) from None
+    return tinker_public_pb2
+
+
+def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
+    """Read a request of a client from before protobuf. Unknown fields are ignored.
+
+    Raises:
+        RequestRefusedError: model, number or loss are missing, or there are too many samples.
+    """
+    inside = body.get("forward_input" if forward_only else "forward_backward_input")
+    data = inside.get("data") if isinstance(inside, dict) else None
+    if not isinstance(inside, dict) or not isinstance(data, list) or not isinstance(body.get("model_id"), str):
+        raise RequestRefusedError("expected model_id and an input with data and loss_fn", 422)
+    if len(data) > max_data:
+        raise RequestRefusedError(f"the request has {len(data)} samples, more than {max_data}", 413)
+    settings = inside.get("loss_fn_config") or {}
+    request = TrainRequest(
+        body["model_id"],
+        number_of(body.get("seq_id")),
+        str(inside.get("loss_fn")),
+        settings if isinstance(settings, dict) else {"": settings},
+        forward_only,
+    )
+    return _with_data(request, data, _datum_of_json, _sparse_shapes_of_json)
+
+
+def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
+    """Write what :func:`train_request_of_json` reads as the same request for gradients."""
+    data = [
+        {
+            "model_input": {"chunks": [{"tokens": datum.tokens.tolist()}]},
+            "loss_fn_inputs": {
+                name: {
+                    "data": v.ravel().tolist(),
+                    "dtype": "int64" if v.dtype.kind == "i" else "float32",
+                    "shape": list(v.shape),
+                }
+                for name, v in datum.inputs.items()
+            },
+        }
+        for datum in request.data
+    ]
+    inside = {"data": data, "loss_fn": request.loss, "loss_fn_config": dict(request.settings)}
+    return {"model_id": request.model, "seq_id": request.number, "forward_backward_input": inside}
+
+
+def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
+    """Read a request of a client that speaks protobuf.
+
+    Raises:
+        RequestRefusedError: this is no such message, or there are too many samples.
+    """
+    from google.protobuf.message import DecodeError
+
+    check_message(body, _schema(), PIECES * max_data)
+    message = messages_of_client().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except (DecodeError, RuntimeError, ValueError) as error:
+        raise RequestRefusedError(f"the body is no ForwardBackwardRequest: {error}") from None
+    if len(message.data) > max_data:
+        raise RequestRefusedError(f"the request has {len(message.data)} samples, more than {max_data}", 413)
+    settings: dict[str, Any] = dict(message.loss_fn_config)
+    if "loss_fn_config_v2" in message.DESCRIPTOR.fields_by_name:
+        values = message.loss_fn_config_v2.items()
+        settings |= {name: value.text if value.HasField("text") else value.number for name, value in values}
+    request = TrainRequest(
+        message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
+    )
+    return _with_data(request, message.data, _datum_of_message, _sparse_shapes_of_message)
+
+
+@cache
+def _schema() -> Schema:
+    return schema_of(messages_of_client().ForwardBackwardRequest.DESCRIPTOR)
+
+
+def number_of(value: Any) -> int | None:
+    """Check a request's number in its model's order; None if the client has not numbered it.
+
+    Raises:
+        RequestRefusedError: it is no number, or none that a client could have counted to.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
+        raise RequestRefusedError(f"seq_id must be a number from 1 on, got {str(value)[:40]!r}", 422)
+    return value
+
+
+def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) -> TrainRequest:
+    datums, opened = [], 0
+    for index, datum in enumerate(data):
+        try:
+            opened += sum(math.prod(abs(int(size)) for size in shape) for shape in sparse_shapes(datum))
+            if opened > MAX_DENSE:
+                raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")
+            datums.append(read(datum))
+        except DataError as error:
+            return replace(request, problem=f"sample {index}: {error}")
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            return replace(
+                request, problem=f"sample {index} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            )
+    return replace(request, data=datums)
+
+
+def _sparse_shapes_of_json(datum: Any) -> list[Any]:
+    inputs = datum["loss_fn_inputs"].values()
+    return [value["shape"][:2] for value in inputs if value.get("sparse_crow_indices") is not None]
+
+
+def _sparse_shapes_of_message(datum: Any) -> list[Any]:
+    return [value.shape[:2] for value in datum.loss_fn_inputs.values() if value.HasField("sparse_csr")]
+
+
+def _datum_of_json(datum: Any) -> Datum:
+    inputs = {str(name): tensor_of_json(value) for name, value in datum["loss_fn_inputs"].items()}
+    return Datum(tokens_of_json(datum["model_input"]), inputs)
+
+
+def tokens_of_json(model_input: Any) -> np.ndarray:
+    """Read the tokens, int64 [n], of what clients call a model input.
+
+    Raises:
+        DataError: a piece of it is no text.
+    """
+    parts = []
+    for chunk in model_input["chunks"]:
+        kind = chunk.get("type", "encoded_text")
+        if kind != "encoded_text":
+            raise DataError(f"model_input holds {str(kind)[:40]!r}; this server takes encoded_text only")
+        tokens = _integers(chunk["tokens"])
+        if tokens.ndim != 1:
+            raise DataError(f"tokens {list(tokens.shape)}; expected a list of whole numbers")
+        parts.append(tokens)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def tensor_of_json(value: Any) -> np.ndarray:
+    """Read a tensor from JSON."""
+    dtype = value["dtype"]
+    if dtype not in ("float32", "int64"):
+        raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
+    flat = _integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
+    if value.get("sparse_crow_indices") is not None:
+        return dense(
+            flat, _integers(value["sparse_crow_indices"]), _integers(value["sparse_col_indices"]), value["shape"]
+        )
+    shape = value.get("shape")
+    return flat if shape is None else flat.reshape([int(size) for size in shape])
+
+
+def _integers(values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"expected integers, got {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _datum_of_message(datum: Any) -> Datum:
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind != "encoded_text":
+            raise DataError(f"model_input holds {kind!r}; this server takes encoded_text only")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
+    return Datum(tokens, inputs, *spans_of_message(datum))
+
+
+def tensor_of_message(tensor: Any) -> np.ndarray:
+    """Read a protobuf ``Tensor``."""
+    messages = messages_of_client()
+    kinds = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64, messages.DTYPE_INT32: np.int32}
+    if tensor.dtype not in kinds:
+        raise DataError(f"a tensor of type {tensor.dtype}; expected float32, int64 or int32")
+    kind = kinds[tensor.dtype]
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        rows, columns = (np.frombuffer(part, np.int64) for part in (csr.crow_indices, csr.col_indices))
+        values = dense(np.frombuffer(csr.values, kind), rows, columns, tensor.shape)
+    else:
+        values = np.frombuffer(tensor.dense, kind)
+        values = values.reshape(list(tensor.shape)) if tensor.shape else values
+    return values.astype(np.int64 if values.dtype.kind == "i" else np.float32)
+
+
+MAX_DENSE = 2**24
+"""Most values of a request's tensors that came in sparse form: their shapes cost the client nothing."""
+
+
+def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
+    """Build a [n, k] tensor from compressed sparse rows; 0 where nothing is listed.
+
+    Raises:
+        DataError: the parts do not fit each other.
+    """
+    sizes = [int(size) for size in shape]
+    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] > MAX_DENSE:
+        raise DataError(f"a sparse tensor of shape {sizes}; expected two dimensions and at most {MAX_DENSE} values")
+    counts = np.diff(rows)
+    fits = (
+        len(rows) == sizes[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns) and (counts >= 0).all()
+    )
+    if not fits or (len(columns) and not (columns.min() >= 0 and columns.max() < sizes[1])):
+        raise DataError("the indices of a sparse tensor do not fit its shape and its values")
+    tensor = np.zeros(sizes, values.dtype)
+    tensor[np.repeat(np.arange(sizes[0]), counts), columns] = values
+    return tensor

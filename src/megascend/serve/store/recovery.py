@@ -1,0 +1,277 @@
+"""Restart a service from its database: restore sessions, models and answers, and put in line again what no save covers."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megascend.config import Adam
+from megascend.config.serve import ServeConfig
+from megascend.errors import CheckpointError, ConfigError, MegascendError
+from megascend.io.paths import make_directory
+from megascend.serve.api.bodies import LoraSettings, WithMetadata
+from megascend.serve.api.wire import train_request_of_json, train_request_of_protobuf
+from megascend.serve.operations import BY_PATH, train
+from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
+from megascend.serve.scheduler.futures import Future
+from megascend.serve.scheduler.turns import in_line, spoil
+from megascend.serve.service import Service
+from megascend.serve.store.database import StateDatabase, StoredRow
+from megascend.serve.store.durability import DurableState, answer_of, sequence_of
+from megascend.serve.store.writer import StateWriter
+from megascend.serve.tenancy import Model
+
+NAME = ".state"
+"""Directory in the service's storage with the database and the models' saves. No tenant has a name with a dot."""
+EARLIER = ".journal"
+LOCK_S = 30.0
+"""How long a server that was killed may take to be gone."""
+log = logging.getLogger("megascend.serve")
+
+
+def keep_state(service: Service) -> None:
+    """Restore the state in the service's storage, and from then on store all that the service promises.
+
+    Raises:
+        ConfigError: another server uses it, an earlier version wrote it, or it belongs to another model or to other settings.
+        CheckpointError: it is damaged, or cannot be restored.
+    """
+    storage = service.settings.storage
+    if (storage / EARLIER).exists():
+        raise ConfigError(
+            f"{storage / EARLIER} was written by an earlier version of megascend, which this one cannot continue: move it "
+            "away, or use another storage"
+        )
+    folder, saves = storage / NAME, storage / NAME / "saves"
+    make_directory(saves)
+    folder.chmod(0o700)
+    start = time.monotonic()
+    resources = ExitStack()
+    resources.callback(os.close, _lock(folder))
+    try:
+        database = StateDatabase(folder / "state.sqlite")
+        resources.callback(database.close)
+        _check_settings(database, service.settings)
+        _check_saves(saves, database)
+
+        def remove(directories: Sequence[str]) -> None:
+            for directory in directories:
+                shutil.rmtree(saves / directory, ignore_errors=True)
+
+        writer = StateWriter(database, remove)
+        service.durability = state = DurableState(service, writer, saves, resources)
+        count = Recovery(service, state, database).run()
+    except BaseException:
+        resources.close()
+        raise
+    writer.start()
+    sessions, models = service.tenancy.sessions, service.tenancy.models
+    if sessions:
+        log.warning("state: %d sessions, %d models, %d requests to repeat", len(sessions), len(models), count)
+        state.when_recovered = lambda: log.warning("state: recovered in %.1f s", time.monotonic() - start)
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor that holds the directory's lock until it is closed, or the process ends."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > end:
+                os.close(descriptor)
+                raise ConfigError(f"another server uses {folder}; give each its own storage") from None
+            time.sleep(0.1)
+        else:
+            return descriptor
+
+
+def _check_saves(saves: Path, database: StateDatabase) -> None:
+    """Remove directories that no save names, and raise if one that is named is missing."""
+    needed = {save.values["directory"] for save in database.rows("save")}
+    for path in saves.iterdir():
+        if path.name not in needed:
+            shutil.rmtree(path, ignore_errors=True)
+    missing = sorted(name for name in needed if not (saves / name).is_dir())
+    if missing:
+        raise CheckpointError(
+            f"{saves / missing[0]} is missing, which the database beside it needs; restore it from a copy"
+        )
+
+
+def _check_settings(database: StateDatabase, settings: ServeConfig) -> None:
+    """Raise if the state was begun with another model, or with settings that change what repeated requests give."""
+    current: dict[str, Any] = {
+        "model": _digest(settings.model), "precision": settings.precision, "alpha": settings.alpha,
+        "unembed": settings.unembed, "engine": settings.engine,
+    }  # fmt: skip
+    earlier = next(database.rows("settings"), None)
+    if earlier is None:
+        database.write([StoredRow("settings", "base", current)])
+        return
+    changed = [name for name, value in current.items() if earlier.values.get(name) != value]
+    if changed:
+        was = ", ".join(f"{name} {earlier.values.get(name)!r} then, {current[name]!r} now" for name in changed)
+        raise ConfigError(
+            f"{database.path.parent} belongs to a server with other settings ({was}); use these again, or another storage"
+        )
+
+
+def _digest(model: Path) -> str:
+    """Digest a model's configuration, and names and sizes of its weights: the weights themselves would take minutes."""
+    parts = [(model / "config.json").read_bytes()]
+    parts += [f"{file.name} {file.stat().st_size}".encode() for file in sorted(model.glob("*.safetensors"))]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
+
+
+class Recovery:
+    """Restores a service from its database.
+
+    Args:
+        service: without sessions and models.
+    """
+
+    def __init__(self, service: Service, state: DurableState, database: StateDatabase) -> None:
+        self._service, self._state, self._database = service, state, database
+
+    def run(self) -> int:
+        """Restore everything; return how many requests are in line again.
+
+        Raises:
+            CheckpointError: a model cannot be restored. Nothing was lost: the database is as it was.
+        """
+        service, state, rows = self._service, self._state, self._database.rows
+        for row in rows("session"):
+            service.tenancy.restore_session(row.name, row.values["tenant"], row.values["metadata"])
+        sessions = service.tenancy.sessions
+        for row in rows("sampler"):
+            sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
+        for row in rows("sequence"):
+            service.sequences.keep(sessions[row.parent or ""].tenant, row.name, sequence_of(row))
+        service.sequences.kept, service.sequences.dropped = state.sequence, state.dropped
+        state.repeating = True
+        try:
+            futures = [future for model in list(rows("model")) for future in self._restore(model)]
+        finally:
+            state.repeating = False
+        pending = {future.name for future in futures if future.ended is None and self._had_its_turn(future)}
+        state.wait_for(pending)
+        return len(pending)
+
+    def _had_its_turn(self, future: Future) -> bool:
+        model = self._service.tenancy.models.get(future.model or "")
+        number = future.number_in_line
+        return model is not None and (number is None or number < model.order.following)
+
+    def _restore(self, row: StoredRow) -> list[Future]:
+        """Restore a model from its last save, or as it began, with its answers and the requests that follow."""
+        body, path = json.loads(row.body), row.values["path"]
+        save = next(self._database.rows("save", row.name), None)
+        try:
+            if save is not None:
+                first = self._load(row, save, body)
+            else:
+                first = BY_PATH[path](self._service, row.values["tenant"], body)
+        except MegascendError as error:
+            if save is None and path == "load_weights":
+                log.warning("%s begins with a checkpoint that cannot be loaded any more: %s", row.name, error)
+                self._state.lost(row.name)
+                return []
+            raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
+        first.noted = True
+        model = self._service.tenancy.models[row.name]
+        answers = {answer.name: answer for answer in self._database.rows("answer", row.name)}
+        requests = list(self._database.rows("request", row.name))
+        repeated = {request.name for request in requests}
+        for answer in answers.values():
+            if answer.name not in repeated:
+                self._answered(model, answer)
+        return [first, *(self._repeat(model, request, answers.get(request.name)) for request in requests)]
+
+    def _load(self, row: StoredRow, save: StoredRow, body: dict[str, Any]) -> Future:
+        """Restore a model as it was saved."""
+        values, service = save.values, self._service
+        session = service.tenancy.sessions[row.parent or ""]
+        attention, mlp, output = values["parts"]
+        lora = LoraSettings(rank=values["rank"], train_attn=attention, train_mlp=mlp, train_unembed=output)
+        directory = self._state.directory(values["directory"])
+
+        def command(model: Model, ticket: int) -> Create:
+            return Create(ticket, model.adapter, None, str(directory), True)
+
+        self._state.restoring = True
+        try:
+            future = service.new_model(
+                session, body["model_seq_id"], lora, WithMetadata.read(body).user_metadata, command, row.values["path"]
+            )
+        finally:
+            self._state.restoring = False
+        model = service.tenancy.models[row.name]
+        model.order.following, model.steps = values["following"], values["steps"]
+        model.losses = [(step, loss, tokens) for step, loss, tokens in values["losses"]]
+        self._state.following(model, values["following"])
+        return future
+
+    def _answered(self, model: Model, row: StoredRow) -> None:
+        """Restore a future as it had ended."""
+        future = self._service.futures.make(
+            row.name, model.tenant, model.name, row.values["kind"], number_in_line=row.number, noted=True
+        )
+        self._end(future, row)
+
+    def _end(self, future: Future, row: StoredRow) -> None:
+        answer, failure = answer_of(row)
+        if failure is not None:
+            self._service.futures.break_(future, failure)
+        else:
+            future.answer_of = lambda _: answer
+            self._service.futures.keep(future, None)
+
+    def _repeat(self, model: Model, request: StoredRow, answer: StoredRow | None) -> Future:
+        """Put a request in line again, or its answer in its place."""
+        assert request.number is not None
+        if answer is None:
+            future = self._ask(model, request.values["path"], request.body, request.number)
+        else:
+
+            def end(ticket: int) -> None:
+                future = self._service.futures.numbered(ticket)
+                assert future is not None
+                self._end(future, answer)
+                if future.failure is not None:
+                    self._fail_again(model, future.kind, future.failure.message)
+
+            future = in_line(self._service, model, request.number, answer.values["kind"], end)
+        future.noted = True
+        return future
+
+    def _fail_again(self, model: Model, kind: str, message: str) -> None:
+        """Let the step of a request that failed have no gradients again, whatever the reason was: memory was full, perhaps."""
+        service = self._service
+        ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again", internal=True).number
+        if kind == "forward_backward":
+            service.put(ForwardBackward(ticket, model.adapter, (), None, message))
+        elif kind == "optim_step":
+            service.put(OptimizerStep(ticket, model.adapter, Adam(), message))
+
+    def _ask(self, model: Model, path: str, body: bytes, number: int) -> Future:
+        service, most = self._service, self._service.settings.limits.samples
+        if path == "protobuf":
+            return train(service, model.tenant, train_request_of_protobuf(body, most))
+        if path in ("forward", "forward_backward", "resolved"):
+            request = train_request_of_json(json.loads(body), most, forward_only=path == "forward")
+            return train(service, model.tenant, replace(request, resolved=path == "resolved"))
+        if path == "missing":
+            return spoil(service, model, number, body.decode())
+        return BY_PATH[path](service, model.tenant, json.loads(body))
