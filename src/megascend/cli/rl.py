@@ -92,7 +92,7 @@ def check_rl_run(config: RlConfig, world_size: int, overwrite: bool, resume: str
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts)
     check_name(config.rollout.reward)
-    check_engines(config.engines)
+    check_engines(config.engines, config.rollout.controller)
 
 
 def rl_rank(config: Path, overrides: list[str] | None, overwrite: bool, resume: str | None = None) -> str | None:

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megascend.errors import MegascendError
+from megascend.rollout.connections import OWNER
 from megascend.serve.answering import Json
 from megascend.serve.audit import Audit
-from megascend.serve.connections import OWNER
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.figures import Problem
 from megascend.serve.keys import Keys

@@ -186,8 +186,8 @@ def http_server(
     """
     import uvicorn
 
+    from megascend.rollout.connections import bounded
     from megascend.serve.application import make_application
-    from megascend.serve.connections import bounded
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)

@@ -18,10 +18,10 @@ import pytest
 from megascend.app.rl.loop import RlResult, train_rl
 from megascend.config.rl import RlConfig
 from megascend.errors import DataError, EngineError, EngineTimeoutError
-from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import faults, run_distributed
 from run_directory import snapshot
+from weightwire.engine import Completion, Sampling
 
 REWARD = """
 import os, signal

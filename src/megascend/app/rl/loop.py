@@ -38,7 +38,7 @@ from megascend.rollout.rewards import load_reward
 if TYPE_CHECKING:
     from megascend.app.rl.steps import Progress
     from megascend.backend import Backend
-    from megascend.rollout.engines.base import InferenceEngine
+    from weightwire.engine import InferenceEngine
 
 logger = logging.getLogger(__name__)
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
@@ -101,7 +101,7 @@ def train_rl(
 
                 engines = make_engines
                 if start.launch.rank == 0:
-                    check_engines(config.engines)
+                    check_engines(config.engines, config.rollout.controller)
             return run(config, start, overwrite, resume, engines)
     finally:
         start.close()
@@ -261,7 +261,7 @@ def save_last(saves: CheckpointPolicy, step: int) -> None:
 def start_line(config: RlConfig, backend: Backend, prompts: int) -> str:
     """One line on what is about to happen."""
     rollout, ranks = config.rollout, backend.world_size
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engines)}"
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engine_names)}"
     steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
     return (
         f"{model_line(config, backend)}: {prompts} prompts, {steps}; lag {rollout.max_lag}; {config.precision}; {where}"

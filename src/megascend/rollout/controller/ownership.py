@@ -1,16 +1,42 @@
-"""Who owns which engine, and until when. Pure: times are passed in."""
+"""Who owns which engine, and until when: pure, times are passed in. And the clock of leases and deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megascend.errors import ControllerError, EngineOwnedError, LeaseLapsedError
 
 REMEMBERED = 256
 """Claims that have ended of which :meth:`Ownership.get` can still say why."""
+
+
+class Timer(Protocol):
+    """What :meth:`Clock.call_at` returns."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Seconds that only go forward, and calls at a time of theirs."""
+
+    def now(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer: ...
+
+
+class LoopClock:
+    """The clock of the event loop that runs."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        return asyncio.get_running_loop().call_at(when, callback)
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""What can be asked of a controller over HTTP: each route's arguments, checked, and what it does."""
+"""Calls that a controller answers over HTTP: their arguments, checked, and what carries them out."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,22 +12,22 @@ from megascend.errors import MessageError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.ownership import Claim
 from weightwire.errors import WireError
-from weightwire.offer import Offer, Seal
+from weightwire.remote_engine import CALLS, read_call
+
+PREFIX = "/v1/"
+MAX_NAMES = 8192
+MAX_RESULTS_BYTES = 32 * 2**20
+"""Bytes of results in one answer, unless a single one is larger."""
+WITHOUT_EFFECT = {"generate", "logprobs", "receivers", "locations", "version"}
+"""Calls of an engine that are carried out each time they are made."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]([ -~]*[!-~])?$")]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 ClaimId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-MAX_NAMES = 8192
-MAX_RESULTS_BYTES = 32 * 2**20
-"""Of results in one answer, unless a single one is larger."""
 
 
 class _Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Nothing(_Arguments):
-    pass
 
 
 class ClaimEngines(_Arguments):
@@ -41,21 +41,8 @@ class Owned(_Arguments):
     claim: ClaimId
 
 
-class Leased(Owned):
+class Renewed(Owned):
     lease_s: Seconds
-
-
-class Offered(Owned):
-    offer: dict[str, Any]
-
-
-class Sealed(Owned):
-    seal: dict[str, Any]
-    timeout_s: Seconds
-
-
-class Named(Owned):
-    update: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Expected(_Arguments):
@@ -82,13 +69,12 @@ class Fetched(_Arguments):
     rollouts: Annotated[list[Name], Field(max_length=MAX_NAMES)]
 
 
-F = TypeVar("F", Offer, Seal)
 Run = Callable[[Controller, Any, int], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Route:
-    """One thing to ask for.
+class Service:
+    """A call of the controller.
 
     Attributes:
         run: called with the controller, the arguments and the size of the body.
@@ -99,25 +85,12 @@ class Route:
     run: Run
     once: bool = True
 
-    def read(self, arguments: dict[str, Any]) -> Any:
-        """The arguments, checked.
 
-        Raises:
-            MessageError: what is wrong with each.
-        """
-        try:
-            return self.arguments.model_validate(arguments)
-        except ValidationError as error:
-            problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-            told = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
-            raise MessageError(f"arguments: {told}") from None
-
-
-async def _hello(controller: Controller, arguments: Nothing, size: int) -> dict[str, Any]:
+async def _hello(controller: Controller, arguments: _Arguments, size: int) -> dict[str, Any]:
     return {}
 
 
-async def _status(controller: Controller, arguments: Nothing, size: int) -> dict[str, Any]:
+async def _status(controller: Controller, arguments: _Arguments, size: int) -> dict[str, Any]:
     return controller.status()
 
 
@@ -127,7 +100,7 @@ async def _claim(controller: Controller, arguments: ClaimEngines, size: int) -> 
     )
 
 
-async def _renew(controller: Controller, arguments: Leased, size: int) -> dict[str, Any]:
+async def _renew(controller: Controller, arguments: Renewed, size: int) -> dict[str, Any]:
     return _claimed(controller.renew(arguments.claim, arguments.lease_s))
 
 
@@ -137,53 +110,6 @@ def _claimed(claim: Claim) -> dict[str, Any]:
 
 async def _release(controller: Controller, arguments: Owned, size: int) -> dict[str, Any]:
     await controller.release(arguments.claim)
-    return {}
-
-
-async def _init_group(controller: Controller, arguments: Owned, size: int) -> dict[str, Any]:
-    receivers = await controller.init_group(arguments.claim)
-    return {"receivers": [[name, count] for name, count in receivers.items()]}
-
-
-async def _begin(controller: Controller, arguments: Offered, size: int) -> dict[str, Any]:
-    await controller.begin_update(arguments.claim, _read(Offer, arguments.offer))
-    return {}
-
-
-async def _verify(controller: Controller, arguments: Sealed, size: int) -> dict[str, Any]:
-    await controller.verify(arguments.claim, _read(Seal, arguments.seal), arguments.timeout_s)
-    return {}
-
-
-async def _finish(controller: Controller, arguments: Sealed, size: int) -> dict[str, Any]:
-    await controller.finish_update(arguments.claim, _read(Seal, arguments.seal), arguments.timeout_s)
-    return {}
-
-
-async def _commit(controller: Controller, arguments: Named, size: int) -> dict[str, Any]:
-    await controller.commit(arguments.claim, arguments.update)
-    return {}
-
-
-async def _drop(controller: Controller, arguments: Named, size: int) -> dict[str, Any]:
-    await controller.drop(arguments.claim, arguments.update)
-    return {}
-
-
-def _read(kind: type[F], data: dict[str, Any]) -> F:
-    try:
-        return kind.from_json(data)
-    except WireError as error:
-        raise MessageError(str(error)) from None
-
-
-async def _pause(controller: Controller, arguments: Leased, size: int) -> dict[str, Any]:
-    await controller.pause(arguments.claim, arguments.lease_s)
-    return {}
-
-
-async def _continue(controller: Controller, arguments: Owned, size: int) -> dict[str, Any]:
-    await controller.resume(arguments.claim)
     return {}
 
 
@@ -214,24 +140,57 @@ async def _forget(controller: Controller, arguments: Fetched, size: int) -> dict
     return {}
 
 
-ROUTES = {
-    "/v1/hello": Route(Nothing, _hello, once=False),
-    "/v1/status": Route(Nothing, _status, once=False),
-    "/v1/claim": Route(ClaimEngines, _claim),
-    "/v1/renew": Route(Leased, _renew, once=False),
-    "/v1/release": Route(Owned, _release),
-    "/v1/init_group": Route(Owned, _init_group),
-    "/v1/begin_update": Route(Offered, _begin),
-    "/v1/verify": Route(Sealed, _verify),
-    "/v1/commit": Route(Named, _commit),
-    "/v1/finish_update": Route(Sealed, _finish),
-    "/v1/drop": Route(Named, _drop),
-    "/v1/pause": Route(Leased, _pause),
-    "/v1/continue": Route(Owned, _continue),
-    "/v1/rollouts/expect": Route(Expected, _expect),
-    "/v1/rollouts/complete": Route(Completed, _complete),
-    "/v1/rollouts/fail": Route(Failed, _fail),
-    "/v1/rollouts/wait": Route(Awaited, _wait, once=False),
-    "/v1/rollouts/forget": Route(Fetched, _forget, once=False),
+SERVICES = {
+    "hello": Service(_Arguments, _hello, once=False),
+    "status": Service(_Arguments, _status, once=False),
+    "claim": Service(ClaimEngines, _claim),
+    "renew": Service(Renewed, _renew, once=False),
+    "release": Service(Owned, _release),
+    "rollouts/expect": Service(Expected, _expect),
+    "rollouts/complete": Service(Completed, _complete),
+    "rollouts/fail": Service(Failed, _fail),
+    "rollouts/wait": Service(Awaited, _wait, once=False),
+    "rollouts/forget": Service(Fetched, _forget, once=False),
 }
-"""Path -> route. All are POST."""
+"""Calls of the controller; beside them it has those of an engine (:data:`weightwire.remote_engine.CALLS`), with a claim."""
+ROUTES = tuple(PREFIX + name for name in (*SERVICES, *CALLS))
+
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call whose arguments were checked.
+
+    Attributes:
+        once: it has an effect, so a repeated call gets the first answer.
+    """
+
+    run: Callable[[Controller], Awaitable[dict[str, Any]]]
+    once: bool
+
+
+def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
+    """Check a call.
+
+    Args:
+        size: of its body, in bytes.
+
+    Raises:
+        MessageError: there is no such call, or what is wrong with each argument.
+    """
+    name = target.removeprefix(PREFIX)
+    if target not in ROUTES:
+        raise MessageError(f"there is no POST {target[:200]}; there is POST {', '.join(ROUTES)}")
+    try:
+        if name in SERVICES:
+            service = SERVICES[name]
+            arguments: Any = service.arguments.model_validate(values)
+            return ReadCall(lambda controller: service.run(controller, arguments, size), service.once)
+        claim = Owned.model_validate({"claim": values.get("claim")}).claim
+        run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+        text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
+        raise MessageError(f"arguments: {text}") from None
+    except WireError as error:
+        raise MessageError(f"arguments: {error}") from None
+    return ReadCall(lambda controller: run(controller.engine(claim)), name not in WITHOUT_EFFECT)
