@@ -36,6 +36,8 @@ EXPLAIN_S = 3.0
 """How long an error waits to learn whose fault it is."""
 STORE_S = 5.0
 """Deadline of one question to the store."""
+PROBE_S = 1.0
+"""Deadline of a look whether anybody listens at its port."""
 ATTEMPT_S = 6.0
 """Deadline of an attempt to connect to it. torch asks the name server for the name of every address, which may take 5 s."""
 MOST_MEMBERS = 4096
@@ -345,7 +347,7 @@ class Group:
                 self._look()
             except RuntimeError as error:
                 log.debug("%s: %s", self.member(self.rank), error)
-                self._sender_may_be_gone(str(error))
+                self._note_silent_store(error)
             if self._lost is not None:
                 return
 
@@ -370,7 +372,7 @@ class Group:
                 self._note(rank, now)
             self._unanswered = 0.0
         except RuntimeError as error:
-            self._sender_may_be_gone(str(error))
+            self._note_silent_store(error)
             return
         for rank in self._others():
             seen = self._seen[rank]
@@ -394,16 +396,25 @@ class Group:
         if seen is None or (seen.beat, seen.progress, seen.left) != (beat, progress, bool(left)):
             self._seen[rank] = Member(beat, progress, bool(left), now)
 
-    def _sender_may_be_gone(self, why: str) -> None:
-        """The store, which is in the sender's process, does not answer."""
+    def _note_silent_store(self, error: RuntimeError) -> None:
+        """The store, which is in the sender's process, did not answer: the sender is lost if nobody listens there any more."""
         now = time.monotonic()
         self._unanswered = self._unanswered or now
-        known = self._identities.get(0)
-        state = None if known is None else known.state()
-        refused = "refused" in why or "reset" in why or "closed" in why.lower() or "broken" in why.lower()
-        if self.rank != 0 and (state == "ended" or refused or now - self._unanswered > SILENCE_S):
+        sender = self._identities.get(0)
+        state = None if sender is None else sender.state()
+        if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
             how = f"its process has {state}" if state else "its store does not answer"
-            self._lost = PeerLostError(f"{self.member(0)} is gone: {how}{self._after(0)} ({why[:200]})")
+            self._lost = PeerLostError(f"{self.member(0)} is gone: {how}{self._after(0)} ({str(error)[:200]})")
+
+    def _listening(self) -> bool:
+        """Return False if the listener's machine refuses connections to its port."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=PROBE_S).close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return False
+        except OSError:  # slow, or not reachable now: it may be back
+            return True
+        return True
 
     def _after(self, rank: int) -> str:
         seen = self._seen.get(rank)

@@ -46,6 +46,7 @@ class RemoteEngine(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
+        arguments["stop_token_ids"] = list(sampling.stop_token_ids)
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
             return [

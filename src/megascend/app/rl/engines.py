@@ -32,7 +32,11 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
         timeout_s = config.rollout.timeout_s
         return [
             ControllerEngine(
-                config.rollout.controller, load_key(), owner=_owner(config), generate_timeout_s=timeout_s, wait_s=CLAIM_S
+                config.rollout.controller,
+                load_key(),
+                owner=_owner(config),
+                generate_timeout_s=timeout_s,
+                wait_s=CLAIM_S,
             )
         ]
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]

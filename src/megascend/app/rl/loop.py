@@ -261,7 +261,9 @@ def save_last(saves: CheckpointPolicy, step: int) -> None:
 def start_line(config: RlConfig, backend: Backend, prompts: int) -> str:
     """One line on what is about to happen."""
     rollout, ranks = config.rollout, backend.world_size
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engine_names)}"
+    where = (
+        f"{ranks} rank{'s' if ranks > 1 else ''} on {backend.platform.name}, engines: {', '.join(config.engine_names)}"
+    )
     steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
     return (
         f"{model_line(config, backend)}: {prompts} prompts, {steps}; lag {rollout.max_lag}; {config.precision}; {where}"

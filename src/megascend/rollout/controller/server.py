@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -29,6 +30,7 @@ from megascend.errors import (
 )
 from megascend.rollout.connections import OWNER, bounded
 from megascend.rollout.controller.address import Address, PublishedAddress
+from megascend.rollout.controller.areal import CALLBACKS, ArealCallbacks, bearer_of
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.messages import AUDIENCE, BEARER, Call, read_call, write_error, write_result
 from megascend.rollout.controller.replies import Replies
@@ -86,7 +88,8 @@ class ControllerServer:
         controller: closed with the server.
         publish: a file that the address is written to. A second controller for the same file is refused.
         advertise: the host that is published, where it is not ``host``: by which name others reach this machine.
-        bearer: take bearer tokens as well (:data:`BEARER`); their answers are not signed, and nothing ties a token to a request.
+        bearer: take bearer tokens as well (:data:`BEARER`), and with them AReaL's callbacks (:mod:`.areal`). Answers to them are
+            not signed, and nothing ties a token to a request.
         keep_s: how long a call may be repeated, in seconds.
     """
 
@@ -121,7 +124,10 @@ class ControllerServer:
         self._serving: asyncio.Task[None] | None = None
         self._stopping: str | None = None
         self._closed: asyncio.Future[None] | None = None
-        self.application = Starlette(routes=[Route("/{path:path}", self._respond, methods=["POST"])])
+        self._areal = ArealCallbacks(controller)
+        areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
+        own = Route("/{path:path}", self._respond, methods=["POST"])
+        self.application = Starlette(routes=[areal, own] if bearer else [own])
         self.address = Address(host, port)
         """Where it listens, once it does."""
 
@@ -224,6 +230,21 @@ class ControllerServer:
         except WireError as error:  # the body did not arrive
             return self._signed(self._error(MessageError(str(error))), grant, RefusedResponse)
         return self._signed(answer, grant)
+
+    async def _respond_to_areal(self, request: Request) -> Response:
+        request.scope["headers"] = [
+            (name, (bearer_of(value.decode("latin-1")) or "").encode("latin-1") if name == b"authorization" else value)
+            for name, value in request.scope["headers"]
+        ]
+        try:
+            self._admit(request.scope)
+            with self._room(request):
+                body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+                status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
+        except (Refusal, WireError) as error:
+            status = error.status if isinstance(error, Refusal) else 400
+            return RefusedResponse(json.dumps({"error": str(error)}), status, media_type="application/json")
+        return Response(json.dumps(answer), status, {"Connection": "close"}, "application/json")
 
     def _signed(self, answer: Answer, grant: Grant | None, kind: type[Response] = Response) -> Response:
         headers = {"Content-Type": "application/json", "Connection": "close"}
