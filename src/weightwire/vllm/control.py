@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
+from weightwire.lease import Lease
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
@@ -40,15 +40,6 @@ COMMIT_S = 600.0
 POLL_S = 0.02
 
 
-@dataclass
-class Owner:
-    """Who may change the engine, until when (``time.monotonic()``)."""
-
-    name: str
-    until: float
-    lease_s: float
-
-
 class Control:
     """One engine.
 
@@ -59,7 +50,7 @@ class Control:
     def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
-        self._owner: Owner | None = None
+        self._owner: Lease | None = None
         self._last_owner = ""
         self._update: Offer | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
@@ -119,7 +110,7 @@ class Control:
             "device": str(self._engine.vllm_config.device_config.device_type),
             "locations": locations,
             "receivers": contract.worker_count(self._engine.vllm_config),
-            "owner": None if owner is None else {"name": owner.name, "lapses_in_s": owner.until - now},
+            "owner": None if owner is None else {"name": owner.owner, "lapses_in_s": owner.left_s(now)},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
             "paused": bool(await self._engine.is_paused()),
             "not_serving": self.not_serving,
@@ -140,12 +131,12 @@ class Control:
         """
         lease_s = _lease(lease_s)
         owner = self._current_owner()
-        if owner is not None and _trainer(owner.name) != _trainer(name) and not take_over:
+        if owner is not None and _trainer(owner.owner) != _trainer(name) and not take_over:
             raise OwnerError(
-                f"the engine is owned by {owner.name}, which may be silent for another {owner.until - self._clock():.0f} s; "
+                f"the engine is owned by {owner.owner}, which may be silent for another {owner.left_s(self._clock()):.0f} s; "
                 f"{name} can have it then, or take it over"
             )
-        self._owner = Owner(name, self._clock() + lease_s, lease_s)
+        self._owner = Lease(owner=name, lease_s=lease_s, until=self._clock() + lease_s)
         if name != self._last_owner:
             log.info("%s owns the engine now", name)
             self._last_owner = name
@@ -158,20 +149,20 @@ class Control:
     def _require(self, name: str) -> None:
         """Renew the lease of the owner, which ``name`` must be."""
         owner = self._current_owner()
-        if owner is None or owner.name != name:
-            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.name}"
+        if owner is None or owner.owner != name:
+            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.owner}"
             raise OwnerError(f"{name} does not own the engine: {whose}")
-        owner.until = self._clock() + owner.lease_s
+        owner.renew(self._clock())
 
     def release(self, name: str) -> None:
         """Give the engine up; nothing happens if ``name`` does not own it."""
-        if self._owner is not None and self._owner.name == name:
+        if self._owner is not None and self._owner.owner == name:
             self._owner = None
 
-    def _current_owner(self) -> Owner | None:
-        if self._owner is not None and self._owner.until <= self._clock():
+    def _current_owner(self) -> Lease | None:
+        if self._owner is not None and not self._owner.left_s(self._clock()):
             log.warning(
-                "the owner %s was silent for %.0f s: its claim has lapsed", self._owner.name, self._owner.lease_s
+                "the owner %s was silent for %.0f s: its claim has lapsed", self._owner.owner, self._owner.lease_s
             )
             self._owner = None
         return self._owner

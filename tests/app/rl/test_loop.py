@@ -350,17 +350,19 @@ def test_engines_of_a_controller_sample_and_take_every_update(folder, monkeypatc
             await server.start()
             return server
 
+        async def owners() -> set[str | None]:
+            return {engine["owner"] for engine in server.controller.status()["engines"].values()}
+
         server = thread.run(start())
         try:
             result = train_rl(settings(folder, "controller", steps=2, rollout={"controller": str(server.address)}))
             versions = [thread.run(engine.version()) for engine in served]
-            owners = {engine["owner"] for engine in server.controller.status()["engines"].values()}
+            assert thread.run(owners()) == {None}  # the run has released them
         finally:
             thread.run(server.close())
             for engine in served:
                 thread.run(engine.close())
     assert result.steps == 2
     assert versions == [3, 3]
-    assert owners == {None}  # the run has released them
     with pytest.raises(ValueError, match=r"rollout\.controller brings the engines: leave engines out"):
         settings(folder, "controller", rollout={"controller": "127.0.0.1:1"}, engines=("http://127.0.0.1:2",))

@@ -131,7 +131,7 @@ class Controller:
             claim, paused_until = self._ownership.owner_of(name), self._pauses.until(name)
             engines[name] = {
                 "owner": claim and claim.owner,
-                "lease_s": claim and max(0.0, claim.lapses - now),
+                "lease_s": claim and claim.left_s(now),
                 "paused_s": None if paused_until is None else max(0.0, paused_until - now),
             }
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
@@ -158,7 +158,7 @@ class Controller:
         """Have the least busy engine of a claim sample, one that has not failed a short time ago. Renews the claim."""
         self._check_open()
         claim = self._ownership.get(claim_id)
-        self._ownership.renew(claim, claim.lease_s, self._clock.now())
+        claim.renew(self._clock.now())
         numbers = [self._names.index(name) for name in claim.engines]
         number = self._availability.best(numbers, self._sampling)
         self._sampling[number] += n
@@ -231,7 +231,7 @@ class Controller:
             raise
         finally:
             claim.running -= 1
-            claim.lapses = max(claim.lapses, self._clock.now() + claim.lease_s)
+            claim.renew(self._clock.now())
             self._arm()
 
     async def _undo(self, claim: Claim) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megascend.errors import ControllerError, EngineOwnedError, LeaseLapsedError
+from weightwire.lease import Lease
 
 REMEMBERED = 256
 """Claims that have ended of which :meth:`Ownership.get` can still say why."""
@@ -39,24 +40,19 @@ class LoopClock:
         return asyncio.get_running_loop().call_at(when, callback)
 
 
-@dataclass
-class Claim:
+@dataclass(kw_only=True)
+class Claim(Lease):
     """Engines that belong to one owner until the lease lapses.
 
     Attributes:
         id: what the owner shows to act on them; a secret between the owner and the controller.
-        lapses: when the lease ends, on the controller's clock.
-        lease_s: how long it lasts after each call of the owner, in seconds.
         running: calls of the owner that run now; the claim does not lapse meanwhile.
         ending: released or lapsed; the engines are being continued and are free after that.
     """
 
     id: str
-    owner: str
     engines: tuple[str, ...]
     since: float
-    lapses: float
-    lease_s: float
     running: int = 0
     ending: bool = False
 
@@ -96,9 +92,11 @@ class Ownership:
                 held = "is being released by" if other.ending else "belongs to"
                 raise EngineOwnedError(
                     f"engine {name!r} {held} {other.owner!r}, since {now - other.since:.1f} s ago, for another "
-                    f"{max(0.0, other.lapses - now):.1f} s unless renewed; {owner!r} cannot have it before"
+                    f"{other.left_s(now):.1f} s unless renewed; {owner!r} cannot have it before"
                 )
-        claim = Claim(secrets.token_hex(16), owner, names, now, now + lease_s, lease_s)
+        claim = Claim(
+            id=secrets.token_hex(16), owner=owner, engines=names, since=now, until=now + lease_s, lease_s=lease_s
+        )
         self._claims[claim.id] = claim
         return claim
 
@@ -120,8 +118,7 @@ class Ownership:
     def renew(self, claim: Claim, lease_s: float, now: float) -> None:
         """Have a claim last at least ``lease_s`` from now; it never becomes shorter."""
         self.check_lease(lease_s)
-        claim.lapses = max(claim.lapses, now + lease_s)
-        claim.lease_s = lease_s
+        claim.renew(now, lease_s)
 
     def begin_end(self, claim: Claim, why: str) -> None:
         """A claim is in force no longer; its engines are not free yet."""
@@ -142,11 +139,11 @@ class Ownership:
 
     def lapsed(self, now: float) -> list[Claim]:
         """Claims whose lease is over."""
-        return [claim for claim in self._claims.values() if claim.lapses <= now and not (claim.ending or claim.running)]
+        return [claim for claim in self._claims.values() if claim.until <= now and not (claim.ending or claim.running)]
 
     def next_lapse(self) -> float | None:
         """When the next lease is over."""
-        ends = [claim.lapses for claim in self._claims.values() if not (claim.ending or claim.running)]
+        ends = [claim.until for claim in self._claims.values() if not (claim.ending or claim.running)]
         return min(ends, default=None)
 
     def check_lease(self, lease_s: float) -> None:
