@@ -18,7 +18,8 @@ from recording_backend import KEYS, VOCABULARY, RecordingBackend, train_body
 
 from megascend.config.serve import ServeConfig
 from megascend.lora.queue import AdapterQueue
-from megascend.serve import connections, reading, server
+from megascend.rollout import connections
+from megascend.serve import reading, server
 from megascend.serve.base_model import BaseModel
 from megascend.serve.inbox import Inbox
 from megascend.serve.keys import digest_of
