@@ -19,8 +19,8 @@ _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """httpx makes a context for each client, and loads certificates into it (40 ms), also where all addresses are http."""
 
 
-class AnswerTooLargeError(httpx.RemoteProtocolError):
-    """An answer has more bytes than are taken."""
+class UnreadableAnswerError(EngineError):
+    """What answers is not an HTTP server, its answer breaks off, or has more bytes than are taken."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,33 @@ async def exchange(
     """Send a request on a connection of its own. It takes as long as the peer does: callers set a deadline.
 
     Raises:
-        httpx.TransportError: there is no connection, it broke, or the answer is not HTTP.
-        AnswerTooLargeError: the answer has more than ``most_bytes``.
+        ConnectionError: there is no connection, or it broke.
+        UnreadableAnswerError: the answer is not HTTP, or has more than ``most_bytes``.
     """
-    headers = {"Connection": "close", "Accept-Encoding": "identity", **headers}
+    fixed = {"Connection": "close", "Accept-Encoding": "identity", "Content-Length": str(len(body))}
     received = bytearray()
-    async with (
-        httpx.AsyncClient(verify=_NO_TLS, trust_env=False, timeout=None) as client,  # no proxies of the environment
-        client.stream(method, url, content=body, headers=headers) as response,
-    ):
-        async for part in response.aiter_raw():
-            received += part
-            if len(received) > most_bytes:
-                raise AnswerTooLargeError(f"the answer has more than {most_bytes} bytes")
-        return Answer(response.status_code, bytes(received), response.headers)
+    try:
+        async with (
+            httpx.AsyncClient(verify=_NO_TLS, trust_env=False, timeout=None) as client,  # no proxies of the environment
+            client.stream(method, url, content=body, headers={**fixed, **headers}) as response,
+        ):
+            async for part in response.aiter_raw():
+                received += part
+                if len(received) > most_bytes:
+                    raise UnreadableAnswerError(f"the answer has more than {most_bytes} bytes")
+            return Answer(response.status_code, bytes(received), response.headers)
+    except httpx.TransportError as error:
+        origin = _origin(error)
+        if isinstance(error, httpx.RemoteProtocolError) and origin.__class__.__module__.startswith("h11"):  # its parser
+            raise UnreadableAnswerError(f"the answer is not HTTP: {origin}") from error
+        raise ConnectionError(str(origin) or type(origin).__name__) from error
+
+
+def _origin(error: BaseException) -> BaseException:
+    """Return the exception that httpx and the libraries below it have wrapped: it names the reason."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
 
 
 class EngineServer:
@@ -100,8 +113,8 @@ class EngineServer:
 
         Raises:
             EngineTimeoutError: the whole answer has not arrived within ``timeout_s`` seconds.
-            EngineLostError: there is no connection, it broke, or what answers is not an HTTP server.
-            EngineError: the answer is too large.
+            EngineLostError: there is no connection, or it broke.
+            UnreadableAnswerError: what answers is not an HTTP server, or the answer is too large.
         """
         label = label or target
         work = exchange(method, self._url + target, body, {"Content-Type": "application/json", **headers})
@@ -109,7 +122,7 @@ class EngineServer:
             return await asyncio.wait_for(work, timeout_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineTimeoutError(f"{self.name}: {label}: no answer within {timeout_s:g} s") from error
-        except AnswerTooLargeError as error:
-            raise EngineError(f"{self.name}: {label}: {error}") from error
-        except httpx.TransportError as error:
-            raise EngineLostError(f"{self.name}: {label}: {error or type(error).__name__}") from error
+        except UnreadableAnswerError as error:
+            raise UnreadableAnswerError(f"{self.name}: {label}: {error}") from error
+        except ConnectionError as error:
+            raise EngineLostError(f"{self.name}: {label}: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megascend.errors import EngineError
-from megascend.rollout.http_client import EngineServer
+from megascend.rollout.http_client import EngineServer, UnreadableAnswerError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, TopLogprobs
 
 CONTROL_S = 60.0
@@ -107,7 +107,10 @@ class VllmServer:
 
     async def _ask(self, method: str, target: str, fields: Any, timeout_s: float) -> dict[str, Any]:
         body = b"" if fields is None else json.dumps(fields).encode()
-        answer = await self._server.ask(target, body, self._headers, timeout_s, method=method)
+        try:
+            answer = await self._server.ask(target, body, self._headers, timeout_s, method=method)
+        except UnreadableAnswerError as error:
+            raise ServerFailedError(str(error)) from error
         if answer.status != 200:
             kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
             message = message_of(answer.body.decode("utf-8", "replace"))

@@ -50,4 +50,4 @@ def test_every_route_is_listed_with_its_arguments() -> None:
     }
     assert listed.keys() == set(ROUTES)
     for name, service in SERVICES.items():
-        assert set(service.arguments.model_fields) <= listed[PREFIX + name], name
+        assert set(service.model_fields) <= listed[PREFIX + name], name

@@ -161,7 +161,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = st.sampled_from(
-    sorted({field for service in SERVICES.values() for field in service.arguments.model_fields})
+    sorted({field for service in SERVICES.values() for field in service.model_fields})
     + ["offer", "seal", "update", "prompt", "tokens", "max_tokens", "n", "target", "name", "directory"]
 )
 ANSWERED = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from megascend.errors import (
     ControllerBusyError,
     ControllerError,
@@ -26,7 +24,7 @@ from megascend.errors import (
 )
 from megascend.rollout.controller.address import Address, read_address
 from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, write_call
-from megascend.rollout.http_client import Answer, exchange
+from megascend.rollout.http_client import Answer, UnreadableAnswerError, exchange
 from weightwire.auth import ANSWER_HEADER, check_answer, sign
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
@@ -163,7 +161,7 @@ class ControllerClient:
                 result = await asyncio.wait_for(attempt, deadline - loop.time())
             except AuthError:
                 raise
-            except (OSError, httpx.TransportError, asyncio.TimeoutError) as error:
+            except (OSError, UnreadableAnswerError, asyncio.TimeoutError) as error:
                 if problem is None or not isinstance(error, asyncio.TimeoutError):
                     problem = error  # the last attempt, cut short, tells nothing new
             else:
@@ -187,8 +185,8 @@ class ControllerClient:
 
         Raises:
             AuthError: the controller refuses our signature.
-            httpx.TransportError: as :func:`exchange`.
-            OSError: something else answers than our controller, which may yet come.
+            UnreadableAnswerError, ConnectionError: as :func:`exchange`; and something else answers than our controller, which may
+                yet come.
         """
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
         answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
