@@ -16,7 +16,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTi
 
 MOST_ANSWER_BYTES = 2**30
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""httpx makes a context for each client, and loads certificates into it (40 ms), also where all addresses are http."""
+"""httpx makes a context for each transport, and loads certificates into it (40 ms), also where all addresses are http."""
 
 
 class UnreadableAnswerError(EngineError):
@@ -52,10 +52,10 @@ async def exchange(
     fixed = {"Connection": "close", "Accept-Encoding": "identity", "Content-Length": str(len(body))}
     received = bytearray()
     try:
-        async with (
-            httpx.AsyncClient(verify=_NO_TLS, trust_env=False, timeout=None) as client,  # no proxies of the environment
-            client.stream(method, url, content=body, headers={**fixed, **headers}) as response,
-        ):
+        # The transport alone: a client would log a line for each request, and take proxies from the environment.
+        async with httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False) as transport:
+            request = httpx.Request(method, url, content=body, headers={**fixed, **headers})
+            response = await transport.handle_async_request(request)
             async for part in response.aiter_raw():
                 received += part
                 if len(received) > most_bytes:

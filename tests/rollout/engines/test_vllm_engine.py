@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,15 +23,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "weightwire"))
 from test_vllm_control import Engine
 
 from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
+from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.weightsync.delivery import Delivery
 from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import OwnerError
-from weightwire.keys import Key, generate_key
+from weightwire.keys import ENVIRONMENT, Key, generate_key
 from weightwire.vllm.guard import Guard
 
-KEY = Key(generate_key())
+SECRET = generate_key()
+KEY = Key(SECRET)
 
 
 class SamplingEngine(Engine):
@@ -146,3 +151,33 @@ def test_who_does_not_have_the_key_or_the_server_is_told(address: str) -> None:
         asyncio.run(client("http://127.0.0.1:1").info())
     with pytest.raises(EngineError, match="its workers are on cpu, not on npu"):
         asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
+
+
+def test_a_controller_of_its_own_lends_the_server_and_gives_it_back(address: str, tmp_path: Path) -> None:
+    published = tmp_path / "controller.json"
+    command = [sys.executable, "-m", "megascend.rollout.controller", address, "--publish", str(published)]
+    environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline().startswith("rollout controller at 127.0.0.1:")
+        engine = ControllerEngine(published, KEY, owner="trainer")
+
+        async def use() -> None:
+            assert await engine.receivers() == 2
+            assert (await engine.generate([5], Sampling(1)))[0].tokens == (6,)
+            async with engine.paused(60):
+                assert (await client(address).info())["paused"]
+            with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
+                await engine.generate([5], Sampling(101))
+            await engine.close()
+
+        asyncio.run(use())
+        program.send_signal(signal.SIGTERM)
+        _, log = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        program.wait()
+    assert program.returncode == 128 + signal.SIGTERM
+    assert SECRET not in log
+    assert asyncio.run(client(address).info())["owner"] is None

@@ -12,7 +12,6 @@ import sys
 
 from megascend.errors import MegascendError
 from megascend.rollout.controller.controller import Controller
-from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.vllm import VllmEngine
 from weightwire.errors import WireError
 from weightwire.keys import load_key
@@ -31,6 +30,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(serve(arguments))
+    except ModuleNotFoundError as error:
+        print(f"error: {error}: pip install 'megascend[serve]'", file=sys.stderr)
+        return 1
     except (MegascendError, WireError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -38,6 +40,8 @@ def main() -> int:
 
 async def serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes."""
+    from megascend.rollout.controller.server import ControllerServer
+
     key = load_key()
     engines = [VllmEngine(address, key=key, owner="rollout controller") for address in arguments.engines]
     await asyncio.gather(*(engine.wait_until_ready(arguments.wait) for engine in engines))
