@@ -18,6 +18,7 @@ from megascend.errors import (
     ControllerLostError,
     ControllerRestartedError,
     EngineError,
+    EngineLostError,
     EngineOwnedError,
     LeaseLapsedError,
     MessageError,
@@ -25,7 +26,7 @@ from megascend.errors import (
 )
 from megascend.rollout import connections
 from megascend.rollout.controller import server
-from megascend.rollout.controller.client import ControllerClient
+from megascend.rollout.controller.client import ControllerClient, ControllerEngine
 from megascend.rollout.controller.controller import Controller, Limits
 from megascend.rollout.controller.messages import BEARER, new_id, write_call
 from megascend.rollout.controller.server import ControllerServer, HttpLimits
@@ -83,6 +84,22 @@ def test_a_claim_is_renewed_while_its_block_runs_and_lost_when_it_lapses() -> No
         until(lambda: claim.target._lost is not None)
         with pytest.raises(LeaseLapsedError, match=r"one, two are not ours any more: .*lapsed"):
             claim.resume()
+
+
+def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> None:
+    clock = ManualClock()
+    with Served(clock=clock) as served, served.client() as client:
+        engine = ControllerEngine(served.where, served.key, owner="trainer")
+        assert asyncio.run(engine.receivers()) == 2  # each on an event loop of its own
+        served.thread.run(clock.advance(61))
+        with pytest.raises(
+            EngineLostError, match=r"engines of the controller .*: pause: the lease of 'trainer' .* lapsed"
+        ):
+            asyncio.run(engine.pause(1))
+        assert asyncio.run(engine.receivers()) == 2
+        assert client.status()["engines"]["one"]["owner"] == "trainer"
+        asyncio.run(engine.close())
+        assert client.status()["engines"]["one"]["owner"] is None
 
 
 async def _count_renewals(served: Served) -> list[str]:

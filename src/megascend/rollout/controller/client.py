@@ -239,7 +239,11 @@ class ClaimedEngines(RemoteEngine):
     async def _call(self, route: str, takes_s: float = 0.0, /, **arguments: Any) -> dict[str, Any]:
         if self._lost is not None:
             raise LeaseLapsedError(f"the engines {self.name} are not ours any more: {self._lost}")
-        return await self._client.call(route, {"claim": self._id, **arguments}, takes_s=max(0.0, takes_s))
+        try:
+            return await self._client.call(route, {"claim": self._id, **arguments}, takes_s=max(0.0, takes_s))
+        except (LeaseLapsedError, ControllerRestartedError) as error:
+            self._lost = error
+            raise
 
     async def _renew(self, lease_s: float) -> None:
         """Renew the lease three times in its length, until it is lost."""
@@ -248,7 +252,6 @@ class ClaimedEngines(RemoteEngine):
             try:
                 await self._call("/v1/renew", lease_s=lease_s)
             except (LeaseLapsedError, ControllerRestartedError) as error:
-                self._lost = error
                 log.error("engines %s are not ours any more: %s", self.name, error)
                 return
             except (ControllerError, AuthError) as error:
