@@ -81,7 +81,7 @@ ELSEWHERE = {
     ("README.md", "backend = megascend.MegatronBackend("): "tests/test_readme.py::test_the_programs_about_lora_run",
     (
         "docs/controller.md",
-        'with ControllerClient("controller.json"',
+        "async def trainer():",
     ): "tests/rollout/controller/test_controller_docs.py::test_the_program_of_a_trainer_runs",
     ("docs/lora.md", "megascend.bootstrap()"): "tests/test_readme.py::test_the_programs_about_lora_run",
     (
@@ -456,6 +456,8 @@ COMMANDS = {
     'python -c "from weightwire.keys import write_key': "tests/weightwire/test_keys.py",
     "export WEIGHTWIRE_KEY_FILE": "tests/weightwire/test_keys.py",
     "megascend rl RUN.yaml": "needs a vLLM on a GPU; cookbook/async_grpo.sh starts the same",
+    "python -m megascend.rollout.controller": "tests/rollout/engines/test_vllm_engine.py::"
+    "test_a_controller_of_its_own_lends_the_server_and_gives_it_back",
     "export MEGASCEND_TWINKLE": "names checkouts",
     "python -c 'import megascend; print(*megascend.bootstrap().changes": "tests/bootstrap/test_changes.py",
 }
