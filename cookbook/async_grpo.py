@@ -232,11 +232,11 @@ def main() -> None:
         from megascend.huggingface.tokenizer import load_tokenizer
         from megascend.rollout.buffer import RolloutBuffer
         from megascend.rollout.collector import RolloutCollector, Task
-        from megascend.rollout.engines.base import Sampling
         from megascend.rollout.engines.local import LocalEngine
         from megascend.rollout.engines.vllm import VllmEngine
         from megascend.rollout.prompts import prompt_tokens, read_prompts
         from megascend.rollout.rewards import load_reward
+        from weightwire.engine import Sampling
 
         # Prompts and the reward: what cannot be read is found before the model is built.
         stream: Any

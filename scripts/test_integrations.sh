@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
 
 # What megascend itself requires, beside torch: installed without it, so that no part's own pins are overruled.
-MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow safetensors filelock h11 xxhash packaging psutil
+MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow safetensors filelock httpx xxhash packaging psutil
   "pydantic>=2.7" pyyaml "typer>=0.12" "rich>=13")
 TWINKLE=(twinkle-kit==0.5.1 peft==0.19.0 "numpy<2.3")
 BRIDGES=(transformers "peft==0.19.*")

@@ -7,7 +7,10 @@ is not. From below to above:
 - :mod:`weightwire.digest`: what buckets are compared by;
 - :mod:`weightwire.group`: the sender and its receivers meet through a store of their own, and name who is missing;
 - :mod:`weightwire.transports`: how bytes travel, one file each, in a registry;
-- :mod:`weightwire.sender`, :mod:`weightwire.receiver`: one update, on either side.
+- :mod:`weightwire.sender`, :mod:`weightwire.receiver`: one update, on either side;
+- :mod:`weightwire.engine`: the contract of an inference engine; :mod:`weightwire.remote_engine`: the same as JSON, on both
+  sides; :mod:`weightwire.engine_calls`: calls of several engines;
+- :mod:`weightwire.asgi`: requests that are known by their head, for the servers on either side.
 
 Importing this package imports no torch.
 """

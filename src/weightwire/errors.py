@@ -58,6 +58,10 @@ class NotServingError(CommitError):
     """The commit failed and the old weights could not be restored: the engine must not answer until a commit succeeds."""
 
 
+class UnsupportedCallError(WireError, NotImplementedError):
+    """The engine does not have this call of the contract."""
+
+
 class SecretKeyError(WireError, ValueError):
     """There is no secret key, it is too short, or its file can be read by others; the message never holds the key."""
 
@@ -71,8 +75,8 @@ class AuthBusyError(AuthError):
 
 
 _CLASSES = {
-    found.__name__: found
-    for found in (
+    kind.__name__: kind
+    for kind in (
         WireError,
         ManifestError,
         TransportError,
@@ -85,6 +89,7 @@ _CLASSES = {
         DigestError,
         CommitError,
         NotServingError,
+        UnsupportedCallError,
         SecretKeyError,
         AuthError,
         AuthBusyError,

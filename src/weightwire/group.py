@@ -36,6 +36,8 @@ EXPLAIN_S = 3.0
 """How long an error waits to learn whose fault it is."""
 STORE_S = 5.0
 """Deadline of one question to the store."""
+PROBE_S = 1.0
+"""Deadline of a look whether anybody listens at its port."""
 ATTEMPT_S = 6.0
 """Deadline of an attempt to connect to it. torch asks the name server for the name of every address, which may take 5 s."""
 MOST_MEMBERS = 4096
@@ -100,6 +102,39 @@ class Member:
     changed: float
 
 
+class Records:
+    """Texts of one group in the store, which one thread asks at a time. None of the calls waits for a record.
+
+    Raises, in any method:
+        RuntimeError: the store does not answer.
+    """
+
+    def __init__(self, store: Store, group: str) -> None:
+        self._store, self._group = store, group
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> str | None:
+        """Return a record; None if there is none yet."""
+        key = f"{self._group}/{name}"
+        with self._lock:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def put(self, name: str, text: str) -> None:
+        """Write a record."""
+        with self._lock:
+            self._store.set(f"{self._group}/{name}", text)
+
+    def put_once(self, name: str, text: str) -> None:
+        """Write a record unless it is there."""
+        with self._lock:
+            self._store.compare_set(f"{self._group}/{name}", "", text)
+
+    def count(self, name: str) -> int:
+        """Return how often this was called for ``name``, by all members."""
+        with self._lock:
+            return self._store.add(f"{self._group}/{name}", 1)
+
+
 class Group:
     """One member's place in a group that has met. Made by :func:`join`.
 
@@ -111,14 +146,13 @@ class Group:
     def __init__(self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store) -> None:
         self.name, self.rank, self.members = name, rank, tuple(members)
         self.host, self.port = host, port
-        self._store = store
+        self._records = Records(store, name)
         self._identities: dict[int, Identity] = {}
         self._seen: dict[int, Member] = {}
         self._lost: PeerLostError | None = None
         self._at_fault = True
         self._progress, self._beat, self._left = 0, 0, False
         self._unanswered = 0.0
-        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -167,8 +201,7 @@ class Group:
     def acknowledge(self, what: str) -> None:
         """Tell the others that this member has done something that they wait for."""
         try:
-            with self._lock:
-                self._store.set(self._key(f"{what}/{self.rank}"), "1")
+            self._records.put(f"{what}/{self.rank}", "1")
         except RuntimeError as error:
             raise TransportError(f"the store does not answer: {error}") from error
 
@@ -184,7 +217,7 @@ class Group:
         waiting = list(range(1, self.size))
         while True:
             try:
-                waiting = [rank for rank in waiting if self._ask(f"{what}/{rank}") is None]
+                waiting = [rank for rank in waiting if self._records.get(f"{what}/{rank}") is None]
             except RuntimeError as error:
                 raise TransportError(f"the store does not answer: {error}") from error
             if not waiting:
@@ -204,8 +237,7 @@ class Group:
         """
         text = json.dumps([self.rank, reason[:2000], int(at_fault)])
         try:
-            with self._lock:
-                self._store.compare_set(self._key("failure"), "", text)
+            self._records.put_once("failure", text)
         except RuntimeError as error:
             log.debug("%s could not tell that it has failed: %s", self.member(self.rank), error)
 
@@ -272,10 +304,9 @@ class Group:
         if self._watcher is not None:
             self._watcher.join(STORE_S + BEAT_S)
         try:
-            with self._lock:
-                self._tell()
-                if self.rank == 0:
-                    self._store.set(self._key("ended"), "1")
+            self._tell()
+            if self.rank == 0:
+                self._records.put("ended", "1")
         except RuntimeError as error:
             log.debug("%s left a store that does not answer: %s", self.member(self.rank), error)
 
@@ -283,17 +314,14 @@ class Group:
 
     def meet(self, deadline: float, given_up: threading.Event | None = None) -> None:
         """Take the place, and wait until all others have taken theirs. Called by :func:`join`."""
-        if self._ask("ended") is not None:
+        if self._records.get("ended") is not None:
             raise GroupError(f"group {self.name} has ended; names are used once")
-        with self._lock:
-            claims = self._store.add(self._key(f"claims/{self.rank}"), 1)
-        if claims != 1:
+        if self._records.count(f"claims/{self.rank}") != 1:
             raise GroupError(
                 f"the place of {self.member(self.rank)} in group {self.name} is taken: it was given out twice, or the "
                 "group is used again"
             )
-        with self._lock:
-            self._store.set(self._key(f"here/{self.rank}"), json.dumps(Identity.mine().to_json()))
+        self._records.put(f"here/{self.rank}", json.dumps(Identity.mine().to_json()))
         pause = 0.002
         while missing := [rank for rank in range(self.size) if not self._arrived(rank)]:
             if (failure := self._failure()) is not None:
@@ -305,8 +333,7 @@ class Group:
             if given_up is not None and given_up.is_set():
                 raise PeerLostError(f"{self.member(self.rank)} has given up before the group had met")
             if time.monotonic() > deadline:
-                with self._lock:
-                    self._store.compare_set(self._key("missing"), "", json.dumps(missing))
+                self._records.put_once("missing", json.dumps(missing))
                 raise self._not_come(missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -322,14 +349,14 @@ class Group:
 
     def _told_missing(self) -> list[int]:
         """Whom a member whose deadline has passed waited for in vain."""
-        text = self._ask("missing")
+        text = self._records.get("missing")
         found = [] if text is None else json.loads(text)
         return found if isinstance(found, list) else []
 
     def _arrived(self, rank: int) -> bool:
         if rank in self._identities:
             return True
-        text = self._ask(f"here/{rank}")
+        text = self._records.get(f"here/{rank}")
         if text is not None:
             self._identities[rank] = Identity(*_fields(text, (str, str, int, int)))
         return text is not None
@@ -340,17 +367,16 @@ class Group:
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat += 1
-                with self._lock:
-                    self._tell()
+                self._tell()
                 self._look()
             except RuntimeError as error:
                 log.debug("%s: %s", self.member(self.rank), error)
-                self._sender_may_be_gone(str(error))
+                self._note_silent_store(error)
             if self._lost is not None:
                 return
 
     def _tell(self) -> None:
-        self._store.set(self._key(f"alive/{self.rank}"), json.dumps([self._beat, self._progress, int(self._left)]))
+        self._records.put(f"alive/{self.rank}", json.dumps([self._beat, self._progress, int(self._left)]))
 
     def _look(self) -> None:
         """Find out whether a member is lost."""
@@ -370,7 +396,7 @@ class Group:
                 self._note(rank, now)
             self._unanswered = 0.0
         except RuntimeError as error:
-            self._sender_may_be_gone(str(error))
+            self._note_silent_store(error)
             return
         for rank in self._others():
             seen = self._seen[rank]
@@ -388,29 +414,38 @@ class Group:
         return self._seen[rank].left
 
     def _note(self, rank: int, now: float) -> None:
-        text = self._ask(f"alive/{rank}")
+        text = self._records.get(f"alive/{rank}")
         beat, progress, left = (0, 0, 0) if text is None else _fields(text, (int, int, int))
         seen = self._seen.get(rank)
         if seen is None or (seen.beat, seen.progress, seen.left) != (beat, progress, bool(left)):
             self._seen[rank] = Member(beat, progress, bool(left), now)
 
-    def _sender_may_be_gone(self, why: str) -> None:
-        """The store, which is in the sender's process, does not answer."""
+    def _note_silent_store(self, error: RuntimeError) -> None:
+        """The store, which is in the sender's process, did not answer: the sender is lost if nobody listens there any more."""
         now = time.monotonic()
         self._unanswered = self._unanswered or now
-        known = self._identities.get(0)
-        state = None if known is None else known.state()
-        refused = "refused" in why or "reset" in why or "closed" in why.lower() or "broken" in why.lower()
-        if self.rank != 0 and (state == "ended" or refused or now - self._unanswered > SILENCE_S):
+        sender = self._identities.get(0)
+        state = None if sender is None else sender.state()
+        if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
             how = f"its process has {state}" if state else "its store does not answer"
-            self._lost = PeerLostError(f"{self.member(0)} is gone: {how}{self._after(0)} ({why[:200]})")
+            self._lost = PeerLostError(f"{self.member(0)} is gone: {how}{self._after(0)} ({str(error)[:200]})")
+
+    def _listening(self) -> bool:
+        """Return False if the listener's machine refuses connections to its port."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=PROBE_S).close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return False
+        except OSError:  # slow, or not reachable now: it may be back
+            return True
+        return True
 
     def _after(self, rank: int) -> str:
         seen = self._seen.get(rank)
         return "" if seen is None or rank == 0 else f"; it had done {seen.progress} buckets"
 
     def _failure(self) -> PeerLostError | None:
-        text = self._ask("failure")
+        text = self._records.get("failure")
         if text is None:
             return None
         rank, reason, at_fault = _fields(text, (int, str, int))
@@ -424,14 +459,6 @@ class Group:
     def _others(self) -> list[int]:
         """Whom this member listens to: the sender to all, receivers to the sender, who knows of the others."""
         return list(range(1, self.size)) if self.rank == 0 else [0]
-
-    def _key(self, name: str) -> str:
-        return f"{self.name}/{name}"
-
-    def _ask(self, name: str) -> str | None:
-        """A value, or None if there is none yet. Never waits for one."""
-        with self._lock:
-            return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
 
 
 def join(

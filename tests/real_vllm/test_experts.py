@@ -13,10 +13,10 @@ from driving import ROOT, TOKENS, Reference, Server, changed, far, push, vllm_py
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching, Parallel, Sample
-from megascend.rollout.engines.base import Sampling
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.engine import Sampling
 from weightwire.errors import CommitError
 from weightwire.group import Listener
 

@@ -35,11 +35,11 @@ from safetensors.torch import load_file
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel, Sample
 from megascend.errors import EngineError, EngineLostError
-from megascend.rollout.engines.base import Sampling
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.engine import Sampling
 from weightwire.errors import (
     CommitError,
     DigestError,

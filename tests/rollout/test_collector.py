@@ -17,7 +17,7 @@ from megascend.errors import DataError, EngineLostError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
-from megascend.rollout.engines.base import Completion, Sampling
+from weightwire.engine import Completion, Sampling
 
 DEADLINE_S = 60.0
 

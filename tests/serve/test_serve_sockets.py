@@ -17,8 +17,9 @@ import pytest
 from recording_backend import KEYS, VOCABULARY, RecordingBackend, train_body
 
 from megascend.config.serve import ServeConfig
+from megascend.rollout import connections
 from megascend.serve import server
-from megascend.serve.api import connections, reading
+from megascend.serve.api import reading
 from megascend.serve.api.keys import digest_of
 from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.inbox import Inbox

@@ -14,6 +14,7 @@ import torch
 from megascend.errors import ConfigError, WeightSyncError
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.weightsync.delivery import Delivery, Update
+from weightwire.engine import InferenceEngine
 from weightwire.keys import generate_key
 from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
@@ -23,7 +24,7 @@ ON_A_GPU = replace(HERE, device="cuda", gpu="GPU-b", visible=("GPU-b",))
 SPECS = (spec_of("w", torch.zeros(4)),)
 
 
-class Refusing:
+class Refusing(InferenceEngine):
     """Says where its worker keeps weights, and refuses every offer, with the transport in it."""
 
     def __init__(self, name: str, *locations: Location) -> None:
@@ -70,16 +71,13 @@ def test_the_default_transport_reaches_the_engine(location: Location, expected: 
 
 
 def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
-    class Plain:
-        name = "engine"
-        receivers, begin_update, drop = Refusing.receivers, Refusing.begin_update, Refusing.drop
-        verify, commit = Refusing.verify, Refusing.commit
-        _locations = (HERE,)
+    class Plain(Refusing):
+        locations = InferenceEngine.locations
 
     with delivery("auto") as found, pytest.raises(WeightSyncError, match="offered over gloo"):
-        found.begin(Update(), [Plain()], 1, SPECS)
+        found.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
     with delivery("shared_memory") as found, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        found.begin(Update(), [Plain()], 1, SPECS)
+        found.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
 
 
 @pytest.mark.parametrize(

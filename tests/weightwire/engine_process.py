@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError, from_json, to_json
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
@@ -114,8 +115,8 @@ def serve(path: Path, name: str, workers: int, weights: dict[str, torch.Tensor],
         server.serve_forever()
 
 
-class EngineProcess:
-    """The test's, and a trainer's, side: an ``UpdatableEngine``."""
+class EngineProcess(InferenceEngine):
+    """The test's, and a trainer's, side: an engine that takes updates and nothing else."""
 
     def __init__(
         self, folder: Path, name: str, workers: int = 1, weights: Any = None, version: int | None = None

@@ -253,7 +253,7 @@ def check_rollouts(config: RlConfig) -> None:
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts)
     check_name(config.rollout.reward)
-    check_engines(config.engines)
+    check_engines(config.engines, config.rollout.controller)
 
 
 # --- room on the disk ---

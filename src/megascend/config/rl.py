@@ -42,6 +42,11 @@ class Rollout(Section):
         (), description="further tokens that end a response, beside the end-of-sequence token"
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine counts as failed")
+    controller: str | None = Field(
+        None,
+        description="rollout controller whose engines are used, in place of engines: HOST:PORT, or the file it publishes its "
+        "address in",
+    )
 
     @property
     def most_equal(self) -> int:
@@ -120,9 +125,17 @@ class RlConfig(TrainerConfig):
         self.batching.budget  # noqa: B018, raises where it is no number
         if not self.engines:
             raise ValueError("engines must name at least one")
+        if self.rollout.controller is not None and self.engines != ("local",):
+            raise ValueError("rollout.controller brings the engines: leave engines out")
         if len(set(self.engines) - {"local"}) < len([name for name in self.engines if name != "local"]):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
         return self
+
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """Names of the engines, for messages."""
+        controller = self.rollout.controller
+        return self.engines if controller is None else (f"those of the controller {controller}",)
 
     def data_paths(self) -> dict[str, Path | None]:
         """What the run reads beside the model, by its setting."""

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -17,10 +17,11 @@ from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout.advantages import LEAST_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
-from megascend.rollout.engines.base import Completion, InferenceEngine, Sampling
 from megascend.rollout.group import Group, Response
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
+from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine_calls import LoopThread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,10 +107,9 @@ class RolloutCollector:
         self._taken = self._version = self._offset = 0
         self._started = False
         self._graders = Graders(reward_threads)
-        self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollouts")
+        self._run = self._thread.run
 
     # --- the trainer's side ---
 
@@ -119,7 +119,7 @@ class RolloutCollector:
         async def ask() -> list[int]:
             return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
 
-        return self._call(ask())
+        return self._run(ask())
 
     def start(self, step: int, offset: int) -> None:
         """Send the first prompts. The trainer has done ``step`` steps, and the engines have the weights after the last of them.
@@ -133,7 +133,7 @@ class RolloutCollector:
             self._taken, self._version, self._offset, self._started = step, step, offset, True
             self._fill()
 
-        self._call(begin())
+        self._run(begin())
 
     def take(self, step: int, timeout_s: float) -> list[Group] | None:
         """The groups of the next step, or None if there are not enough within ``timeout_s``.
@@ -145,7 +145,7 @@ class RolloutCollector:
             EngineError: a prompt could not be rolled out in ``ATTEMPTS`` attempts.
             DataError: a reward function failed, or a prompt cannot be encoded.
         """
-        return self._call(self._take(step, timeout_s))
+        return self._run(self._take(step, timeout_s))
 
     def updated(self, version: int) -> None:
         """The engines have the weights after step ``version`` now: there may be room for more prompts."""
@@ -154,12 +154,12 @@ class RolloutCollector:
             self._version = version
             self._fill()
 
-        self._call(note())
+        self._run(note())
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[Group]]:
         """Start to roll out other prompts beside those of training; groups in their order."""
         sampling = replace(self._task.sampling, temperature=temperature)
-        return asyncio.run_coroutine_threadsafe(self._evaluate(prompts, sampling, n), self._loop)
+        return self._thread.submit(self._evaluate(prompts, sampling, n))
 
     def counts(self) -> Counts:
         """What became of the prompts so far."""
@@ -167,7 +167,7 @@ class RolloutCollector:
         async def copy() -> Counts:
             return replace(self._buffer.counts)
 
-        return self._call(copy())
+        return self._run(copy())
 
     def graded(self) -> int:
         """Return how many groups have been graded, those of evaluations included."""
@@ -191,7 +191,7 @@ class RolloutCollector:
         async def state() -> dict[str, Any]:
             return {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()}
 
-        return self._call(state())
+        return self._run(state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; before :meth:`start`.
@@ -205,23 +205,19 @@ class RolloutCollector:
 
     def close(self) -> None:
         """Give up what is under way, close the engines, and end the thread. May be called twice."""
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             return
         try:
-            self._call(asyncio.wait_for(self._close(), CLOSE_S))
+            self._run(asyncio.wait_for(self._close(), CLOSE_S))
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.close()
             self._graders.close()
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     # --- on the event loop ---
 
     async def _take(self, step: int, timeout_s: float) -> list[Group] | None:
-        deadline = self._loop.time() + timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         while True:
             if self._problem is not None:
                 raise self._problem
@@ -233,7 +229,7 @@ class RolloutCollector:
             if groups is not None:
                 return groups
             try:
-                await asyncio.wait_for(self._changed.wait(), deadline - self._loop.time())
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except asyncio.TimeoutError:
                 return None
 
@@ -245,7 +241,7 @@ class RolloutCollector:
             dispatch = self._buffer.returned(self._version)
             if dispatch is None:
                 dispatch = self._buffer.dispatch(next(self._prompts)[0], self._version)
-            task = self._loop.create_task(self._roll_out(dispatch))
+            task = asyncio.create_task(self._roll_out(dispatch))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

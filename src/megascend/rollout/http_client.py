@@ -1,74 +1,128 @@
-"""One HTTP/1.1 request and its answer, bounded."""
+"""HTTP to inference engines and the rollout controller: one request and its whole answer, bounded; errors name the peer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from dataclasses import dataclass
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
 
-import h11
+import httpx
 
-MAX_HEAD_BYTES = 16 * 2**10
+from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
+
+MOST_ANSWER_BYTES = 2**30
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""httpx makes a context for each transport, and loads certificates into it (40 ms), also where all addresses are http."""
+
+
+class UnreadableAnswerError(EngineError):
+    """What answers is not an HTTP server, its answer breaks off, or has more bytes than are taken."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Status and body of an HTTP response."""
+    """Status, body and headers of an HTTP response."""
 
     status: int
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def json(self) -> Any:
+        """Return the body's JSON, or its text where it is none."""
+        text = self.body.decode("utf-8", "replace")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
 
 
 async def exchange(
-    host: str,
-    port: int,
-    target: str,
-    headers: dict[str, str],
-    body: bytes,
-    *,
-    max_answer_bytes: int,
-    method: str = "POST",
-) -> tuple[Answer, dict[str, str]]:
-    """Send a body; returns the answer and its headers, whose names are in lower case.
-
-    It takes as long as the peer does; callers set a deadline.
+    method: str, url: str, body: bytes, headers: Mapping[str, str], *, most_bytes: int = MOST_ANSWER_BYTES
+) -> Answer:
+    """Send a request on a connection of its own. It takes as long as the peer does: callers set a deadline.
 
     Raises:
-        OSError: no connection, or it broke.
-        EOFError: it was closed before the answer had arrived.
-        h11.RemoteProtocolError: the answer is not HTTP, or larger than ``max_answer_bytes``.
+        ConnectionError: there is no connection, or it broke.
+        UnreadableAnswerError: the answer is not HTTP, or has more than ``most_bytes``.
     """
-    reader, writer = await asyncio.open_connection(host, port, limit=2**16)
+    fixed = {"Connection": "close", "Accept-Encoding": "identity", "Content-Length": str(len(body))}
+    received = bytearray()
     try:
-        http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
-        fields = {"Host": f"{host}:{port}", "Connection": "close", "Content-Length": str(len(body)), **headers}
-        request = h11.Request(method=method, target=target, headers=list(fields.items()))
-        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
-            writer.write(http.send(event) or b"")
-        with contextlib.suppress(ConnectionError):  # refused before it was read: the answer may be there
-            await writer.drain()
-        return await _answer(reader, http, max_answer_bytes)
-    finally:
-        writer.transport.abort()
+        # The transport alone: a client would log a line for each request, and take proxies from the environment.
+        async with httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False) as transport:
+            request = httpx.Request(method, url, content=body, headers={**fixed, **headers})
+            response = await transport.handle_async_request(request)
+            async for part in response.aiter_raw():
+                received += part
+                if len(received) > most_bytes:
+                    raise UnreadableAnswerError(f"the answer has more than {most_bytes} bytes")
+            return Answer(response.status_code, bytes(received), response.headers)
+    except httpx.TransportError as error:
+        origin = _origin(error)
+        if isinstance(error, httpx.RemoteProtocolError) and origin.__class__.__module__.startswith("h11"):  # its parser
+            raise UnreadableAnswerError(f"the answer is not HTTP: {origin}") from error
+        raise ConnectionError(str(origin) or type(origin).__name__) from error
 
 
-async def _answer(reader: asyncio.StreamReader, http: h11.Connection, most: int) -> tuple[Answer, dict[str, str]]:
-    response, body = None, bytearray()
-    while True:
-        event = http.next_event()
-        if event is h11.NEED_DATA:
-            data = await reader.read(2**16)
-            if not data and response is None:
-                raise EOFError("closed before an answer")
-            http.receive_data(data)
-        elif isinstance(event, h11.Response):
-            response = event
-        elif isinstance(event, h11.Data):
-            body += event.data
-            if len(body) > most:
-                raise h11.RemoteProtocolError(f"an answer of more than {most} bytes")
-        elif isinstance(event, h11.EndOfMessage) and response is not None:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
-            return Answer(response.status_code, bytes(body)), headers
-        elif not isinstance(event, h11.InformationalResponse):
-            raise EOFError("closed within an answer")
+def _origin(error: BaseException) -> BaseException:
+    """Return the exception that httpx and the libraries below it have wrapped: it names the reason."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
+
+
+class EngineServer:
+    """The HTTP server of an inference engine. May be used from several event loops; connections are not kept.
+
+    Args:
+        kind: what it is, for messages: ``vLLM``.
+        address: ``http://HOST:PORT``.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, kind: str, address: str) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
+            raise ConfigError(
+                f"{address!r:.200} is not the address of a server of {kind}; http://HOST:PORT was expected"
+            )
+        self.host = parts.hostname
+        self.name = f"{kind} at {parts.hostname}:{parts.port}"
+        self._url = f"http://{parts.netloc.rpartition('@')[2]}"
+
+    async def ask(
+        self,
+        target: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        method: str = "POST",
+        label: str | None = None,
+    ) -> Answer:
+        """Send a request and return the answer, whatever its status.
+
+        Args:
+            label: what messages call it; default: ``target``.
+
+        Raises:
+            EngineTimeoutError: the whole answer has not arrived within ``timeout_s`` seconds.
+            EngineLostError: there is no connection, or it broke.
+            UnreadableAnswerError: what answers is not an HTTP server, or the answer is too large.
+        """
+        label = label or target
+        work = exchange(method, self._url + target, body, {"Content-Type": "application/json", **headers})
+        try:
+            return await asyncio.wait_for(work, timeout_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineTimeoutError(f"{self.name}: {label}: no answer within {timeout_s:g} s") from error
+        except UnreadableAnswerError as error:
+            raise UnreadableAnswerError(f"{self.name}: {label}: {error}") from error
+        except ConnectionError as error:
+            raise EngineLostError(f"{self.name}: {label}: {error}") from error

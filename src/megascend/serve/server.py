@@ -184,8 +184,8 @@ def http_server(
     """
     import uvicorn
 
+    from megascend.rollout.connections import bounded, reporting
     from megascend.serve.api.application import make_application
-    from megascend.serve.api.connections import bounded, reporting
     from megascend.serve.service import Service
 
     service = Service(settings, base, inbox)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, WeightSyncError
-from megascend.weightsync.engine_calls import LoopThread, Run, UpdatableEngine, at_once, locations
+from weightwire.engine import InferenceEngine
+from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import TransportError, WireError
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
@@ -26,6 +27,8 @@ from weightwire.sender import Sender, spec_of
 from weightwire.transports.base import device_types
 from weightwire.transports.choice import AUTO, Location, check, choose
 
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, from a thread that runs no event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """What this process may take longer than a deadline until it has told others of a failure, in seconds."""
 
@@ -45,7 +48,7 @@ class Update:
     """
 
     name: str = ""
-    engines: list[UpdatableEngine] = field(default_factory=list)
+    engines: list[InferenceEngine] = field(default_factory=list)
     version: int = 0
     sender: Sender | None = None
     seal: Seal | None = None
@@ -95,7 +98,7 @@ class Delivery:
         timeout_s: float,
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
-        run: Run[Any] | None = None,
+        run: Run | None = None,
     ) -> None:
         self._transport, self._device, self._options = transport, device, dict(options or {})
         self._bucket_bytes, self._digest = bucket_bytes, digest
@@ -104,11 +107,11 @@ class Delivery:
         self._listener = Listener(host)
         self._loop: LoopThread | None = None
         if run is None:
-            self._loop = LoopThread()
+            self._loop = LoopThread("megascend-weightsync")
             run = self._loop.run
-        self._run: Run[Any] = run
+        self._run: Run = run
 
-    def push(self, engines: Sequence[UpdatableEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
+    def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
         """Put tensors in force on all engines, as ``version``: a whole update.
 
         Args:
@@ -137,7 +140,7 @@ class Delivery:
     def begin(
         self,
         update: Update,
-        engines: Sequence[UpdatableEngine],
+        engines: Sequence[InferenceEngine],
         version: int,
         specs: tuple[TensorSpec, ...],
         adapter: AdapterInfo | None = None,
@@ -154,12 +157,13 @@ class Delivery:
         names = [engine.name for engine in update.engines]
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
-        found = self._require_all(*self._all(update, locations, self._timeout_s), "push", "")
-        counts = {name: len(found[name]) for name in names}
+        asked = self._all(update, lambda engine: engine.locations(), self._timeout_s)
+        locations = self._require_all(*asked, "push", "")
+        counts = {name: len(locations[name]) for name in names}
         members = {
             name if counts[name] == 1 else f"{name} worker {worker}": location
             for name in names
-            for worker, location in enumerate(found[name])
+            for worker, location in enumerate(locations[name])
         }
         update.transport = self._fitting_transport(members)
         device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
@@ -192,9 +196,9 @@ class Delivery:
         assert update.seal is not None
         seal = update.seal
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves it time to answer
-        found = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
+        answers = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
         what = f"version {seal.version} was not verified"
-        self._require_all(*found, what, "; the old weights are in force on all engines")
+        self._require_all(*answers, what, "; the old weights are in force on all engines")
 
     def commit(self, update: Update) -> None:
         """Put the update in force on all engines, which have verified it.
@@ -248,12 +252,15 @@ class Delivery:
         )
 
     def _all(
-        self, update: Update, call: Callable[[UpdatableEngine], Any], timeout_s: float
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        return self._run(at_once(update.engines, call, timeout_s))
+        self, update: Update, call: Callable[[InferenceEngine], Any], timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        return self._run(call_all(update.engines, call, timeout_s))
 
-    def _require_all(self, done: dict[str, Any], failed: dict[str, str], what: str, after: str) -> dict[str, Any]:
+    def _require_all(self, done: dict[str, Any], failed: dict[str, Exception], what: str, after: str) -> dict[str, Any]:
         if failed:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            reasons = "; ".join(
+                f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
+                for name, error in failed.items()
+            )
             raise WeightSyncError(f"{what}: {reasons}{after}")
         return done

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
-from megascend.weightsync.delivery import MARGIN_S, Delivery, Update
-from megascend.weightsync.engine_calls import Run, UpdatableEngine
-from megascend.weightsync.source import Source, Sources
+from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update
 from weightwire import digest as digests
+from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError
+from weightwire.manifest import AdapterInfo, TensorSpec
+from weightwire.sender import spec_of
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import AUTO
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megascend.backend import Backend
 
 T = TypeVar("T")
@@ -48,6 +51,21 @@ class Pushed:
     engines: tuple[str, ...]
     seconds: Mapping[str, float]
     transport: str = ""
+
+
+@dataclass
+class Source:
+    """One stream of weights. On ranks other than 0 it has no tensors, but all ranks iterate over it.
+
+    Attributes:
+        specs: of its tensors, in order; empty on other ranks than 0.
+        adapter: set if these are an adapter's factors alone.
+        stream: not begun.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    adapter: AdapterInfo | None
+    stream: Generator[tuple[str, Tensor], None, None]
 
 
 class WeightSync:
@@ -78,7 +96,7 @@ class WeightSync:
     def __init__(
         self,
         backend: Backend,
-        engines: Sequence[UpdatableEngine] = (),
+        engines: Sequence[InferenceEngine] = (),
         *,
         transport: str = AUTO,
         host: str = "127.0.0.1",
@@ -87,11 +105,11 @@ class WeightSync:
         timeout_s: float | None = None,
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
-        run: Run[Any] | None = None,
+        run: Run | None = None,
     ) -> None:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
-        self._sources = Sources(backend)
+        self._specs: tuple[TensorSpec, ...] | None = None  # of the model's tensors
         check_transport(transport, backend.groups.device.type)
         self._timeout_s = _deadline(timeout_s, backend)
         try:
@@ -183,7 +201,19 @@ class WeightSync:
         agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
 
     def _describe(self, adapter: str | None, alone: bool) -> Source:
-        return self._sources.adapter(adapter) if alone and adapter is not None else self._sources.model(adapter)
+        if alone and adapter is not None:
+            return self._adapter_source(adapter)
+        export = self._backend.named_weights
+        if self._specs is None:
+            # An export tells the names of its tensors only by making them, in an order that does not change: once without bytes.
+            with contextlib.closing(_generator(export(receivers="main", device="meta"))) as tensors:
+                self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
+        return Source(self._specs, None, _generator(export(adapter, receivers="main")))
+
+    def _adapter_source(self, name: str) -> Source:
+        config, tensors = self._backend.adapter_as_peft(name) or ({}, {})  # nothing on other ranks than 0
+        specs = tuple(spec_of(*item) for item in tensors.items())
+        return Source(specs, AdapterInfo(name, config), (item for item in tensors.items()))
 
     def _transfer(self, update: Update, source: Source) -> MegascendError | None:
         """The export, sent on rank 0; what went wrong on this rank. Raising would leave other ranks waiting."""
@@ -258,6 +288,12 @@ def _deadline(timeout_s: float | None, backend: Backend) -> float:
             f"it to at most {limit:g}, or the backend's timeout_s higher"
         )
     return timeout_s
+
+
+def _generator(weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
+    """Return what an engine's export returned: a generator, which can be closed."""
+    assert isinstance(weights, Generator)
+    return weights
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ vLLM finds :func:`register` by the entry point ``vllm.general_plugins`` in each 
 
 - :mod:`weightwire.vllm.contract`: what differs between versions of vLLM, all of it;
 - :mod:`weightwire.vllm.model`: loads weights into a model, and goes back to those from before;
-- :mod:`weightwire.vllm.updater`, :mod:`weightwire.vllm.worker`: an update in one worker, and how the server reaches it;
+- :mod:`weightwire.vllm.updates`, :mod:`weightwire.vllm.worker`: an update in one worker, and how the server reaches it;
 - :mod:`weightwire.vllm.engine`: the same as a weight transfer engine, for those who drive vLLM's own HTTP routes;
 - :mod:`weightwire.vllm.control`: owner, pause and update of the whole engine, in the server;
 - :mod:`weightwire.vllm.generation`: responses of token ids that tell their versions;

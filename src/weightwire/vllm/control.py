@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -24,10 +24,13 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
+from weightwire.lease import Lease
 from weightwire.offer import Offer, Seal
-from weightwire.vllm import contract
+from weightwire.transports.choice import Location
+from weightwire.vllm import contract, generation
 from weightwire.vllm.generation import Adapter
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LONGEST_LEASE_S = 3600.0
@@ -35,15 +38,6 @@ RPC_S = 60.0
 """Deadline of a call to the workers that waits for nobody, in seconds."""
 COMMIT_S = 600.0
 POLL_S = 0.02
-
-
-@dataclass
-class Owner:
-    """Who may change the engine, until when (``time.monotonic()``)."""
-
-    name: str
-    until: float
-    lease_s: float
 
 
 class Control:
@@ -56,7 +50,7 @@ class Control:
     def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
-        self._owner: Owner | None = None
+        self._owner: Lease | None = None
         self._last_owner = ""
         self._update: Offer | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
@@ -89,17 +83,34 @@ class Control:
             raise WireError(f"there is no adapter {name!r:.80}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
         return self.adapters[name]
 
-    async def info(self) -> dict[str, Any]:
-        """What there is; changes nothing."""
-        if self._locations is None:  # they stay where they are, and a call keeps workers from computing
+    async def serving(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        """Return what vLLM's engine client answers.
+
+        Raises:
+            NotServingError: the engine must not answer, or stopped serving meanwhile.
+        """
+        if self.not_serving is None:
+            result = await work(self._engine)
+            if self.not_serving is None:
+                return result
+        raise NotServingError(self.not_serving)
+
+    async def locations(self) -> list[dict[str, Any]]:
+        """Return where the workers keep received weights; asked once, since a call keeps workers from computing."""
+        if self._locations is None:
             self._locations = await self._workers("weightwire_location")
+        return self._locations
+
+    async def info(self) -> dict[str, Any]:
+        """Return the engine's state; changes nothing."""
+        locations = await self.locations()
         owner, update, now = self._current_owner(), self._update, self._clock()
         return {
             "versions": dict(self._versions),
             "device": str(self._engine.vllm_config.device_config.device_type),
-            "locations": self._locations,
+            "locations": locations,
             "receivers": contract.worker_count(self._engine.vllm_config),
-            "owner": None if owner is None else {"name": owner.name, "lapses_in_s": owner.until - now},
+            "owner": None if owner is None else {"name": owner.owner, "lapses_in_s": owner.left_s(now)},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
             "paused": bool(await self._engine.is_paused()),
             "not_serving": self.not_serving,
@@ -120,12 +131,12 @@ class Control:
         """
         lease_s = _lease(lease_s)
         owner = self._current_owner()
-        if owner is not None and _trainer(owner.name) != _trainer(name) and not take_over:
+        if owner is not None and _trainer(owner.owner) != _trainer(name) and not take_over:
             raise OwnerError(
-                f"the engine is owned by {owner.name}, which may be silent for another {owner.until - self._clock():.0f} s; "
+                f"the engine is owned by {owner.owner}, which may be silent for another {owner.left_s(self._clock()):.0f} s; "
                 f"{name} can have it then, or take it over"
             )
-        self._owner = Owner(name, self._clock() + lease_s, lease_s)
+        self._owner = Lease(owner=name, lease_s=lease_s, until=self._clock() + lease_s)
         if name != self._last_owner:
             log.info("%s owns the engine now", name)
             self._last_owner = name
@@ -138,20 +149,20 @@ class Control:
     def _require(self, name: str) -> None:
         """Renew the lease of the owner, which ``name`` must be."""
         owner = self._current_owner()
-        if owner is None or owner.name != name:
-            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.name}"
+        if owner is None or owner.owner != name:
+            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.owner}"
             raise OwnerError(f"{name} does not own the engine: {whose}")
-        owner.until = self._clock() + owner.lease_s
+        owner.renew(self._clock())
 
     def release(self, name: str) -> None:
         """Give the engine up; nothing happens if ``name`` does not own it."""
-        if self._owner is not None and self._owner.name == name:
+        if self._owner is not None and self._owner.owner == name:
             self._owner = None
 
-    def _current_owner(self) -> Owner | None:
-        if self._owner is not None and self._owner.until <= self._clock():
+    def _current_owner(self) -> Lease | None:
+        if self._owner is not None and not self._owner.left_s(self._clock()):
             log.warning(
-                "the owner %s was silent for %.0f s: its claim has lapsed", self._owner.name, self._owner.lease_s
+                "the owner %s was silent for %.0f s: its claim has lapsed", self._owner.owner, self._owner.lease_s
             )
             self._owner = None
         return self._owner
@@ -359,6 +370,56 @@ class Control:
                 if self._paused_until is not None and self._paused_until <= self._clock():
                     log.warning("a pause was not renewed in time: resuming")
                     await self._resume()
+
+
+class EngineOf(InferenceEngine):
+    """The engine as one caller has it, who must own it to change it."""
+
+    def __init__(self, control: Control, owner: str) -> None:
+        self.name = "vLLM"
+        self._control, self._owner = control, owner
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        loaded, version = self._control.adapter(adapter), self._control.version
+        return await self._control.serving(
+            lambda engine: generation.generate(engine, prompt, sampling, n, loaded, version)
+        )
+
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        loaded = self._control.adapter(adapter)
+        return await self._control.serving(lambda engine: generation.logprobs(engine, tokens, loaded))
+
+    async def receivers(self) -> int:
+        return len(await self._control.locations())
+
+    async def locations(self) -> list[Location | None]:
+        return [Location.from_json(each) for each in await self._control.locations()]
+
+    async def begin_update(self, offer: Offer) -> None:
+        await self._control.begin(self._owner, offer)
+
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self._control.verify(self._owner, seal, timeout_s)
+
+    async def commit(self, update: str) -> None:
+        await self._control.commit(self._owner, update)
+
+    async def drop(self, update: str) -> None:
+        await self._control.drop(self._owner, update)
+
+    async def version(self, target: str = "model") -> int:
+        return self._control.version(target)
+
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
+        await self._control.load_adapter(self._owner, name, directory, version)
+
+    async def pause(self, lease_s: float) -> None:
+        await self._control.pause(self._owner, lease_s)
+
+    async def resume(self) -> None:
+        await self._control.resume(self._owner)
 
 
 def _described(offer: Offer) -> str:

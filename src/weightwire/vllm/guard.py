@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from weightwire.auth import Grant, Verifier, sign_answer
+from weightwire.asgi import Message, Receive, Scope, Send, check_head, read_body, unless_gone
+from weightwire.auth import Verifier, sign_answer
 from weightwire.errors import AuthError, NotServingError, WireError, to_json
 from weightwire.keys import Key, load_key
-from weightwire.offer import Offer, Seal
-from weightwire.vllm import generation
-from weightwire.vllm.control import Control
+from weightwire.remote_engine import CALLS, Arguments, read_call
+from weightwire.vllm.control import LONGEST_LEASE_S, Control, EngineOf
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ STATUS = {
     "WireError": 400,
 }
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+OWN_ROUTES = ("info", "claim", "release")
+"""Routes beside the calls of the contract."""
+CANCELLED = {"generate", "logprobs", "info"}
+"""Calls that end when their caller is gone; others are finished."""
 
 
 class Guard:
@@ -82,23 +82,13 @@ class Guard:
             await self._pass_on(path, scope, receive, send)
         else:
             try:
-                grant = self._check(scope)
-                body = await _body(receive)
+                grant = check_head(self._verifier, scope)
+                body = await read_body(receive, MOST_BODY, BODY_S)
                 grant.check_body(body)
             except WireError as error:
                 await self._refuse(error, scope, send)
                 return
             await self._app(scope, _replay(body, receive), send)
-
-    def _check(self, scope: Scope) -> Grant:
-        headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-        if len(headers) > 1:
-            raise AuthError("the request has more than one header Authorization")
-        query = scope.get("query_string", b"").decode("latin-1")
-        target = scope.get("raw_path", scope["path"].encode()).decode("latin-1").split("?", 1)[0]
-        return self._verifier.check_head(
-            scope["method"], target + (f"?{query}" if query else ""), headers[0] if headers else None
-        )
 
     async def _pass_on(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """To vLLM's own route. An answer tells the versions in force when its request came and when the answer began."""
@@ -130,18 +120,17 @@ class Guard:
     async def _answer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         nonce = ""
         try:
-            grant = self._check(scope)
+            grant = check_head(self._verifier, scope)
             nonce = grant.nonce
-            body = await _body(receive)
+            body = await read_body(receive, MOST_BODY, BODY_S)
             grant.check_body(body)
             fields = _fields(body)
-            route = _ROUTES.get(name)
-            if route is None or scope["method"] != "POST":
-                raise WireError(f"there is no POST {PREFIX}{name[:80]}; there are: {', '.join(sorted(_ROUTES))}")
-            work = asyncio.ensure_future(route(self._control_of(scope), scope["app"].state, fields))
-            if name in _MAY_BE_CANCELLED:
-                answer = await _unless_gone(work, receive)
-            else:  # goes on without its caller, whose connection may break
+            if name not in (*OWN_ROUTES, *CALLS) or scope["method"] != "POST":
+                raise WireError(f"there is no POST {PREFIX}{name[:80]}; there are: {', '.join((*OWN_ROUTES, *CALLS))}")
+            work = asyncio.ensure_future(self._call(name, self._control_of(scope), scope["app"].state, fields))
+            if name in CANCELLED:
+                answer = await unless_gone(work, receive)
+            else:  # resumes without its caller, whose connection may break
                 answer = await asyncio.shield(work)
         except WireError as error:
             await self._refuse(error, scope, send, nonce)
@@ -151,6 +140,27 @@ class Guard:
         else:
             if answer is not None:
                 await self._send(200, answer, send, nonce)
+
+    async def _call(self, name: str, control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        """Answer a route."""
+        arguments = Arguments(name, fields)
+        owner = arguments.text("owner", None)
+        if name in CALLS:
+            fields.pop("owner", None)
+            answer = await read_call(name, fields)(EngineOf(control, owner or "nobody"))
+            if name in ("commit", "load_adapter"):
+                _show_adapters(control, state)
+            return answer
+        if name == "info":
+            return await control.info()
+        if owner is None:
+            raise WireError(f"{name}: owner is missing")
+        if name == "release":
+            control.release(owner)
+            return {}
+        lease_s = arguments.number("lease_s", LONGEST_LEASE_S)
+        await control.claim(owner, lease_s, arguments.flag("take_over", False))
+        return await control.info()
 
     async def _refuse(
         self, error: WireError, scope: Scope, send: Send, nonce: str = "", status: int | None = None
@@ -170,106 +180,6 @@ class Guard:
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
         await send({"type": "http.response.body", "body": body})
-
-
-# --- what each route takes from its body ---
-
-
-async def _info(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return await control.info()
-
-
-async def _claim(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.claim(_take(fields, "owner", str), _seconds(fields, "lease_s"), _take(fields, "take_over", bool))
-    return await control.info()
-
-
-async def _release(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    control.release(_take(fields, "owner", str))
-    return {}
-
-
-async def _begin(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.begin(_take(fields, "owner", str), Offer.from_json(fields.get("offer")))
-    return {}
-
-
-async def _verify(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    seal = Seal.from_json(fields.get("seal"))
-    await control.verify(_take(fields, "owner", str), seal, _seconds(fields, "timeout_s"))
-    return {}
-
-
-async def _commit(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.commit(_take(fields, "owner", str), _take(fields, "update", str))
-    _show_adapters(control, state)
-    return {}
-
-
-async def _drop(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.drop(_take(fields, "owner", str), _take(fields, "update", str))
-    return {}
-
-
-async def _pause(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.pause(_take(fields, "owner", str), _seconds(fields, "lease_s"))
-    return {}
-
-
-async def _resume(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    await control.resume(_take(fields, "owner", str))
-    return {}
-
-
-async def _load_adapter(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    version = fields.get("version")
-    if version is not None:
-        version = _take(fields, "version", int)
-    await control.load_adapter(
-        _take(fields, "owner", str), _take(fields, "name", str), _take(fields, "path", str), version
-    )
-    _show_adapters(control, state)
-    return {}
-
-
-async def _generate(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    fields.pop("owner", None)
-    adapter = control.adapter(fields.pop("adapter", None))
-    completions = await _serving(control, generation.generate(state.engine_client, fields, adapter, control.version))
-    return {"completions": completions}
-
-
-async def _logprobs(control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    adapter = control.adapter(fields.pop("adapter", None))
-    values = await _serving(control, generation.logprobs(state.engine_client, fields.get("tokens"), adapter))
-    return {"logprobs": values}
-
-
-async def _serving(control: Control, work: Any) -> Any:
-    if control.not_serving is None:
-        result = await work
-        if control.not_serving is None:
-            return result
-    else:
-        work.close()
-    raise NotServingError(control.not_serving)
-
-
-_ROUTES: dict[str, Callable[[Control, Any, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-    "info": _info,
-    "claim": _claim,
-    "release": _release,
-    "begin": _begin,
-    "verify": _verify,
-    "commit": _commit,
-    "drop": _drop,
-    "pause": _pause,
-    "resume": _resume,
-    "load_adapter": _load_adapter,
-    "generate": _generate,
-    "logprobs": _logprobs,
-}
-_MAY_BE_CANCELLED = {"generate", "logprobs", "info"}
 
 
 def _show_adapters(control: Control, state: Any) -> None:
@@ -294,42 +204,6 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _take(fields: dict[str, Any], name: str, kind: type) -> Any:
-    value: Any = fields.get(name)
-    if type(value) is not kind or (kind is str and not 0 < len(value) <= 4096):
-        raise WireError(f"{name} is {value!r:.80}; a {kind.__name__} was expected")
-    return value
-
-
-def _seconds(fields: dict[str, Any], name: str) -> float:
-    value: Any = fields.get(name)
-    if type(value) not in (int, float) or not 0 <= value < 1e6:
-        raise WireError(f"{name} is {value!r:.80}; seconds were expected")
-    return float(value)
-
-
-async def _body(receive: Receive) -> bytes:
-    """The request's body, of at most :data:`MOST_BODY` bytes, within :data:`BODY_S`."""
-    try:
-        return await asyncio.wait_for(_whole_body(receive), BODY_S)
-    except asyncio.TimeoutError:
-        raise WireError(f"the body did not arrive within {BODY_S:g} s") from None
-
-
-async def _whole_body(receive: Receive) -> bytes:
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise WireError("the caller is gone")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MOST_BODY:
-            raise WireError(f"a body of more than {MOST_BODY} bytes")
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """``receive`` that gives a body that was read once more."""
     given = False
@@ -342,19 +216,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-async def _unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
-    """The result of ``work``, which is cancelled if the caller goes; then None."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    watch = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        for task in (work, watch):
-            task.cancel()

@@ -18,10 +18,14 @@ import pytest
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
 from megascend.errors import DataError, EngineError, EngineTimeoutError
-from megascend.rollout.engines.base import Completion, Sampling
+from megascend.rollout.controller.controller import Controller
+from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import faults, run_distributed
 from support.run_directory import snapshot
+from weightwire.engine import Completion, Sampling
+from weightwire.engine_calls import LoopThread
+from weightwire.keys import ENVIRONMENT, Key, generate_key
 
 REWARD = """
 import os, signal
@@ -333,3 +337,32 @@ def test_a_run_that_fails_before_its_first_step_touches_nothing_of_an_earlier_on
     assert {path.name for path in config.output.iterdir()} == {
         "metrics.jsonl", "config.yaml", "events.jsonl", "checkpoints"
     }  # fmt: skip
+
+
+def test_engines_of_a_controller_sample_and_take_every_update(folder, monkeypatch):
+    key = generate_key()
+    monkeypatch.setenv(ENVIRONMENT, key)
+    served = [LocalEngine(folder / "model", name=f"engine {number}", own_process=False) for number in range(2)]
+    with LoopThread("controller") as thread:
+
+        async def start() -> ControllerServer:
+            server = ControllerServer(Controller(served), Key(key))
+            await server.start()
+            return server
+
+        async def owners() -> set[str | None]:
+            return {engine["owner"] for engine in server.controller.status()["engines"].values()}
+
+        server = thread.run(start())
+        try:
+            result = train_rl(settings(folder, "controller", steps=2, rollout={"controller": str(server.address)}))
+            versions = [thread.run(engine.version()) for engine in served]
+            assert thread.run(owners()) == {None}  # the run has released them
+        finally:
+            thread.run(server.close())
+            for engine in served:
+                thread.run(engine.close())
+    assert result.steps == 2
+    assert versions == [3, 3]
+    with pytest.raises(ValueError, match=r"rollout\.controller brings the engines: leave engines out"):
+        settings(folder, "controller", rollout={"controller": "127.0.0.1:1"}, engines=("http://127.0.0.1:2",))

@@ -81,7 +81,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
         digest="multilinear64",
         timeout_s=60,
     )
-    delivery.push([served], served.announce(5), dict(of.state_dict()))
+    delivery.push([served.server.engine], served.announce(5), dict(of.state_dict()))
     second = served.sampled()
     assert second.log_probs == pytest.approx(reference(of, second.token_ids), abs=1e-5)
     assert (second.extra_fields["min_global_steps"], second.extra_fields["global_steps"]) == (5, 5)

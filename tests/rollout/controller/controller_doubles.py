@@ -7,16 +7,18 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megascend.errors import EngineError
-from megascend.rollout.controller.client import ControllerClient, LoopThread
-from megascend.rollout.controller.clock import Timer
+from megascend.rollout.controller.client import ControllerClient
 from megascend.rollout.controller.controller import Controller, Limits
 from megascend.rollout.controller.messages import AUDIENCE, new_id, write_call
+from megascend.rollout.controller.ownership import Timer
 from megascend.rollout.controller.server import ControllerServer
 from weightwire.auth import sign
+from weightwire.engine import InferenceEngine
+from weightwire.engine_calls import LoopThread
 from weightwire.keys import Key
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
@@ -80,7 +82,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class NotingEngine:
+class NotingEngine(InferenceEngine):
     """What an engine has to do for the controller. Paused and updated as asked, it fails where a test wants it to.
 
     Attributes:
@@ -139,6 +141,59 @@ class NotingEngine:
         self.paused = False
 
 
+class Blocking:
+    """An object with asynchronous methods, whose calls wait: coroutines, contexts and streams run on a thread's loop."""
+
+    def __init__(self, target: Any, thread: LoopThread) -> None:
+        self.target, self._thread = target, thread
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self.target, name)
+        if not callable(member):
+            return member
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            result = member(*arguments, **settings)
+            if hasattr(result, "__aenter__"):
+                return self._within(result)
+            if hasattr(result, "__anext__"):
+                return self._each(result)
+            return self._thread.run(result) if asyncio.iscoroutine(result) else result
+
+        return call
+
+    @contextlib.contextmanager
+    def _within(self, context: Any) -> Iterator[Any]:
+        entered = self._thread.run(context.__aenter__())
+        try:
+            yield None if entered is None else Blocking(entered, self._thread)
+        finally:
+            self._thread.run(context.__aexit__(None, None, None))
+
+    def _each(self, stream: Any) -> Iterator[Any]:
+        while (result := self._thread.run(anext(stream, None))) is not None:
+            yield result
+
+
+class BlockingClient(Blocking):
+    """A client of a controller, with a thread of its own."""
+
+    def __init__(self, where: object, key: Key, **options: Any) -> None:
+        super().__init__(
+            ControllerClient(where, key, **{"caller": "test", **options}),  # type: ignore[arg-type]
+            LoopThread("rollout controller client"),
+        )
+
+    def submit(self, work: Any) -> Any:
+        return self._thread.submit(work)
+
+    def __enter__(self) -> BlockingClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.close()
+
+
 class Served:
     """A controller served on a thread, with everything that a test looks at."""
 
@@ -171,8 +226,8 @@ class Served:
     def where(self) -> str:
         return str(self.server.address)
 
-    def client(self, **options: Any) -> ControllerClient:
-        return ControllerClient(self.where, self.key, caller="test", **{"timeout_s": 30.0, **options})
+    def client(self, **options: Any) -> BlockingClient:
+        return BlockingClient(self.where, self.key, **{"timeout_s": 30.0, **options})
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.server.address.host, self.server.address.port), timeout=30)
@@ -187,12 +242,16 @@ class Served:
 
         return self.thread.run(look())
 
+    @property
+    def connections(self) -> set[Any]:
+        assert self.server._server is not None
+        return self.server._server.server_state.connections
+
     def idle(self) -> bool:
         """Whether nobody is being served."""
 
         async def look() -> bool:
-            http = self.server._http
-            return not http._tasks and not http._unknown and http._known == http._buffered == 0
+            return not self.connections and self.server._requests == self.server._buffered == 0
 
         return self.thread.run(look())
 
@@ -212,7 +271,7 @@ class Served:
             "latin-1"
         )
 
-    def send(self, data: bytes, *, end: bool = True) -> tuple[int, Any]:
+    def send(self, data: bytes, *, end: bool = False) -> tuple[int, Any]:
         """Send bytes; the answer's status (0 if there is none) and JSON."""
         with self.connect() as connection:
             with contextlib.suppress(OSError):
@@ -223,13 +282,16 @@ class Served:
 
 
 def read_response(connection: socket.socket) -> tuple[int, Any]:
-    """Status and JSON of what comes until the connection ends; 0 and None if nothing does."""
+    """Status and JSON (or text) of what comes until the connection ends; 0 and None if nothing does."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(2**16):
             received += data
     head, _, body = received.partition(b"\r\n\r\n")
-    return (int(head.split(b" ")[1]), json.loads(body)) if head else (0, None)
+    if not head:
+        return 0, None
+    is_json = b"application/json" in head.lower()
+    return int(head.split(b" ")[1]), json.loads(body) if is_json else body.decode()
 
 
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:

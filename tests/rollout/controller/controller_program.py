@@ -10,11 +10,12 @@ import sys
 
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
+from weightwire.engine import InferenceEngine
 from weightwire.keys import load_key
 from weightwire.offer import Offer, Seal
 
 
-class EngineElsewhere:
+class EngineElsewhere(InferenceEngine):
     """What the controller calls; each call is a line to the test's process."""
 
     name = "one"

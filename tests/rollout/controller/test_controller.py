@@ -21,8 +21,8 @@ from megascend.errors import (
     MessageError,
 )
 from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.engines import RESUME_AGAIN_S, RESUME_ATTEMPTS
 from megascend.rollout.controller.ownership import Claim
-from megascend.rollout.controller.pauses import RESUME_AGAIN_S, RESUME_ATTEMPTS
 
 
 class World:
@@ -35,8 +35,10 @@ class World:
 
     async def update(self, claim: Claim, name: str, timeout_s: float = 60) -> None:
         """A whole update of all three members."""
-        await self.controller.begin_update(claim.id, an_offer(name, 3))
-        await self.controller.finish_update(claim.id, a_seal(name), timeout_s)
+        engine = self.controller.engine(claim.id)
+        await engine.begin_update(an_offer(name, 3))
+        await engine.verify(a_seal(name), timeout_s)
+        await engine.commit(name)
 
     @property
     def engines(self) -> tuple[NotingEngine, NotingEngine]:
@@ -60,29 +62,29 @@ def test_an_update_is_committed_when_all_have_verified_it() -> None:
     async def test(world: World) -> None:
         control = world.controller
         claim = await control.claim("trainer", lease_s=60)
-        assert await control.init_group(claim.id) == {"one": 1, "two": 2}
+        assert await control.engine(claim.id).receivers() == 3
         await world.update(claim, "a")
         assert [engine.in_force for engine in world.engines] == ["a", "a"]
         assert world.one.calls == ["receivers", "begin a as 1+1", "verify a", "commit a"]
         assert world.two.calls == ["receivers", "begin a as 2+2", "verify a", "commit a"]
-        await control.begin_update(claim.id, an_offer("b", 3))
+        await control.engine(claim.id).begin_update(an_offer("b", 3))
         with pytest.raises(ControllerError, match="'b' of 'trainer' has not been verified on all engines"):
-            await control.commit(claim.id, "b")
+            await control.engine(claim.id).commit("b")
         with pytest.raises(ControllerError, match="no update 'c': 'b' is open"):
-            await control.verify(claim.id, a_seal("c"), timeout_s=1)
+            await control.engine(claim.id).verify(a_seal("c"), timeout_s=1)
         with pytest.raises(ControllerError, match="update 'b' of 'trainer' is open"):
-            await control.begin_update(claim.id, an_offer("c", 3))
-        await control.verify(claim.id, a_seal("b"), timeout_s=1)
-        await control.commit(claim.id, "b")
+            await control.engine(claim.id).begin_update(an_offer("c", 3))
+        await control.engine(claim.id).verify(a_seal("b"), timeout_s=1)
+        await control.engine(claim.id).commit("b")
         assert [engine.in_force for engine in world.engines] == ["b", "b"]
         with pytest.raises(
             MessageError, match="the offer is to 2 members from number 1 on; the engines one, two are 3"
         ):
-            await control.begin_update(claim.id, an_offer("c", 2))
-        await control.begin_update(claim.id, an_offer("c", 3))
-        await control.drop(claim.id, "c")
+            await control.engine(claim.id).begin_update(an_offer("c", 2))
+        await control.engine(claim.id).begin_update(an_offer("c", 3))
+        await control.engine(claim.id).drop("c")
         with pytest.raises(ControllerError, match="no update 'c': none is open"):
-            await control.commit(claim.id, "c")
+            await control.engine(claim.id).commit("c")
         assert [engine.open for engine in world.engines] == [None, None]
 
     with_world(test)
@@ -93,7 +95,7 @@ def test_an_update_is_committed_when_all_have_verified_it() -> None:
 def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how: str) -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
-        await world.controller.pause(claim.id, lease_s=30)
+        await world.controller.engine(claim.id).pause(lease_s=30)
         getattr(world.two, how).add(what)
         kind = EngineError if how == "fails" else EngineTimeoutError
         with pytest.raises(kind, match="engine 'two'"):
@@ -106,7 +108,7 @@ def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how
         await world.update(claim, "b")
         assert [engine.in_force for engine in world.engines] == ["b", "b"]
 
-    with_world(test, engine_timeout_s=0.5 if how == "hangs" else 60)
+    with_world(test, **dict.fromkeys(("engine_timeout_s", "commit_timeout_s"), 0.5 if how == "hangs" else 60))
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -115,19 +117,19 @@ def test_a_pause_that_fails_on_one_engine_leaves_none_paused(how: str) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         getattr(world.two, how).add("pause")
         with pytest.raises(EngineError, match=r"pause failed: engine 'two'.*\(done by one\)"):
-            await world.controller.pause(claim.id, lease_s=30)
+            await world.controller.engine(claim.id).pause(lease_s=30)
         assert [engine.paused for engine in world.engines] == [False, False]
 
-    with_world(test, engine_timeout_s=0.5 if how == "hangs" else 60)
+    with_world(test, **dict.fromkeys(("engine_timeout_s", "commit_timeout_s"), 0.5 if how == "hangs" else 60))
 
 
 def test_a_pause_lapses_without_anybody_calling() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=600)
-        await world.controller.pause(claim.id, lease_s=30)
+        await world.controller.engine(claim.id).pause(lease_s=30)
         await world.clock.advance(29)
         assert [engine.paused for engine in world.engines] == [True, True]
-        await world.controller.pause(claim.id, lease_s=30)  # renewed
+        await world.controller.engine(claim.id).pause(lease_s=30)  # renewed
         await world.clock.advance(29)
         assert [engine.paused for engine in world.engines] == [True, True]
         await world.clock.advance(1)
@@ -157,7 +159,7 @@ def test_a_pause_that_is_renewed_as_it_lapses_lasts() -> None:
 def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=600)
-        await world.controller.pause(claim.id, lease_s=30)
+        await world.controller.engine(claim.id).pause(lease_s=30)
         world.two.fails.add("resume")
         await world.clock.advance(30 + 2 * RESUME_AGAIN_S)
         assert world.one.calls.count("resume") == 1
@@ -167,7 +169,7 @@ def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None
         assert not world.two.paused
         await world.clock.advance(100)
         assert world.two.calls.count("resume") == 4
-        await world.controller.pause(claim.id, lease_s=30)
+        await world.controller.engine(claim.id).pause(lease_s=30)
         world.two.fails.add("resume")
         await world.clock.advance(500)
         assert world.two.calls.count("resume") == 4 + RESUME_ATTEMPTS
@@ -179,8 +181,8 @@ def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None
 def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("first", lease_s=60)
-        await world.controller.begin_update(claim.id, an_offer("a", 3))
-        await world.controller.pause(claim.id, lease_s=600)
+        await world.controller.engine(claim.id).begin_update(an_offer("a", 3))
+        await world.controller.engine(claim.id).pause(lease_s=600)
         await world.clock.advance(59)
         with pytest.raises(EngineOwnedError, match=r"'one' belongs to 'first', since 59.0 s ago, for another 1.0 s"):
             await world.controller.claim("second", lease_s=60)
@@ -188,7 +190,7 @@ def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
         assert [engine.calls[-2:] for engine in world.engines] == [["drop a", "resume"]] * 2
         assert (await world.controller.claim("second", lease_s=60)).owner == "second"
         with pytest.raises(LeaseLapsedError, match=r"the lease of 'first' on one, two lapsed; claim the engines again"):
-            await world.controller.commit(claim.id, "a")
+            await world.controller.engine(claim.id).commit("a")
         with pytest.raises(LeaseLapsedError, match="lapsed"):
             world.controller.renew(claim.id, 60)
 
@@ -203,9 +205,9 @@ def test_calls_and_renewals_keep_a_claim() -> None:
             world.controller.renew(claim.id, 60)
         for _ in range(3):
             await world.clock.advance(50)
-            await world.controller.init_group(claim.id)
+            await world.controller.engine(claim.id).receivers()
         world.one.hangs.add("receivers")
-        running = asyncio.ensure_future(world.controller.init_group(claim.id))
+        running = asyncio.ensure_future(world.controller.engine(claim.id).receivers())
         await settle()
         await world.clock.advance(500)  # not while a call of the owner runs
         assert world.controller.status()["engines"]["one"]["owner"] == "trainer"
@@ -232,14 +234,14 @@ def test_of_two_owners_one_is_refused_or_waits() -> None:
         await world.controller.release(first.id)
         assert (await waiting).owner == "second"
         with pytest.raises(LeaseLapsedError, match="'first' on one was released"):
-            await world.controller.pause(first.id, lease_s=1)
+            await world.controller.engine(first.id).pause(lease_s=1)
         with pytest.raises(ControllerError, match="no such claim"):
-            await world.controller.pause("0" * 32, lease_s=1)
+            await world.controller.engine("0" * 32).pause(lease_s=1)
         with pytest.raises(ControllerError, match="no engine 'three'; there are one, two"):
             await world.controller.claim("x", ["three"], lease_s=1)
         for lease in (0, -1, 601, float("nan"), float("inf")):
             with pytest.raises(ControllerError, match="a lease of"):
-                await world.controller.pause((await waiting).id, lease_s=lease)
+                await world.controller.engine((await waiting).id).pause(lease_s=lease)
 
     with_world(test)
 
@@ -247,7 +249,7 @@ def test_of_two_owners_one_is_refused_or_waits() -> None:
 def test_a_cancelled_call_is_undone() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
-        await world.controller.pause(claim.id, lease_s=60)
+        await world.controller.engine(claim.id).pause(lease_s=60)
         world.one.hangs.add("verify")
         running = asyncio.ensure_future(world.update(claim, "a"))
         await settle()
@@ -263,7 +265,7 @@ def test_a_cancelled_call_is_undone() -> None:
 def test_close_ends_what_runs_and_continues_what_is_paused() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
-        await world.controller.pause(claim.id, lease_s=60)
+        await world.controller.engine(claim.id).pause(lease_s=60)
         world.two.hangs.add("verify")
         running = asyncio.ensure_future(world.update(claim, "a"))
         waiting = asyncio.ensure_future(world.controller.claim("second", lease_s=60, wait_s=60))
@@ -286,7 +288,7 @@ def test_close_names_the_engines_that_it_could_not_continue() -> None:
     async def run() -> None:
         world = World()
         claim = await world.controller.claim("trainer", lease_s=60)
-        await world.controller.pause(claim.id, lease_s=60)
+        await world.controller.engine(claim.id).pause(lease_s=60)
         world.two.fails.add("resume")
         with pytest.raises(EngineError, match=r"resume failed: engine 'two'"):
             await world.controller.close()
@@ -331,15 +333,15 @@ def test_whatever_owners_do_nothing_stays_paused_or_open(steps: list[tuple[str, 
                 elif what == "time":
                     await world.clock.advance(7.0 * number)
                 elif what == "begin":
-                    await control.begin_update(held, an_offer(str(number), 3))
+                    await control.engine(held).begin_update(an_offer(str(number), 3))
                 elif what == "verify":
-                    await control.verify(held, a_seal(str(number)), timeout_s=60)
+                    await control.engine(held).verify(a_seal(str(number)), timeout_s=60)
                 elif what == "pause":
-                    await control.pause(held, lease_s=5.0 * number)
+                    await control.engine(held).pause(lease_s=5.0 * number)
                 elif what == "resume":
-                    await control.resume(held)
+                    await control.engine(held).resume()
                 else:
-                    await getattr(control, what)(held, str(number))
+                    await getattr(control.engine(held), what)(str(number))
             except ControllerError:
                 assert [len(engine.calls) for engine in world.engines] == calls, "refused, and yet engines were called"
             except EngineError:

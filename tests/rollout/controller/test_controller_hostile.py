@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascend.errors import MessageError
-from megascend.rollout.controller.http_server import HttpLimits
+from megascend.rollout.controller import server
 from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, read_call
-from megascend.rollout.controller.routes import ROUTES
+from megascend.rollout.controller.routes import ROUTES, SERVICES
+from megascend.rollout.controller.server import HttpLimits
 from megascend.rollout.http_client import Answer
 from weightwire.auth import Verifier, sign
 from weightwire.keys import Key
@@ -27,9 +28,11 @@ FEWER = settings(EXAMPLES, max_examples=60)
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """One controller, whose every call a test may try to spoil; nobody else calls it."""
-    with Served(
-        limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, head_timeout_s=30, body_timeout_s=30)
-    ) as served:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Served(limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, body_timeout_s=30)) as served,
+    ):
+        patch.setattr(server, "DISCARD_S", 0.05)
         yield served
         until(served.idle)
 
@@ -56,7 +59,7 @@ def test_noise(served: Served, noise: bytes, end: bool) -> None:
             connection.sendall(noise)
             if end:
                 connection.shutdown(socket.SHUT_WR)
-                assert read_response(connection)[0] in (0, 400, 401, 431, 501)
+                assert read_response(connection)[0] in (0, 400, 401, 404, 405)
         except ConnectionError:
             pass  # cut off
 
@@ -84,7 +87,7 @@ HEADERS = st.lists(
 def test_requests_that_look_like_http(served: Served, method: str, target: str, headers: list, body: bytes) -> None:
     lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers), "", ""]
     status, _ = served.send("\r\n".join(lines).encode("utf-8", "replace") + body)
-    assert status in (0, 400, 401, 431, 501)
+    assert status in (0, 400, 401, 404, 405)
 
 
 @EXAMPLES
@@ -92,7 +95,7 @@ def test_requests_that_look_like_http(served: Served, method: str, target: str, 
 def test_truncated(served: Served, cut: int) -> None:
     """Signed well, and ended early, anywhere."""
     request = served.request("/v1/claim", claim_call(served))
-    assert served.send(request[: cut % len(request)])[0] in (0, 400, 401)
+    assert served.send(request[: cut % len(request)], end=True)[0] in (0, 400, 401)
 
 
 @EXAMPLES
@@ -105,14 +108,16 @@ def test_one_bit_changed(served: Served, where: int, bit: int) -> None:
     first_line, header = range(request.index(b" HTTP")), range(value, request.index(b"\r", value))
     place = where % len(request)
     request[place] ^= 1 << bit
-    status, answer = served.send(bytes(request))
+    status, answer = served.send(
+        bytes(request), end=place not in (*first_line, *header) and place < len(request) - len(body)
+    )
     if place >= len(request) - len(body):
         assert status == 400
         assert "not the one that was signed" in answer["error"]["message"]
     elif place in first_line or place in header:
-        assert status in (0, 400, 401)
+        assert status in (0, 400, 401, 404, 405)
     else:
-        assert status in (0, 200, 400, 401, 411, 413, 431)
+        assert status in (0, 200, 400, 401, 413)
 
 
 @FEWER
@@ -155,13 +160,17 @@ JSON = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
     max_leaves=6,
 )
-FIELDS = st.sampled_from(sorted({field for route in ROUTES.values() for field in route.arguments.model_fields}))
-WITHOUT_EFFECT = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}
+FIELDS = st.sampled_from(
+    sorted({field for service in SERVICES.values() for field in service.model_fields})
+    + ["offer", "seal", "update", "prompt", "tokens", "max_tokens", "n", "target", "name", "directory"]
+)
+ANSWERED = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}
+"""Calls that may be answered whatever their arguments."""
 
 
 @EXAMPLES
 @given(
-    route=st.sampled_from(sorted(set(ROUTES) - WITHOUT_EFFECT)),
+    route=st.sampled_from(sorted(set(ROUTES) - ANSWERED)),
     arguments=st.dictionaries(FIELDS, JSON, max_size=4),
     spoil=st.sampled_from(["", "", "version", "instance", "id", "caller", "arguments", "field"]),
     value=JSON,

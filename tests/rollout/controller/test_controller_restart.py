@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, ManualClock, a_seal, an_offer, until
+from controller_doubles import KEY, BlockingClient, ManualClock, a_seal, an_offer, until
 
-from megascend.errors import ControllerError, ControllerRestartedError, LeaseLapsedError, RolloutTaskError
+from megascend.errors import ControllerRestartedError, LeaseLapsedError, RolloutTaskError
 from megascend.rollout.controller.address import read_address
-from megascend.rollout.controller.client import ControllerClient, LoopThread
+from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key
 
 
@@ -82,8 +82,8 @@ class Job:
         _, told = self.process.communicate(timeout=60)
         return self.process.returncode, told
 
-    def client(self, timeout_s: float = 60.0) -> ControllerClient:
-        return ControllerClient(self.publish, Key(KEY), caller="trainer", timeout_s=timeout_s)
+    def client(self, timeout_s: float = 60.0) -> BlockingClient:
+        return BlockingClient(self.publish, Key(KEY), caller="trainer", timeout_s=timeout_s)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
             claim.pause(lease_s=30)
             job.engine.holds.add("verify")
             claim.begin_update(an_offer("a", 1))
-            update = client._thread.submit(claim._claim.finish_update(a_seal("a"), timeout_s=60))
+            update = client.submit(claim.target.verify(a_seal("a"), timeout_s=60))
             until(lambda: job.engine.calls == ["pause 30", "begin a", "verify a"])
             assert job.kill(signal.SIGKILL)[0] == -signal.SIGKILL
             assert job.publish.exists()  # it had no time to remove it
@@ -126,13 +126,14 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
                 worker.complete("r1", {})  # of the former one
             with pytest.raises(RolloutTaskError, match="'r1' is not expected here"):
                 worker.complete("r1", {})
-            with pytest.raises(ControllerError, match="no such claim"):
+            with pytest.raises(LeaseLapsedError, match=r"one are not ours any more: .*restarted"):
                 claim.commit("a")
             raise LeaseLapsedError("the trainer learns that, and claims again")
         assert client.instance not in ("", first)
         with client.claim("trainer", lease_s=600) as claim:
             claim.begin_update(an_offer("b", 1))
-            claim.finish_update(a_seal("b"), timeout_s=60)
+            claim.verify(a_seal("b"), timeout_s=60)
+            claim.commit("b")
         assert job.engine.calls[3:] == ["begin b", "verify b", "commit b"]
 
 
@@ -143,7 +144,7 @@ def test_a_signal_ends_it_with_everything_continued(tmp_path: Path, which: signa
             claim.pause(lease_s=600)
             claim.begin_update(an_offer("a", 1))
             assert job.engine.paused
-            client._client._timeout_s = 0.3  # nobody answers any more
+            client.target._timeout_s = 0.3  # nobody answers any more
             status, told = job.kill(which)
         assert (status, job.engine.paused) == (128 + which, False)
         assert job.engine.calls == ["pause 600", "begin a", "drop a", "resume"]

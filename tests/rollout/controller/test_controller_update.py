@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 import torch
-from controller_doubles import KEY
+from controller_doubles import KEY, Blocking, BlockingClient
 
 from megascend.errors import EngineError
-from megascend.rollout.controller.client import Claim, ControllerClient, LoopThread
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
+from weightwire.engine import InferenceEngine
+from weightwire.engine_calls import LoopThread
 from weightwire.group import Listener
 from weightwire.keys import Key
 from weightwire.manifest import Manifest
@@ -22,7 +23,7 @@ from weightwire.sender import Sender, spec_of
 TIMEOUT_S = 60.0
 
 
-class ReceivingEngine:
+class ReceivingEngine(InferenceEngine):
     """An engine of some members, each of which has a receiver and keeps what it loads."""
 
     def __init__(self, name: str, members: int) -> None:
@@ -52,22 +53,19 @@ class ReceivingEngine:
         for receiver in self._receivers:
             receiver.drop(update)
 
-    async def pause(self, lease_s: float) -> None: ...
-    async def resume(self) -> None: ...
 
-
-def push(listener: Listener, claim: Claim, version: int, weights: dict[str, torch.Tensor]) -> None:
+def push(listener: Listener, claim: Blocking, version: int, weights: dict[str, torch.Tensor]) -> None:
     """One update, as a trainer makes it."""
-    members = claim.init_group()
-    assert members == {"one": 2, "two": 1}
-    names = ["trainer", *(f"{engine}/{member}" for engine, count in members.items() for member in range(count))]
+    names = ["trainer", *(f"member {number}" for number in range(1, claim.receivers() + 1))]
+    assert len(names) == 4
     manifest = Manifest(version, tuple(spec_of(*item) for item in weights.items()), bucket_bytes=64)
     update = listener.new_group(names)
     place = (listener.host, listener.port, 1, len(names) - 1)
     claim.begin_update(Offer(update, "trainer", *place, "gloo", TIMEOUT_S, TIMEOUT_S, manifest))
     with Sender.connect(listener, update, manifest, transport="gloo", timeout_s=TIMEOUT_S) as sender:
         seal = sender.send(weights.items())
-    claim.finish_update(seal, TIMEOUT_S)
+    claim.verify(seal, TIMEOUT_S)
+    claim.commit(update)
 
 
 def test_weights_arrive_on_all_members_or_on_none() -> None:
@@ -88,7 +86,7 @@ def test_weights_arrive_on_all_members_or_on_none() -> None:
     server = thread.run(start())
     try:
         with (
-            ControllerClient(str(server.address), Key(KEY), caller="trainer") as client,
+            BlockingClient(str(server.address), Key(KEY), caller="trainer") as client,
             client.claim("trainer") as claim,
         ):
             push(listener, claim, 1, old)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from megascend.errors import CheckpointError, EngineError, EngineLostError, EngineTimeoutError
-from megascend.rollout.engines.base import Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import write_tiny_checkpoint
+from weightwire.engine import Sampling
 
 SAMPLING = Sampling(max_tokens=6, seed=4)
 
@@ -35,11 +33,11 @@ def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(t
                 for one, other in zip(some, others, strict=True):
                     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # other batches, other rounding
             assert await far.version() == 0
-            with pytest.raises(EngineError, match="at least 1 of each"):
+            with pytest.raises(EngineError, match="generate: prompt has 0 token ids, not 1 to"):
                 await far.generate([], SAMPLING)
             with pytest.raises(EngineError, match="does not load adapters"):
                 await far.load_adapter("a", "somewhere")
-            process = far._service._process  # type: ignore[attr-defined]
+            process = far._host.process  # type: ignore[union-attr]
             waiting = asyncio.ensure_future(far.generate([1] * 20, Sampling(max_tokens=100)))
             await asyncio.sleep(0)
             os.kill(process.pid, signal.SIGKILL)
@@ -91,14 +89,11 @@ def test_first_answer_has_a_requests_deadline_and_later_ones_their_own(monkeypat
     class SlowStart:
         delays: ClassVar = [0.3, 30.0]
 
-        def start(self, call: str, arguments: Any) -> Future[int]:
-            future: Future[int] = Future()
-            timer = threading.Timer(self.delays.pop(0), future.set_result, [0])
-            timer.daemon = True
-            timer.start()
-            return future
+        async def call(self, call: str, arguments: Any) -> dict[str, int]:
+            await asyncio.sleep(self.delays.pop(0))
+            return {"version": 0}
 
-    monkeypatch.setattr("megascend.rollout.engines.local.InProcess", lambda *_, **__: SlowStart())
+    monkeypatch.setattr("megascend.rollout.engines.local.ModelHere", lambda *_: SlowStart())
     engine = LocalEngine("model", own_process=False, timeout_s=600.0, control_timeout_s=0.1)
 
     async def ask() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers.utils import generic
 
-from megascend.rollout.engines.base import Sampling
 from megascend.rollout.engines.local_model import load
 from megascend.rollout.engines.sampler import draw, make_rows, sample, sequence_logprobs
 from megascend.testing import write_tiny_checkpoint
+from weightwire.engine import Sampling
 
 PROMPTS = ([5, 6, 7, 8, 9], [40], [11, 12, 13])
 

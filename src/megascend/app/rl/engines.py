@@ -12,23 +12,46 @@ from weightwire.errors import SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
-    from megascend.rollout.engines.base import InferenceEngine
+    from weightwire.engine import InferenceEngine
+
+
+CLAIM_S = 120.0
+"""Seconds to wait until another owner releases a controller's engines: an earlier run's lease may have to lapse."""
 
 
 def make_engines(config: RlConfig) -> list[InferenceEngine]:
-    """One engine for each entry of ``config.engines``."""
+    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``."""
+    if config.rollout.controller is not None:
+        from megascend.rollout.controller.client import ControllerEngine
+
+        timeout_s = config.rollout.timeout_s
+        return [
+            ControllerEngine(
+                config.rollout.controller,
+                load_key(),
+                owner=_owner(config),
+                generate_timeout_s=timeout_s,
+                wait_s=CLAIM_S,
+            )
+        ]
     return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
 
 
-def check_engines(engines: Sequence[str]) -> None:
-    """Find out, without a request, that an entry of ``engines`` names none, or that there is no key for servers."""
+def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
+    """Check the settings ``engines`` and ``rollout.controller`` without a request.
+
+    Raises:
+        ConfigError: an entry is neither ``local`` nor an address, or the environment has no key for servers.
+    """
     check_addresses(engines)
-    servers = [address for address in engines if address != "local"]
+    servers = [f"engines: {address}" for address in engines if address != "local"]
+    if controller is not None:
+        servers = [f"rollout.controller: {controller}"]
     if servers:
         try:
             load_key()
         except SecretKeyError as error:
-            raise ConfigError(f"engines: {servers[0]} takes signed requests, and there is {error}") from error
+            raise ConfigError(f"{servers[0]} takes signed requests, and there is {error}") from error
 
 
 def check_addresses(engines: Sequence[str]) -> None:
@@ -53,9 +76,12 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
     from megascend.rollout.engines.vllm import VllmEngine
 
     check_addresses([address])
-    # Under the same name a resumed run has its engines back.
-    owner = f"{socket.gethostname()}:{config.output.resolve()}"
-    return VllmEngine(address, owner=owner, generate_timeout_s=config.rollout.timeout_s)
+    return VllmEngine(address, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
+
+
+def _owner(config: RlConfig) -> str:
+    """Return what engines call this run: under the same name a resumed run has its engines back."""
+    return f"{socket.gethostname()}:{config.output.resolve()}"
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from megascend.data.samples import Limits
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
-from megascend.rollout.engines.base import InferenceEngine, Sampling
 from megascend.rollout.prompts import Prompt, numbered_prompts, prompt_tokens
 from megascend.rollout.rewards import Reward
+from weightwire.engine import InferenceEngine, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

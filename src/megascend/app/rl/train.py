@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
-    from megascend.rollout.engines.base import InferenceEngine
     from megascend.rollout.group import Group
     from megascend.rollout.rewards import Reward
     from megascend.weightsync import WeightSync
+    from weightwire.engine import InferenceEngine
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
 
@@ -121,7 +121,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.engines import check_engines
 
         if self._make_engines is None and launch.rank == 0:
-            check_engines(config.engines)
+            check_engines(config.engines, config.rollout.controller)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.set_up import check_objective, read_and_check
@@ -252,7 +252,7 @@ class ReinforcementLearning(Training[RlConfig]):
     def _start_line(self, run: Run[RlConfig]) -> str:
         """Return what is about to happen, in a line."""
         config, rollout, ranks = run.config, run.config.rollout, run.backend.world_size
-        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {', '.join(config.engines)}"
+        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {', '.join(config.engine_names)}"
         steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
         return (
             f"{model_line(config, run.backend)}: {len(self._prompts)} prompts, {steps}; lag {rollout.max_lag}; "

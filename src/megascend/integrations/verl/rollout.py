@@ -28,7 +28,7 @@ from megascend.integrations.verl.rollout_server import DTYPES, RolloutServer
 from megascend.integrations.verl.rollout_settings import NAME, RolloutSettings, translate_rollout
 from megascend.weightsync.delivery import Delivery
 from weightwire.manifest import default_bucket_bytes
-from weightwire.offer import Offer, Seal
+from weightwire.remote_engine import RemoteEngine
 
 
 def settings_of(config: Any) -> RolloutSettings:
@@ -161,30 +161,14 @@ class ServerAdapter(base.BaseRollout):
         self._delivery.push([engine], ray.get(server.announce.remote(global_steps)), tensors)
 
 
-class _ActorsEngine:
-    """The engine of a :class:`RolloutServer`, for a delivery."""
+class _ActorsEngine(RemoteEngine):
+    """The engine of a :class:`RolloutServer`, for a delivery, which sets its deadlines."""
 
     def __init__(self, server: Any, name: str) -> None:
         self.name, self._server = name, server
 
-    async def receivers(self) -> int:
-        return await _ask(self._server.receivers)
-
-    async def begin_update(self, offer: Offer) -> None:
-        await _ask(self._server.begin_update, offer)
-
-    async def verify(self, seal: Seal, timeout_s: float) -> None:
-        await _ask(self._server.verify, seal, timeout_s)
-
-    async def commit(self, update: str) -> None:
-        await _ask(self._server.commit, update)
-
-    async def drop(self, update: str) -> None:
-        await _ask(self._server.drop, update)
-
-
-async def _ask(method: Any, *arguments: Any) -> Any:
-    try:
-        return await asyncio.wrap_future(method.remote(*arguments).future())
-    except RayTaskError as error:
-        raise error.cause from None
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        try:
+            return await asyncio.wrap_future(self._server.call_engine.remote(call, arguments).future())
+        except RayTaskError as error:
+            raise error.cause from None

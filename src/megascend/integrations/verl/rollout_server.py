@@ -16,12 +16,12 @@ from verl.workers.rollout.replica import TokenOutput
 
 from megascend.errors import ConfigError, EngineError
 from megascend.integrations.verl.rollout_settings import RolloutSettings
-from megascend.rollout.engines.base import InferenceEngine, Sampling
 from megascend.rollout.engines.local import LocalEngine
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess
+from weightwire.engine import InferenceEngine, Sampling
 from weightwire.keys import write_key
-from weightwire.offer import Offer, Seal
+from weightwire.remote_engine import read_call
 from weightwire.vllm.contract import STAGING
 
 START_S = 900.0
@@ -175,20 +175,9 @@ class RolloutServer:
         self._steps[version] = global_steps
         return version
 
-    async def receivers(self) -> int:
-        return await self.engine.receivers()
-
-    async def begin_update(self, offer: Offer) -> None:
-        await self.engine.begin_update(offer)
-
-    async def verify(self, seal: Seal, timeout_s: float) -> None:
-        await self.engine.verify(seal, timeout_s)
-
-    async def commit(self, update: str) -> None:
-        await self.engine.commit(update)
-
-    async def drop(self, update: str) -> None:
-        await self.engine.drop(update)
+    async def call_engine(self, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a call of the engine's contract, with JSON for arguments and result."""
+        return await read_call(call, arguments)(self.engine)
 
     # --- what verl calls around a step ---
 

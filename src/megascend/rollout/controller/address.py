@@ -26,7 +26,7 @@ class Address:
     instance: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class PublishedAddress:

@@ -1,189 +1,328 @@
-"""Calls to a rollout controller, for programs without an event loop. A thread has one, and renews leases meanwhile."""
+"""Calls to a rollout controller."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import logging
+import random
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megascend.errors import ControllerError, RolloutTaskError
-from megascend.rollout.controller.async_client import AsyncClaim, AsyncControllerClient
+from megascend.errors import (
+    ControllerBusyError,
+    ControllerError,
+    ControllerLostError,
+    ControllerRestartedError,
+    EngineError,
+    EngineLostError,
+    LeaseLapsedError,
+    MegascendError,
+    MessageError,
+    RolloutTaskError,
+)
+from megascend.rollout.controller.address import Address, read_address
+from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, write_call
+from megascend.rollout.http_client import Answer, UnreadableAnswerError, exchange
+from weightwire.auth import ANSWER_HEADER, check_answer, sign
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import AuthError
 from weightwire.keys import Key
-from weightwire.offer import Offer, Seal
+from weightwire.remote_engine import RemoteEngine
 
-T = TypeVar("T")
-
-
-class LoopThread:
-    """A thread with an event loop. It is a daemon: a program that forgets to close it can end.
-
-    Coroutines that still run when it closes are cancelled.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there."""
-        if not self._thread.is_alive():
-            work.close()
-            raise ControllerError("closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it. Interrupted, it is cancelled."""
-        future = self.submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End what runs, and the thread. Nothing happens the second time."""
-        if self._thread.is_alive():
-            self.run(_cancel_others())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-
-async def _cancel_others() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+log = logging.getLogger(__name__)
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
+MAX_ANSWER_BYTES = 64 * 2**20
+RELEASE_S = 10.0
+"""How long the end of a claim's block tries to release it; after that its lease does."""
 
 
 class ControllerClient:
-    """:class:`AsyncControllerClient`, method for method, each waiting for its answer. For any number of threads.
+    """Calls a controller; what breaks on the way is said again, under the same id, until the deadline.
 
-    with ControllerClient("run/controller.json", load_key(), caller="trainer") as client, client.claim("trainer") as claim:
-        claim.update(offer, timeout_s=60)
+    Args:
+        where: the file that the controller publishes its address in, or ``HOST:PORT``. A file is read again when the controller
+            cannot be reached, so that one that was restarted on another port is found.
+        caller: who calls; for the controller's log.
+        timeout_s: of a call, all attempts together, in seconds; for calls that may take long, beyond the time they are given.
     """
 
     def __init__(self, where: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
-        self._thread = LoopThread("rollout controller client")
-
-        async def make() -> AsyncControllerClient:
-            return AsyncControllerClient(where, key, caller=caller, timeout_s=timeout_s)
-
-        self._client = self._thread.run(make())
+        self._where = where
+        self._key = key
+        self._caller = caller
+        self._timeout_s = timeout_s
+        self._instance = ""
+        self._hello = asyncio.Lock()
 
     @property
     def instance(self) -> str:
         """Of the controller that answered last; empty before the first answer."""
-        return self._client.instance
+        return self._instance
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """Engines with their owners, counts of rollouts."""
-        return self._thread.run(self._client.status())
+        return await self.call("/v1/status")
 
-    @contextlib.contextmanager
-    def claim(
+    @contextlib.asynccontextmanager
+    async def claim(
         self, owner: str, engines: Sequence[str] | None = None, *, lease_s: float = 60.0, wait_s: float = 0.0
-    ) -> Iterator[Claim]:
-        """Own engines for a block; see :meth:`AsyncControllerClient.claim`."""
-        held = self._client.claim(owner, engines, lease_s=lease_s, wait_s=wait_s)
-        claim = self._thread.run(held.__aenter__())  # type: ignore[arg-type]
+    ) -> AsyncIterator[ClaimedEngines]:
+        """Own engines (None: all) within the context, as one engine. The lease is renewed until its end; they are then released.
+
+        Args:
+            wait_s: how long to wait for another owner to give them up.
+
+        Raises:
+            EngineOwnedError: another owner has one of them; the message names it.
+        """
+        arguments = {
+            "owner": owner,
+            "engines": None if engines is None else list(engines),
+            "lease_s": lease_s,
+            "wait_s": wait_s,
+        }
+        answer = await self.call("/v1/claim", arguments, takes_s=wait_s)
+        claim = ClaimedEngines(self, answer["claim"], tuple(answer["engines"]))
+        renewing = asyncio.ensure_future(claim._renew(lease_s))
         try:
-            yield Claim(self._thread, claim)
+            yield claim
         finally:
-            self._thread.run(held.__aexit__(None, None, None))  # type: ignore[arg-type]
+            renewing.cancel()
+            await claim._release()
 
-    def expect(self, rollouts: Sequence[str], deadline_s: float) -> None:
+    async def expect(self, rollouts: Sequence[str], deadline_s: float) -> None:
         """Announce rollouts, by names of their own, before they are asked for."""
-        self._thread.run(self._client.expect(rollouts, deadline_s))
+        await self.call("/v1/rollouts/expect", {"rollouts": list(rollouts), "deadline_s": deadline_s})
 
-    def complete(self, rollout: str, result: Mapping[str, Any]) -> None:
-        """Give a rollout its result."""
-        self._thread.run(self._client.complete(rollout, result))
+    async def complete(self, rollout: str, result: Mapping[str, Any]) -> None:
+        """Give a rollout its result.
 
-    def fail(self, rollout: str, reason: str) -> None:
+        Raises:
+            RolloutTaskError: nobody waits for it (any more).
+        """
+        await self.call("/v1/rollouts/complete", {"rollout": rollout, "result": dict(result)})
+
+    async def fail(self, rollout: str, reason: str) -> None:
         """Tell that a rollout has failed."""
-        self._thread.run(self._client.fail(rollout, reason))
+        await self.call("/v1/rollouts/fail", {"rollout": rollout, "reason": reason[:4000]})
 
-    def results(
+    async def results(
         self, rollouts: Iterable[str], hold_s: float = 60.0
-    ) -> Iterator[tuple[str, dict[str, Any] | RolloutTaskError]]:
-        """Each announced rollout with its result or error, as they are completed."""
-        stream = self._client.results(rollouts, hold_s)
-        while (found := self._thread.run(_next(stream))) is not None:
-            yield found
+    ) -> AsyncIterator[tuple[str, dict[str, Any] | RolloutTaskError]]:
+        """Each announced rollout with its result or error, as they are completed.
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.close()
+        One request waits at the controller; it is answered when something is there, and said again after ``hold_s``.
+        """
+        left = dict.fromkeys(rollouts)
+        while left:
+            answer = await self.call("/v1/rollouts/wait", {"rollouts": list(left), "timeout_s": hold_s}, takes_s=hold_s)
+            over = {**answer["results"], **{name: RolloutTaskError(why) for name, why in answer["failures"].items()}}
+            if over:
+                await self.call("/v1/rollouts/forget", {"rollouts": list(over)})
+            for name, result in over.items():
+                del left[name]
+                yield name, result
 
-    def __enter__(self) -> ControllerClient:
-        return self
+    async def call(
+        self, route: str, arguments: Mapping[str, Any] | None = None, *, takes_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Ask for one thing; returns its result.
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        Args:
+            takes_s: how long the controller itself may take.
+
+        Raises:
+            ControllerRestartedError: the controller is another one than in the call before. What was asked of the former is not
+                asked of this one; the next call is.
+            ControllerLostError: it could not be reached, or did not answer, within the time.
+            ControllerBusyError: it was busy all the time.
+            AuthError: it refuses our signature, or what answers does not have the key.
+            MegascendError: it refused, or an engine did; the class is that of the error there.
+        """
+        if not self._instance and route != "/v1/hello":
+            async with self._hello:
+                if not self._instance:
+                    await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}))
+        return await self._deliver(route, write_call(self._instance, new_id(), self._caller, arguments or {}), takes_s)
+
+    async def _deliver(self, route: str, body: bytes, takes_s: float = 0.0) -> dict[str, Any]:
+        """Say one call until it is answered.
+
+        An attempt has ``takes_s`` more than the client's time; once one has failed, the others together have the client's time.
+        """
+        loop = asyncio.get_running_loop()
+        delay, deadline = FIRST_DELAY_S, loop.time() + self._timeout_s + takes_s
+        failed, problem = False, None
+        while True:
+            try:
+                attempt = self._attempt(read_address(self._where), route, body)
+                result = await asyncio.wait_for(attempt, deadline - loop.time())
+            except AuthError:
+                raise
+            except (OSError, UnreadableAnswerError, asyncio.TimeoutError) as error:
+                if problem is None or not isinstance(error, asyncio.TimeoutError):
+                    problem = error  # the last attempt, cut short, tells nothing new
+            else:
+                if not isinstance(result, MegascendError):
+                    return result
+                if not isinstance(result, ControllerBusyError):
+                    raise result
+                problem = result
+            if not failed:
+                failed, deadline = True, min(deadline, loop.time() + self._timeout_s)
+            pause = delay * random.uniform(0.5, 1.0)
+            if loop.time() + pause >= deadline:
+                kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
+                told = f"{type(problem).__name__}: {problem}"
+                raise kind(f"no answer from the rollout controller ({self._where}) to {route} in time; at last: {told}")
+            await asyncio.sleep(pause)
+            delay = min(2 * delay, LONGEST_DELAY_S)
+
+    async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | MegascendError:
+        """Say one call once; each attempt is signed anew. What the controller answers is returned, errors too.
+
+        Raises:
+            AuthError: the controller refuses our signature.
+            UnreadableAnswerError, ConnectionError: as :func:`exchange`; and something else answers than our controller, which may
+                yet come.
+        """
+        signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
+        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
+        signature = answer.headers.get(ANSWER_HEADER)
+        if answer.status == 401 and signature is None:
+            raise AuthError(f"{address} refuses our signature: {_told(answer)}")
+        if answer.status == 503 and signature is None:  # whoever says so, another attempt does no harm
+            return ControllerBusyError(_told(answer))
+        try:
+            check_answer(self._key, signed.nonce, answer.status, answer.body, signature)
+        except AuthError as error:
+            raise ConnectionError(f"{address} is not our rollout controller: {error}") from None
+        self._instance, result = read_answer(answer)
+        return result
 
 
-class Claim:
-    """:class:`AsyncClaim`, method for method.
+def _told(answer: Answer) -> str:
+    """What an answer says that nobody has signed: for people."""
+    try:
+        _, result = read_answer(answer)
+    except MessageError:
+        return f"status {answer.status}"
+    return str(result)[:500]
+
+
+class ClaimedEngines(RemoteEngine):
+    """Engines that are ours for a while, as one engine of all their members.
 
     Attributes:
         engines: their names.
     """
 
-    def __init__(self, thread: LoopThread, claim: AsyncClaim) -> None:
-        self._thread = thread
-        self._claim = claim
-        self.engines = claim.engines
+    unreadable = ControllerError
 
-    def init_group(self) -> dict[str, int]:
-        """Engine -> how many members of an update's group it is; the trainer is member 0, they follow in this order."""
-        return self._thread.run(self._claim.init_group())
+    def __init__(self, client: ControllerClient, claim_id: str, engines: tuple[str, ...]) -> None:
+        self._client = client
+        self._id = claim_id
+        self.engines = engines
+        self.name = ", ".join(engines)
+        self._lost: MegascendError | None = None
 
-    def begin_update(self, offer: Offer) -> None:
-        """Have all engines receive what is offered, as if to one engine of all members: ``first`` 1, ``workers`` their sum."""
-        self._thread.run(self._claim.begin_update(offer))
+    @property
+    def lost(self) -> bool:
+        """Whether the claim is known to have ended."""
+        return self._lost is not None
 
-    def verify(self, seal: Seal, timeout_s: float) -> None:
-        """Wait until all engines have all of it."""
-        self._thread.run(self._claim.verify(seal, timeout_s))
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return await self._call(f"/v1/{call}", timeout_s - self.control_s, **arguments)
 
-    def commit(self, update: str) -> None:
-        """Put what all engines have verified in force."""
-        self._thread.run(self._claim.commit(update))
-
-    def finish_update(self, seal: Seal, timeout_s: float) -> None:
-        """Verify on all engines, then commit on all."""
-        self._thread.run(self._claim.finish_update(seal, timeout_s))
-
-    def drop(self, update: str) -> None:
-        """Give up an update."""
-        self._thread.run(self._claim.drop(update))
-
-    def pause(self, lease_s: float) -> None:
-        """Stop sampling for at most ``lease_s``; called again, for that long from then on."""
-        self._thread.run(self._claim.pause(lease_s))
-
-    def resume(self) -> None:
-        """End the pause."""
-        self._thread.run(self._claim.resume())
-
-    @contextlib.contextmanager
-    def paused(self, lease_s: float) -> Iterator[None]:
-        """Pause for a block, which has ``lease_s`` for what it does."""
-        self.pause(lease_s)
+    async def _call(self, route: str, takes_s: float = 0.0, /, **arguments: Any) -> dict[str, Any]:
+        if self._lost is not None:
+            raise LeaseLapsedError(f"the engines {self.name} are not ours any more: {self._lost}")
         try:
-            yield
-        finally:
-            self.resume()
+            return await self._client.call(route, {"claim": self._id, **arguments}, takes_s=max(0.0, takes_s))
+        except (LeaseLapsedError, ControllerRestartedError) as error:
+            self._lost = error
+            raise
+
+    async def _renew(self, lease_s: float) -> None:
+        """Renew the lease three times in its length, until it is lost."""
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            try:
+                await self._call("/v1/renew", lease_s=lease_s)
+            except (LeaseLapsedError, ControllerRestartedError) as error:
+                log.error("engines %s are not ours any more: %s", self.name, error)
+                return
+            except (ControllerError, AuthError) as error:
+                log.warning("the claim on %s could not be renewed, will be tried again: %s", self.name, error)
+
+    async def _release(self) -> None:
+        try:
+            await asyncio.wait_for(self._call("/v1/release"), RELEASE_S)
+        except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # its lease ends it
+            log.warning("the claim on %s could not be released: %s", self.name, error)
 
 
-async def _next(stream: AsyncIterator[T]) -> T | None:
-    async for found in stream:
-        return found
-    return None
+class ControllerEngine(RemoteEngine):
+    """All engines of a controller as one engine, for programs that have no event loop of their own for the claim.
+
+    They are claimed at the first call, and again at the next one after the claim was lost; :meth:`close` releases them. May be
+    used from several event loops.
+
+    Args:
+        where: as of :class:`ControllerClient`.
+        owner: what the controller calls this trainer.
+        lease_s: the engines may be claimed by others when this process has been silent for so long.
+        wait_s: seconds to wait for another owner to release them.
+
+    Raises, in any method:
+        EngineError, EngineLostError, EngineTimeoutError: the controller cannot be reached, refused, or its engines failed.
+    """
+
+    unreadable = EngineError
+
+    def __init__(
+        self,
+        where: str | Path,
+        key: Key,
+        *,
+        owner: str,
+        lease_s: float = 60.0,
+        wait_s: float = 0.0,
+        generate_timeout_s: float = 600.0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.name = f"engines of the controller {where}"
+        self.answer_s = generate_timeout_s
+        self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
+        self._client = ControllerClient(where, key, caller=owner, timeout_s=timeout_s)
+        self._thread = LoopThread("controller engine")
+        self._claiming = asyncio.Lock()
+        self._held = contextlib.AsyncExitStack()
+        self._engines: ClaimedEngines | None = None
+
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(self._ask(call, arguments, timeout_s)))
+
+    async def _ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        try:
+            return await (await self._claimed()).ask(call, arguments, timeout_s)
+        except (ControllerLostError, LeaseLapsedError) as error:
+            raise EngineLostError(f"{self.name}: {call}: {error}") from error
+        except (ControllerError, AuthError) as error:
+            raise EngineError(f"{self.name}: {call}: {error}") from error
+
+    async def _claimed(self) -> ClaimedEngines:
+        async with self._claiming:
+            if self._engines is None or self._engines.lost:
+                await self._held.aclose()
+                claim = self._client.claim(self._owner, lease_s=self._lease_s, wait_s=self._wait_s)
+                self._engines = await self._held.enter_async_context(claim)
+            return self._engines
+
+    async def close(self) -> None:
+        """Release the engines. May be called twice."""
+        with contextlib.suppress(RuntimeError):  # closed
+            await asyncio.wrap_future(self._thread.submit(self._held.aclose()))
+        await asyncio.to_thread(self._thread.close)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megascend.errors import ControllerError, ControllerLostError, EngineError, EngineOwnedError
-from megascend.rollout.controller.clock import Clock, LoopClock, Timer
-from megascend.rollout.controller.engine_calls import EngineCalls, UpdatedEngine
-from megascend.rollout.controller.ownership import Claim, Ownership
-from megascend.rollout.controller.pauses import Pauses
+from megascend.rollout.availability import Availability
+from megascend.rollout.controller.engines import Engines, Pauses, Updates
+from megascend.rollout.controller.ownership import Claim, Clock, LoopClock, Ownership, Timer
 from megascend.rollout.controller.tasks import RolloutTasks
-from megascend.rollout.controller.updates import Updates
+from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,13 +29,15 @@ class Limits:
 
     Attributes:
         max_lease_s: longest lease of a claim or a pause, in seconds.
-        engine_timeout_s: what an engine has for one call, in seconds, unless the call has a time of its own.
+        engine_timeout_s: deadline of one call of an engine, in seconds, unless the call has a time of its own.
+        commit_timeout_s: deadline of an engine's commit, and of loading an adapter.
         max_tasks: most rollouts in flight or not fetched.
         max_kept_bytes: most bytes of results that nobody has fetched.
     """
 
     max_lease_s: float = 600.0
     engine_timeout_s: float = 60.0
+    commit_timeout_s: float = 660.0
     max_tasks: int = 8192
     max_kept_bytes: int = 256 * 2**20
 
@@ -52,7 +54,7 @@ class Controller:
     """
 
     def __init__(
-        self, engines: Sequence[UpdatedEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
+        self, engines: Sequence[InferenceEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
     ) -> None:
         self.instance = secrets.token_hex(8)
         """Of this controller alone: one that is started in its place has another."""
@@ -60,9 +62,13 @@ class Controller:
         self._clock = clock or LoopClock()
         self._names = [engine.name for engine in engines]
         self._ownership = Ownership(self._names, self.limits.max_lease_s)
-        calls = EngineCalls({engine.name: engine for engine in engines}, self.limits.engine_timeout_s)
-        self._updates = Updates(calls)
-        self._pauses = Pauses(calls, self._names, self._clock, self._arm)
+        self._engines = Engines(
+            {engine.name: engine for engine in engines}, self.limits.engine_timeout_s, self.limits.commit_timeout_s
+        )
+        self._updates = Updates(self._engines)
+        self._pauses = Pauses(self._engines, self._names, self._clock, self._arm)
+        self._availability = Availability(len(self._names))
+        self._sampling = [0] * len(self._names)  # responses that each engine is sampling
         self.tasks = RolloutTasks(self._clock, self.limits.max_tasks, self.limits.max_kept_bytes)
         """Rollouts in flight."""
         self._locks: dict[str, asyncio.Lock] = {}  # of claims: one update's call at a time
@@ -112,54 +118,9 @@ class Controller:
         self._ownership.begin_end(claim, why)
         await asyncio.shield(self._clean_up(self._end(claim)))
 
-    # --- what an owner has done to its engines ---
-
-    async def init_group(self, claim_id: str) -> dict[str, int]:
-        """Engine -> how many members of an update's group it is. The trainer is member 0, they follow in this order."""
-        return await self._operation(claim_id, self._updates.init_group)
-
-    async def begin_update(self, claim_id: str, offer: Offer) -> None:
-        """Have all engines receive what is offered; returns without waiting for it.
-
-        Args:
-            offer: as if to one engine of all members: ``first`` is 1, ``workers`` the sum of :meth:`init_group`. Each engine is
-                offered its own places.
-        """
-        await self._operation(claim_id, lambda claim: self._updates.begin(claim, offer))
-
-    async def verify(self, claim_id: str, seal: Seal, timeout_s: float) -> None:
-        """Wait until all engines have everything and have held it against what was sent."""
-        await self._operation(claim_id, lambda claim: self._updates.verify(claim, seal, timeout_s))
-
-    async def commit(self, claim_id: str, update: str) -> None:
-        """Put weights in force that all engines have verified."""
-        await self._operation(claim_id, lambda claim: self._updates.commit(claim, update))
-
-    async def finish_update(self, claim_id: str, seal: Seal, timeout_s: float) -> None:
-        """Verify on all engines, then commit on all."""
-
-        async def both(claim: Claim) -> None:
-            await self._updates.verify(claim, seal, timeout_s)
-            await self._updates.commit(claim, seal.update)
-
-        await self._operation(claim_id, both)
-
-    async def drop(self, claim_id: str, update: str) -> None:
-        """Give up an update on all engines."""
-        await self._operation(claim_id, lambda claim: self._updates.drop(claim, update))
-
-    async def pause(self, claim_id: str, lease_s: float) -> None:
-        """Stop sampling on all engines for at most ``lease_s``; another call renews the lease."""
-        self._ownership.check_lease(lease_s)
-
-        async def pause(claim: Claim) -> None:
-            await self._pauses.pause(claim.engines, lease_s, allowed=lambda: self._ownership.get(claim_id))
-
-        await self._operation(claim_id, pause, exclusive=False)
-
-    async def resume(self, claim_id: str) -> None:
-        """End the pause of all engines; nothing happens to those that are not paused."""
-        await self._operation(claim_id, lambda claim: self._pauses.resume(claim.engines), exclusive=False)
+    def engine(self, claim_id: str) -> OwnedEngines:
+        """Return a claim's engines as one engine."""
+        return OwnedEngines(self, claim_id)
 
     # --- the controller itself ---
 
@@ -170,7 +131,7 @@ class Controller:
             claim, paused_until = self._ownership.owner_of(name), self._pauses.until(name)
             engines[name] = {
                 "owner": claim and claim.owner,
-                "lease_s": claim and max(0.0, claim.lapses - now),
+                "lease_s": claim and claim.left_s(now),
                 "paused_s": None if paused_until is None else max(0.0, paused_until - now),
             }
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
@@ -192,6 +153,32 @@ class Controller:
         await self.close()
 
     # --- below ---
+
+    async def _sample(self, claim_id: str, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
+        """Have the least busy engine of a claim sample, one that has not failed a short time ago. Renews the claim."""
+        self._check_open()
+        claim = self._ownership.get(claim_id)
+        claim.renew(self._clock.now())
+        numbers = [self._names.index(name) for name in claim.engines]
+        number = self._availability.best(numbers, self._sampling)
+        self._sampling[number] += n
+        task = asyncio.ensure_future(work(self._engines[self._names[number]]))
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+        try:
+            result = await task
+        except EngineError:
+            self._availability.failed(number)
+            raise
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():
+                raise ControllerLostError("the controller is closing") from None
+            raise
+        finally:
+            task.cancel()
+            self._sampling[number] -= n
+        self._availability.answered(number)
+        return result
 
     async def _close(self, why: str) -> None:
         if self._timer is not None:
@@ -244,7 +231,7 @@ class Controller:
             raise
         finally:
             claim.running -= 1
-            claim.lapses = max(claim.lapses, self._clock.now() + claim.lease_s)
+            claim.renew(self._clock.now())
             self._arm()
 
     async def _undo(self, claim: Claim) -> None:
@@ -313,3 +300,88 @@ class Controller:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise ControllerLostError("the controller is closing")
+
+
+class OwnedEngines(InferenceEngine):
+    """The engines of one claim as one engine of all their members.
+
+    Requests for responses go to the least busy engine; everything else to all. A call that fails on any engine, or is cancelled,
+    is undone on all: the update is dropped, engines that are paused continue.
+
+    Raises, in any method:
+        LeaseLapsedError: the claim has ended.
+        ControllerError: the call was refused, and nothing was done.
+        EngineError: engines failed; the message names them.
+    """
+
+    def __init__(self, controller: Controller, claim_id: str) -> None:
+        self.name = "the claim's engines"
+        self._controller, self._claim = controller, claim_id
+        self._engines, self._updates, self._pauses = controller._engines, controller._updates, controller._pauses
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        return await self._controller._sample(
+            self._claim, lambda engine: engine.generate(prompt, sampling, n, adapter), n
+        )
+
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        return await self._controller._sample(self._claim, lambda engine: engine.logprobs(tokens, adapter), 1)
+
+    async def receivers(self) -> int:
+        return sum((await self._do(self._updates.members)).values())
+
+    async def locations(self) -> list[Location | None]:
+        async def ask(claim: Claim) -> dict[str, list[Location | None]]:
+            return await self._engines.each(claim.engines, "locations", lambda engine: engine.locations())
+
+        return [location for locations in (await self._do(ask)).values() for location in locations]
+
+    async def begin_update(self, offer: Offer) -> None:
+        """See :class:`InferenceEngine`. Each engine is offered its own places of the offer, which begins with member 1."""
+        await self._do(lambda claim: self._updates.begin(claim, offer))
+
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self._do(lambda claim: self._updates.verify(claim, seal, timeout_s))
+
+    async def commit(self, update: str) -> None:
+        """See :class:`InferenceEngine`. No engine commits before all have verified."""
+        await self._do(lambda claim: self._updates.commit(claim, update))
+
+    async def drop(self, update: str) -> None:
+        await self._do(lambda claim: self._updates.drop(claim, update))
+
+    async def version(self, target: str = "model") -> int:
+        """Return the newest version that one of the engines has: the next update must have a newer one."""
+
+        async def ask(claim: Claim) -> dict[str, int]:
+            return await self._engines.each(claim.engines, "version", lambda engine: engine.version(target))
+
+        return max((await self._do(ask)).values())
+
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
+        async def load(claim: Claim) -> None:
+            await self._engines.each(
+                claim.engines,
+                "load_adapter",
+                lambda engine: engine.load_adapter(name, directory, version),
+                self._engines.commit_s,
+            )
+
+        await self._do(load)
+
+    async def pause(self, lease_s: float) -> None:
+        ownership = self._controller._ownership
+        ownership.check_lease(lease_s)
+
+        async def pause(claim: Claim) -> None:
+            await self._pauses.pause(claim.engines, lease_s, allowed=lambda: ownership.get(self._claim))
+
+        await self._do(pause, exclusive=False)
+
+    async def resume(self) -> None:
+        await self._do(lambda claim: self._pauses.resume(claim.engines), exclusive=False)
+
+    async def _do(self, run: Callable[[Claim], Awaitable[T]], *, exclusive: bool = True) -> T:
+        return await self._controller._operation(self._claim, run, exclusive=exclusive)

@@ -116,7 +116,7 @@ def write_result(instance: str, result: Mapping[str, Any]) -> Answer:
 
 def write_error(instance: str, error: Exception) -> Answer:
     """The answer to a call that was refused or has failed."""
-    kind = next((kind for kind, (_, of) in _KINDS.items() if isinstance(error, of)), "internal")
+    kind = next((kind for kind, (_, error_type) in _KINDS.items() if isinstance(error, error_type)), "internal")
     status, _ = _KINDS[kind]
     told = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
     message = {"kind": kind, "message": told[:4000]}

@@ -1,36 +1,58 @@
-"""Who owns which engine, and until when. Pure: times are passed in."""
+"""Who owns which engine, and until when: pure, times are passed in. And the clock of leases and deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megascend.errors import ControllerError, EngineOwnedError, LeaseLapsedError
+from weightwire.lease import Lease
 
 REMEMBERED = 256
 """Claims that have ended of which :meth:`Ownership.get` can still say why."""
 
 
-@dataclass
-class Claim:
+class Timer(Protocol):
+    """What :meth:`Clock.call_at` returns."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Seconds that only go forward, and calls at a time of theirs."""
+
+    def now(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer: ...
+
+
+class LoopClock:
+    """The clock of the event loop that runs."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        return asyncio.get_running_loop().call_at(when, callback)
+
+
+@dataclass(kw_only=True)
+class Claim(Lease):
     """Engines that belong to one owner until the lease lapses.
 
     Attributes:
         id: what the owner shows to act on them; a secret between the owner and the controller.
-        lapses: when the lease ends, on the controller's clock.
-        lease_s: how long it lasts after each call of the owner, in seconds.
         running: calls of the owner that run now; the claim does not lapse meanwhile.
         ending: released or lapsed; the engines are being continued and are free after that.
     """
 
     id: str
-    owner: str
     engines: tuple[str, ...]
     since: float
-    lapses: float
-    lease_s: float
     running: int = 0
     ending: bool = False
 
@@ -70,9 +92,11 @@ class Ownership:
                 held = "is being released by" if other.ending else "belongs to"
                 raise EngineOwnedError(
                     f"engine {name!r} {held} {other.owner!r}, since {now - other.since:.1f} s ago, for another "
-                    f"{max(0.0, other.lapses - now):.1f} s unless renewed; {owner!r} cannot have it before"
+                    f"{other.left_s(now):.1f} s unless renewed; {owner!r} cannot have it before"
                 )
-        claim = Claim(secrets.token_hex(16), owner, names, now, now + lease_s, lease_s)
+        claim = Claim(
+            id=secrets.token_hex(16), owner=owner, engines=names, since=now, until=now + lease_s, lease_s=lease_s
+        )
         self._claims[claim.id] = claim
         return claim
 
@@ -94,8 +118,7 @@ class Ownership:
     def renew(self, claim: Claim, lease_s: float, now: float) -> None:
         """Have a claim last at least ``lease_s`` from now; it never becomes shorter."""
         self.check_lease(lease_s)
-        claim.lapses = max(claim.lapses, now + lease_s)
-        claim.lease_s = lease_s
+        claim.renew(now, lease_s)
 
     def begin_end(self, claim: Claim, why: str) -> None:
         """A claim is in force no longer; its engines are not free yet."""
@@ -116,11 +139,11 @@ class Ownership:
 
     def lapsed(self, now: float) -> list[Claim]:
         """Claims whose lease is over."""
-        return [claim for claim in self._claims.values() if claim.lapses <= now and not (claim.ending or claim.running)]
+        return [claim for claim in self._claims.values() if claim.until <= now and not (claim.ending or claim.running)]
 
     def next_lapse(self) -> float | None:
         """When the next lease is over."""
-        ends = [claim.lapses for claim in self._claims.values() if not (claim.ending or claim.running)]
+        ends = [claim.until for claim in self._claims.values() if not (claim.ending or claim.running)]
         return min(ends, default=None)
 
     def check_lease(self, lease_s: float) -> None:

@@ -1,14 +1,24 @@
-"""The controller on the network: callers are authenticated, each call is carried out once, the address is published."""
+"""The controller on the network, an ASGI application: callers are authenticated, each call is carried out once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from megascend.errors import (
     ConfigError,
@@ -18,18 +28,54 @@ from megascend.errors import (
     MegascendError,
     MessageError,
 )
+from megascend.rollout.connections import OWNER, bounded, reporting
 from megascend.rollout.controller.address import Address, PublishedAddress
+from megascend.rollout.controller.areal import CALLBACKS, ArealCallbacks, bearer_of
 from megascend.rollout.controller.controller import Controller
-from megascend.rollout.controller.http_server import HttpLimits, HttpServer, Refusal
 from megascend.rollout.controller.messages import AUDIENCE, BEARER, Call, read_call, write_error, write_result
 from megascend.rollout.controller.replies import Replies
-from megascend.rollout.controller.routes import ROUTES, Route
+from megascend.rollout.controller.routes import PREFIX, ReadCall, read_route
 from megascend.rollout.http_client import Answer
+from weightwire.asgi import Receive, Scope, Send, check_head, read_body, target_of, unless_gone
 from weightwire.auth import Grant, Verifier, sign_answer
-from weightwire.errors import AuthBusyError, AuthError
+from weightwire.errors import AuthBusyError, AuthError, WireError
 from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
+CLOSE_S = 1
+"""Seconds that requests have for their answer when the server closes."""
+DISCARD_S = 1.0
+"""Seconds in which the rest of a refused request is read: a connection that is closed before that may lose the answer."""
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Bounds of the server.
+
+    Attributes:
+        max_connections: of all callers, those that are not known yet included. When there are more, one of the host with the most
+            is closed, an idle one first.
+        max_requests: of callers with the key at a time, those that wait for their answer included.
+        max_head_bytes: first line and headers.
+        max_body_bytes: of one request.
+        max_buffered_bytes: bodies of all requests together.
+        body_timeout_s: seconds in which a caller must send its body.
+    """
+
+    max_connections: int = 640
+    max_requests: int = 512
+    max_head_bytes: int = 16 * 2**10
+    max_body_bytes: int = 32 * 2**20
+    max_buffered_bytes: int = 256 * 2**20
+    body_timeout_s: float = 60.0
+
+
+class Refusal(Exception):
+    """A request that is answered with a status and a reason, and nothing else."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class ControllerServer:
@@ -42,8 +88,9 @@ class ControllerServer:
         controller: closed with the server.
         publish: a file that the address is written to. A second controller for the same file is refused.
         advertise: the host that is published, where it is not ``host``: by which name others reach this machine.
-        bearer: take bearer tokens as well (:data:`BEARER`); their answers are not signed, and nothing ties a token to a request.
-        keep_s: how long a call may be said again, in seconds.
+        bearer: take bearer tokens as well (:data:`BEARER`), and with them AReaL's callbacks (:mod:`.areal`). Answers to them are
+            not signed, and nothing ties a token to a request.
+        keep_s: how long a call may be repeated, in seconds.
     """
 
     def __init__(
@@ -63,7 +110,7 @@ class ControllerServer:
     ) -> None:
         self.controller = controller
         self._key = key
-        self._where = (host, port)
+        self._host, self._port = host, port
         self._publish = publish
         self._advertise = advertise
         self._published: PublishedAddress | None = None
@@ -71,9 +118,16 @@ class ControllerServer:
             key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=max(2**16, 2 * max_replies)
         )
         self._replies = Replies(keep_s=keep_s, max_replies=max_replies)
-        self._http: HttpServer[Grant] = HttpServer(self, limits)
+        self._limits = limits or HttpLimits()
+        self._requests = self._buffered = 0
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._stopping: str | None = None
         self._closed: asyncio.Future[None] | None = None
+        self._areal = ArealCallbacks(controller)
+        areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
+        own = Route("/{path:path}", self._respond, methods=["POST"])
+        self.application = Starlette(routes=[areal, own] if bearer else [own])
         self.address = Address(host, port)
         """Where it listens, once it does."""
 
@@ -84,20 +138,42 @@ class ControllerServer:
             ConfigError: the port is taken, the host is not of this machine, or is all of its addresses and none is advertised.
             ControllerError: another controller holds the file.
         """
-        if self._publish is not None and self._advertise is None and self._where[0] in ("", "0.0.0.0", "::"):
+        if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(
-                f"host={self._where[0]!r} listens on all addresses; advertise= must tell which of them others connect to"
+                f"host={self._host!r} listens on all addresses; advertise= must tell which of them others connect to"
             )
         if self._publish is not None:
             self._published = PublishedAddress(self._publish)
         try:
-            host, port = await self._http.start(*self._where)
+            listening = _listen(self._host, self._port)
         except OSError as error:
             self._withdraw()
-            wanted, port = self._where
             raise ConfigError(
-                f"the controller cannot listen on {wanted}:{port}: {error.strerror or error}; port 0 takes one that is free"
+                f"the controller cannot listen on {self._host}:{self._port}: {error.strerror or error}; port 0 takes one that "
+                "is free"
             ) from error
+        host, port = listening.getsockname()[:2]
+        config = uvicorn.Config(
+            reporting(self.application),
+            http=bounded(self._limits.max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=CLOSE_S,
+            h11_max_incomplete_event_size=self._limits.max_head_bytes,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        while not self._server.started:
+            if self._serving.done():
+                self._withdraw()
+                raise ConfigError(f"the controller's HTTP server did not start: {self._serving.exception()}")
+            await asyncio.sleep(0.005)
         self.address = Address(self._advertise or host, port, self.controller.instance)
         if self._published is not None:
             self._published.publish(self.address)
@@ -138,54 +214,99 @@ class ControllerServer:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # --- what the HTTP server asks ---
+    # --- below ---
 
-    def admit(self, method: str, target: str, authorization: str | None) -> Grant:
-        """Verify a request's head."""
+    async def _respond(self, request: Request) -> Response:
+        """Answer a request, whose caller is known by its head before its body is read."""
+        grant = None
         try:
-            return self._verifier.check_head(method, target, authorization)
+            grant = self._admit(request.scope)
+            with self._room(request):
+                body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+                answer = await self._answer(grant, target_of(request.scope), body, request.receive)
+        except Refusal as refusal:
+            kind = ControllerBusyError if refusal.status == 503 else MessageError
+            return self._signed(Answer(refusal.status, self._error(kind(str(refusal))).body), grant, RefusedResponse)
+        except WireError as error:  # the body did not arrive
+            return self._signed(self._error(MessageError(str(error))), grant, RefusedResponse)
+        return self._signed(answer, grant)
+
+    async def _respond_to_areal(self, request: Request) -> Response:
+        request.scope["headers"] = [
+            (name, (bearer_of(value.decode("latin-1")) or "").encode("latin-1") if name == b"authorization" else value)
+            for name, value in request.scope["headers"]
+        ]
+        try:
+            self._admit(request.scope)
+            with self._room(request):
+                body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+                status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
+        except (Refusal, WireError) as error:
+            status = error.status if isinstance(error, Refusal) else 400
+            return RefusedResponse(json.dumps({"error": str(error)}), status, media_type="application/json")
+        return Response(json.dumps(answer), status, {"Connection": "close"}, "application/json")
+
+    def _signed(self, answer: Answer, grant: Grant | None, kind: type[Response] = Response) -> Response:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if grant is not None and grant.nonce:
+            headers |= sign_answer(self._key, grant.nonce, answer.status, answer.body)
+        return kind(answer.body, answer.status, headers)
+
+    def _admit(self, scope: Scope) -> Grant:
+        try:
+            grant = check_head(self._verifier, scope)
         except AuthError as error:
             raise Refusal(503 if isinstance(error, AuthBusyError) else 401, str(error)) from None
+        scope[OWNER] = "caller"  # where connections are too many, those of strangers are closed first
+        return grant
 
-    async def answer(self, caller: Grant, method: str, target: str, body: bytes) -> Answer:
+    @contextmanager
+    def _room(self, request: Request) -> Iterator[None]:
+        """Hold a place for a request, and memory for its body.
+
+        Raises:
+            Refusal: there is none.
+        """
+        limits = self._limits
+        size = int(request.headers.get("content-length", limits.max_body_bytes))
+        if size > limits.max_body_bytes:
+            raise Refusal(413, f"a body of {size} bytes; at most {limits.max_body_bytes} are taken")
+        if self._requests >= limits.max_requests:
+            raise Refusal(503, f"{limits.max_requests} requests are being answered; come back later")
+        if self._buffered + size > limits.max_buffered_bytes:
+            raise Refusal(503, "too many large requests at once; come back later")
+        self._requests += 1
+        self._buffered += size
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._buffered -= size
+
+    async def _answer(self, grant: Grant, target: str, body: bytes, receive: Receive) -> Answer:
         """Carry out a call, or say why not. Bodies are looked at when they are what was signed, and not before."""
         try:
-            caller.check_body(body)
-            route = ROUTES.get(target)
-            if route is None or method != "POST":
-                raise MessageError(f"there is no {method} {target}; there is POST {', '.join(ROUTES)}")
+            grant.check_body(body)
             call = read_call(body)
-            if call.instance != self.controller.instance and not (call.instance == "" and target == "/v1/hello"):
+            if call.instance != self.controller.instance and not (call.instance == "" and target == f"{PREFIX}hello"):
                 raise ControllerRestartedError(
                     f"this is controller {self.controller.instance}, not {call.instance or 'unnamed'}: it was restarted, and "
                     "knows no claims and rollouts of before"
                 )
-            arguments = route.read(call.arguments)
-            if not route.once:
-                return await self._carry_out(route, arguments, call, len(body))
-            return await self._replies.once(
-                call, target, body, lambda: self._carry_out(route, arguments, call, len(body))
-            )
+            route = read_route(target, call.arguments, len(body))
+            if route.once:
+                return await self._replies.once(call, target, body, lambda: self._carry_out(route, call))
+            work = asyncio.ensure_future(self._carry_out(route, call))
+            return await unless_gone(work, receive) or Answer(499, b"")
         except (MegascendError, AuthError) as error:
             return self._error(MessageError(str(error)) if isinstance(error, AuthError) else error)
 
-    def refuse(self, caller: Grant | None, refusal: Refusal) -> Answer:
-        """The answer to what the HTTP server refuses."""
-        kind = ControllerBusyError if refusal.status == 503 else MessageError
-        return Answer(refusal.status, self._error(kind(str(refusal))).body)
-
-    def sign(self, caller: Grant, answer: Answer) -> dict[str, str]:
-        """The answer's signature."""
-        return sign_answer(self._key, caller.nonce, answer.status, answer.body) if caller.nonce else {}
-
-    # --- below ---
-
-    async def _carry_out(self, route: Route, arguments: object, call: Call, size: int) -> Answer:
-        """The answer, an error included. What was refused without effect, and may be asked again, is raised."""
+    async def _carry_out(self, route: ReadCall, call: Call) -> Answer:
+        """Return the answer, an error included. What was refused without effect, and may be tried again, is raised."""
         if self._stopping is not None:
             raise ControllerLostError(self._stopping)
         try:
-            return write_result(self.controller.instance, await route.run(self.controller, arguments, size))
+            return write_result(self.controller.instance, await route.run(self.controller))
         except (ControllerBusyError, ControllerLostError):
             raise
         except MegascendError as error:
@@ -204,12 +325,60 @@ class ControllerServer:
 
     async def _close(self, why: str) -> None:
         self._stopping = why
-        await self._http.stop_listening()
+        if self._server is not None:
+            self._server.should_exit = True
         try:
             await self.controller.close(why)
         finally:
-            await self._http.close()
+            if self._serving is not None:
+                await self._serving
             self._withdraw()
+
+
+class RefusedResponse(Response):
+    """An answer to a request that is not read to its end: the rest of it is discarded before the connection is closed.
+
+    A connection that is closed while bytes lie there unread is reset, and its caller may never see the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError, WireError):
+            await asyncio.wait_for(_discard(receive), DISCARD_S)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+        pass
+
+
+class _Server(uvicorn.Server):
+    """uvicorn within a program: signals are the program's (:meth:`ControllerServer.until_signal`)."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        OSError: the port is taken, or the host is not of this machine.
+    """
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 @contextmanager

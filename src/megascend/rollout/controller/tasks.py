@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.errors import ControllerBusyError, ControllerLostError, MessageError, RolloutTaskError
-from megascend.rollout.controller.clock import Clock, Timer
+from megascend.rollout.controller.ownership import Clock, Timer
 
 FORGOTTEN = 65536
 """Tasks that are over of which a late callback is told so by name."""

@@ -1,28 +1,45 @@
-"""The local engine: transformers on this machine, for laptops, examples and tests. A real engine, but not a fast one."""
+"""The local engine: transformers on this machine, for laptops, examples and tests. A real engine, but not a fast one.
+
+Its model is in this process, or in one of its own that reads calls as lines of JSON from a pipe and writes answers to another:
+``python -m megascend.rollout.engines.local MODEL SETTINGS REQUESTS ANSWERS``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-from collections.abc import Sequence
-from dataclasses import asdict
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megascend.errors import EngineError, EngineTimeoutError
-from megascend.rollout.engines.base import Completion, Sampling
-from megascend.rollout.engines.local_service import ChildProcess, InProcess, Service
-from weightwire.offer import Offer, Seal
-from weightwire.transports.choice import Location
+import megascend.errors
+import weightwire.errors
+from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
+from megascend.rollout.engines.guarded import GuardedProcess
+from weightwire.engine import InferenceEngine
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import WireError
+from weightwire.remote_engine import RemoteEngine, read_call
+
+KILL_AFTER_S = 10.0
 
 
-class LocalEngine:
-    """A model of transformers that samples and takes updates; see :class:`megascend.rollout.engines.base.InferenceEngine`.
+class LocalEngine(RemoteEngine):
+    """A model of transformers that samples and takes updates.
 
     Requests that wait are sampled together. An update is received while that goes on and takes effect between two tokens; what
     the responses under way have in the cache is then computed again. Adapters are not loaded: push the merged model.
     """
 
-    stages = True
+    unreadable = EngineError
 
     def __init__(
         self,
@@ -43,73 +60,177 @@ class LocalEngine:
             settings: of :class:`megascend.rollout.engines.local_model.LocalModel`: precision, device, seed, rows.
         """
         self.name = name
-        self._timeout_s, self._control_s = timeout_s, control_timeout_s
+        self.answer_s = timeout_s
+        self.control_s = self.commit_s = control_timeout_s
         self._answered = False
-        self._service: Service = (
-            ChildProcess(name, Path(model), **settings) if own_process else InProcess(Path(model), **settings)
-        )
+        self._host = ModelProcess(name, Path(model), settings) if own_process else ModelHere(Path(model), settings)
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
-    ) -> list[Completion]:
-        self._no_adapters(adapter)
-        arguments = {"prompt": list(prompt), "sampling": asdict(sampling), "n": n}
-        answer = await self._ask("generate", self._timeout_s, **arguments)
-        return [
-            Completion(**{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}) for one in answer
-        ]
-
-    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        self._no_adapters(adapter)
-        return await self._ask("logprobs", self._timeout_s, tokens=list(tokens))
-
-    async def receivers(self) -> int:
-        return 1
-
-    async def locations(self) -> list[Location]:
-        """Where it keeps received weights, which decides how they travel."""
-        return [Location.from_json(await self._ask("location", self._control_s))]
-
-    async def begin_update(self, offer: Offer) -> None:
-        await self._ask("begin_update", self._control_s, offer=offer.to_json())
-
-    async def verify(self, seal: Seal, timeout_s: float) -> None:
-        await self._ask("verify", timeout_s + 5.0, seal=seal.to_json(), timeout_s=timeout_s)
-
-    async def commit(self, update: str) -> None:
-        await self._ask("commit", self._control_s, update=update)
-
-    async def drop(self, update: str) -> None:
-        await self._ask("drop", self._control_s, update=update)
-
-    async def pause(self, lease_s: float) -> None:
-        await self._ask("pause", self._control_s, lease_s=lease_s)
-
-    async def resume(self) -> None:
-        await self._ask("resume", self._control_s)
-
-    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        self._no_adapters(name)
-
-    async def version(self, target: str = "model") -> int:
-        return await self._ask("version", self._control_s, target=target)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._service.close)
-
-    async def _ask(self, call: str, deadline_s: float, /, **arguments: Any) -> Any:
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         if not self._answered:
             # Its process imports transformers and loads the model first, which takes minutes on a busy machine.
-            deadline_s = max(deadline_s, self._timeout_s)
+            timeout_s = max(timeout_s, self.answer_s)
         try:
-            answer = await asyncio.wait_for(asyncio.wrap_future(self._service.start(call, arguments)), deadline_s)
-            self._answered = True
-            return answer
+            answer = await asyncio.wait_for(self._host.call(call, arguments), timeout_s)
         except asyncio.TimeoutError:
-            raise EngineTimeoutError(f"{self.name}: no answer to {call} within {deadline_s:g} s") from None
+            raise EngineTimeoutError(f"{self.name}: no answer to {call} within {timeout_s:g} s") from None
+        self._answered = True
+        return answer
 
-    def _no_adapters(self, adapter: str | None) -> None:
-        if adapter is not None:
-            raise EngineError(
-                f"{self.name} does not load adapters ({adapter!r}): push the model with the adapter merged"
-            )
+    async def close(self) -> None:
+        await self._host.close()
+
+
+class ModelHere:
+    """The model in this process."""
+
+    def __init__(self, model: Path, settings: Mapping[str, Any]) -> None:
+        from megascend.rollout.engines.local_model import LocalModel
+
+        self._model: InferenceEngine = LocalModel(model, **settings)
+
+    async def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Make a call of the contract, with JSON for arguments and result."""
+        try:
+            run = read_call(call, arguments)
+        except WireError as error:
+            raise EngineError(f"local engine: {error}") from error
+        return await run(self._model)
+
+    async def close(self) -> None:
+        await self._model.close()
+
+
+class ModelProcess:
+    """The model in a process of its own, which ends with this one."""
+
+    def __init__(self, name: str, model: Path, settings: Mapping[str, Any]) -> None:
+        self._name = name
+        requests, request_end = os.pipe()
+        answer_end, answers = os.pipe()
+        command = [sys.executable, "-m", "megascend.rollout.engines.local", str(model), json.dumps(settings)]
+        try:
+            # An interactive Ctrl-C is for the trainer, which ends this process when it has saved.
+            self._guarded = GuardedProcess([*command, str(requests), str(answers)], descriptors=(requests, answers))
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self.process = self._guarded.process
+        self._requests = os.fdopen(request_end, "w", encoding="utf-8")
+        self._answers = os.fdopen(answer_end, encoding="utf-8")
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._count = 0
+        self._reader = threading.Thread(target=self._read, name=f"{name}-answers", daemon=True)
+        self._reader.start()
+
+    async def call(self, call: str, arguments: dict[str, Any]) -> Any:
+        """Send a call and wait for its answer."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # answered, whoever still waits for it
+        with self._lock:
+            number = self._count = self._count + 1
+            self._waiting[number] = future
+            try:
+                self._requests.write(json.dumps([number, call, arguments]) + "\n")
+                self._requests.flush()
+            except (OSError, ValueError):
+                del self._waiting[number]
+                future.set_exception(self._lost())
+        return await asyncio.wrap_future(future)
+
+    def _read(self) -> None:
+        for line in self._answers:
+            number, error, result = json.loads(line)
+            with self._lock:
+                future = self._waiting.pop(number)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error_from_json(error))
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(self._lost())
+
+    def _lost(self) -> EngineLostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.poll()
+        ending = "does not listen any more" if code is None else f"has ended with exit code {code}"
+        return EngineLostError(f"{self._name}: its process {self.process.pid} {ending}")
+
+    async def close(self) -> None:
+        """Give up calls under way and end the process. May be called twice."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._requests.close()
+        try:
+            self.process.wait(KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._guarded.release()
+        self._reader.join()
+        self._answers.close()
+
+
+def error_to_json(error: BaseException) -> list[str]:
+    """Return an error's module, class name and message."""
+    return [type(error).__module__, type(error).__name__, str(error)]
+
+
+def error_from_json(error: Sequence[str]) -> Exception:
+    """Return the error of :func:`error_to_json`; an EngineError if it is none of megascend's or weightwire's."""
+    module, name, message = error
+    for errors, base in ((megascend.errors, MegascendError), (weightwire.errors, WireError)):
+        kind = getattr(errors, name, None)
+        if module == errors.__name__ and isinstance(kind, type) and issubclass(kind, base):
+            return kind(message)
+    return EngineError(f"local engine: {name}: {message}")
+
+
+def serve(call: Callable[[str, dict[str, Any]], Any], requests: IO[str], answers: IO[str]) -> None:
+    """Make the calls that come as lines, side by side, until there are no more."""
+    lock = threading.Lock()
+
+    def answer(number: int, done: Future[Any]) -> None:
+        error = done.exception()
+        line = [number, None, done.result()] if error is None else [number, error_to_json(error), None]
+        with lock, contextlib.suppress(BrokenPipeError, ValueError):
+            answers.write(json.dumps(line) + "\n")
+            answers.flush()
+
+    thread = LoopThread("local engine calls")
+    for line in requests:
+        number, name, arguments = json.loads(line)
+        thread.submit(call(name, arguments)).add_done_callback(partial(answer, number))
+
+
+def main() -> None:
+    """Run the process that :class:`ModelProcess` starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("settings", type=json.loads)
+    parser.add_argument("requests", type=int)
+    parser.add_argument("answers", type=int)
+    arguments = parser.parse_args()
+    with (
+        os.fdopen(arguments.requests, encoding="utf-8") as requests,
+        os.fdopen(arguments.answers, "w", encoding="utf-8") as answers,
+    ):
+        try:
+            call = ModelHere(arguments.model, arguments.settings).call
+        except MegascendError as error:
+            call = partial(_refuse, error)
+        serve(call, requests, answers)
+        os._exit(0)  # what is being sampled is for nobody any more
+
+
+async def _refuse(problem: MegascendError, call: str, arguments: dict[str, Any]) -> Any:
+    raise problem
+
+
+if __name__ == "__main__":
+    main()

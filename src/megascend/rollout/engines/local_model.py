@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import queue
@@ -20,18 +21,21 @@ from megascend.errors import CheckpointError, EngineError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
-from megascend.rollout.engines.base import Completion, Sampling
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
+from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.errors import ManifestError
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
+from weightwire.transports.choice import Location
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class LocalModel:
-    """A causal language model of transformers that answers requests and takes new weights, on whatever thread it is asked."""
+class LocalModel(InferenceEngine):
+    """A causal language model of transformers that answers requests and takes new weights, in this process."""
+
+    name = "local engine"
 
     def __init__(
         self, model: Path, *, precision: str = "fp32", device: str = "cpu", seed: int = 0, rows: int = 256
@@ -58,8 +62,10 @@ class LocalModel:
 
     # --- requests ---
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, n: int) -> Future[list[Completion]]:
-        """Start to sample ``n`` responses to a prompt."""
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        _require_no_adapter(adapter)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if not prompt or sampling.max_tokens < 1 or n < 1:
             raise EngineError(
@@ -72,12 +78,16 @@ class LocalModel:
         future: Future[list[Completion]] = Future()
         future.set_running_or_notify_cancel()  # sampled to its end, whoever still waits for it
         self._requests.put((make_rows(prompt, sampling, n, next(self._seeds)), future))
-        return future
+        return await asyncio.wrap_future(future)
 
-    def logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(token | those before it) of all tokens but the first."""
-        with self._weights:
-            return sequence_logprobs(self._model, tokens)
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        _require_no_adapter(adapter)
+
+        def compute() -> list[float]:
+            with self._weights:
+                return sequence_logprobs(self._model, tokens)
+
+        return await asyncio.to_thread(compute)
 
     def _work(self) -> None:
         """Until None comes: sample what waits, as one batch."""
@@ -110,51 +120,63 @@ class LocalModel:
             while (remaining := self._paused_until - time.monotonic()) > 0:
                 self._resumed.wait(remaining)
         with self._weights:
-            yield self.version()
+            yield self._version()
 
-    # --- control ---
+    # --- updates and pauses ---
 
-    def version(self, target: str = "model") -> int:
-        """Of the weights in force; 0 before the first update."""
+    def _version(self, target: str = "model") -> int:
         return self._receiver.version(target) or 0
 
-    def pause(self, lease_s: float) -> None:
-        """Sample no further token until :meth:`resume`, or until the lease has run out."""
+    async def version(self, target: str = "model") -> int:
+        return self._version(target)
+
+    async def receivers(self) -> int:
+        return 1
+
+    async def locations(self) -> list[Location | None]:
+        return [self._receiver.location()]
+
+    async def pause(self, lease_s: float) -> None:
         with self._resumed:
             self._paused_until = time.monotonic() + lease_s
-        with self._weights:
-            pass  # a forward pass that is under way ends first
 
-    def resume(self) -> None:
-        """End a pause."""
+        def wait_for_step() -> None:
+            with self._weights:
+                pass
+
+        await asyncio.to_thread(wait_for_step)  # a forward pass that is under way ends first
+
+    async def resume(self) -> None:
+        self._resume()
+
+    def _resume(self) -> None:
         with self._resumed:
             self._paused_until = 0.0
             self._resumed.notify_all()
 
-    def location(self) -> dict[str, Any]:
-        """Describe the memory in which received weights wait, as JSON."""
-        return self._receiver.location().to_json()
+    async def begin_update(self, offer: Offer) -> None:
+        await asyncio.to_thread(self._receiver.open, offer)
 
-    def begin_update(self, offer: Mapping[str, Any]) -> None:
-        """Receive what the trainer offers, on a thread of its own, while sampling goes on."""
-        self._receiver.open(Offer.from_json(dict(offer)))
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await asyncio.to_thread(self._receiver.verify, seal, timeout_s)
 
-    def verify(self, seal: Mapping[str, Any], timeout_s: float) -> None:
-        """Wait until everything has arrived, and hold it against its digests."""
-        self._receiver.verify(Seal.from_json(dict(seal)), timeout_s)
+    async def commit(self, update: str) -> None:
+        """See :class:`InferenceEngine`: between two tokens."""
 
-    def commit(self, update: str) -> float:
-        """Put what was verified in force between two tokens; how long no token was sampled for it, in seconds."""
-        before = {name: parameter.data for name, parameter in self._model.named_parameters()}
-        began = time.monotonic()
-        with self._weights:
-            self._receiver.commit(update, self._load, lambda: self._put(before))
-        self._receiver.settle(update)
-        return time.monotonic() - began
+        def commit() -> None:
+            before = {name: parameter.data for name, parameter in self._model.named_parameters()}
+            with self._weights:
+                self._receiver.commit(update, self._load, lambda: self._put(before))
+            self._receiver.settle(update)
 
-    def drop(self, update: str) -> None:
-        """Give up an update."""
-        self._receiver.drop(update)
+        await asyncio.to_thread(commit)
+
+    async def drop(self, update: str) -> None:
+        await asyncio.to_thread(self._receiver.drop, update)
+
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
+        """Raise EngineError: adapters are not loaded."""
+        _require_no_adapter(name)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._put({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
@@ -183,12 +205,17 @@ class LocalModel:
                     f"local engine: {name} is {given[name].dtype} {given[name].shape}, not {wanted[0]} {wanted[1]}"
                 )
 
-    def close(self) -> None:
-        """Finish what is being sampled and end the thread."""
+    async def close(self) -> None:
+        """Finish what is being sampled and end the thread. May be called twice."""
         self._receiver.close()
-        self.resume()
+        self._resume()
         self._requests.put(None)
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
+
+
+def _require_no_adapter(adapter: str | None) -> None:
+    if adapter is not None:
+        raise EngineError(f"local engine does not load adapters ({adapter!r}): push the model with the adapter merged")
 
 
 def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.rollout.engines.base import Completion, Sampling
 from megascend.sampling.choice import Draw, choose, uniform
+from weightwire.engine import Completion, Sampling
 
 
 @dataclass

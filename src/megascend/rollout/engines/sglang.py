@@ -18,14 +18,11 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import h11
-
-from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
+from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.io.atomic import honour_umask
-from megascend.rollout.engines.base import Completion, Sampling
-from megascend.rollout.http_client import exchange
+from megascend.rollout.http_client import EngineServer
+from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.errors import CommitError, NotServingError, UpdateError
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
@@ -34,12 +31,11 @@ from weightwire.transports.choice import Location
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ANSWER_BYTES = 2**30
 CONTROL_S = 60.0
 LOAD_S = 1800.0
 
 
-class SglangEngine:
+class SglangEngine(InferenceEngine):
     """One SGLang server.
 
     Args:
@@ -55,8 +51,6 @@ class SglangEngine:
         ConfigError: the address is none, or there is no such checkpoint.
     """
 
-    stages = False
-
     def __init__(
         self,
         address: str,
@@ -66,13 +60,10 @@ class SglangEngine:
         api_key: str | None = None,
         generate_timeout_s: float = 600.0,
     ) -> None:
-        parts = urlsplit(address)
-        if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
-            raise ConfigError(f"{address!r:.200} is not an engine's address; http://HOST:PORT was expected")
+        self._server = EngineServer("SGLang", address)
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"no checkpoint at {model}: it is what SGLang goes back to if an update fails")
-        self._host, self._port = parts.hostname, parts.port
-        self.name = f"SGLang at {parts.hostname}:{parts.port}"
+        self.name = self._server.name
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._generate_timeout_s = generate_timeout_s
         self._model, self._directory = Path(model), Path(directory)
@@ -115,7 +106,6 @@ class SglangEngine:
             raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        """See :class:`InferenceEngine`."""
         request = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -138,7 +128,7 @@ class SglangEngine:
         """One: this object, whatever the number of the server's workers."""
         return 1
 
-    async def locations(self) -> list[Location]:
+    async def locations(self) -> list[Location | None]:
         """This process: it receives, and loads through the server."""
         return [self._receiver.location()]
 
@@ -156,7 +146,6 @@ class SglangEngine:
             self._receiver.open(offer)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
-        """See :class:`InferenceEngine`."""
         await asyncio.to_thread(self._receiver.verify, seal, timeout_s)
 
     async def commit(self, update: str) -> None:
@@ -225,7 +214,6 @@ class SglangEngine:
         honour_umask(target / "model.safetensors")  # the server may be another user's
 
     async def drop(self, update: str) -> None:
-        """See :class:`InferenceEngine`."""
         self._receiver.drop(update)
 
     async def pause(self, lease_s: float) -> None:
@@ -243,7 +231,6 @@ class SglangEngine:
             await self._ask("/continue_generation", {}, CONTROL_S)
 
     async def resume(self) -> None:
-        """See :class:`InferenceEngine`."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
@@ -279,22 +266,8 @@ class SglangEngine:
     # --- HTTP ---
 
     async def _ask(self, path: str, fields: dict[str, Any], timeout_s: float) -> Any:
-        body = json.dumps(fields).encode()
-        headers = {"Content-Type": "application/json", **self._headers}
-        try:
-            answer, _ = await asyncio.wait_for(
-                exchange(self._host, self._port, path, headers, body, max_answer_bytes=MOST_ANSWER_BYTES), timeout_s
-            )
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise EngineTimeoutError(f"{self.name}: {path}: no answer within {timeout_s:g} s") from error
-        except (OSError, EOFError) as error:
-            raise EngineLostError(f"{self.name}: {path}: {error or type(error).__name__}") from error
-        except h11.ProtocolError as error:
-            raise EngineError(f"{self.name}: {path}: the answer is not HTTP: {error}") from error
-        text = answer.body.decode("utf-8", "replace")
+        answer = await self._server.ask(path, json.dumps(fields).encode(), self._headers, timeout_s)
         if answer.status != 200:
-            raise EngineError(f"{self.name}: {path}: status {answer.status}: {text[:500]}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+            text = answer.body[:500].decode("utf-8", "replace")
+            raise EngineError(f"{self.name}: {path}: status {answer.status}: {text}")
+        return answer.json()

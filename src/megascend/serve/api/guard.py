@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from megascend.errors import MegascendError
 from megascend.io.paths import make_directory
-from megascend.serve.api.connections import OWNER
+from megascend.rollout.connections import OWNER
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.reading import Bodies
 from megascend.serve.errors import RequestRefusedError

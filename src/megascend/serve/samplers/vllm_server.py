@@ -6,22 +6,17 @@ model's own distribution (``--logprobs-mode raw_logprobs``, vLLM's default).
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import h11
-
-from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
-from megascend.rollout.http_client import exchange
+from megascend.errors import EngineError
+from megascend.rollout.http_client import EngineServer, UnreadableAnswerError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, TopLogprobs
 
 CONTROL_S = 60.0
 LOAD_S = 300.0
 HEALTH_S = 10.0
-MOST_ANSWER_BYTES = 2**30
 SHOWN = 500
 """Characters of an answer that an error shows."""
 
@@ -51,13 +46,10 @@ class VllmServer:
     """
 
     def __init__(self, address: str, key: str | None = None, answer_s: float = 1800.0) -> None:
-        parts = urlsplit(address)
-        if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
-            raise ConfigError(
-                f"engines: {address!r:.200} is not a vLLM server's address; http://HOST:PORT was expected"
-            )
-        self._host, self._port, self._key, self._answer_s = parts.hostname, parts.port, key, answer_s
-        self.name = f"vLLM at {parts.hostname}:{parts.port}"
+        self._server = EngineServer("vLLM", address)
+        self.name = self._server.name
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._answer_s = answer_s
 
     async def models(self) -> list[dict[str, Any]]:
         """Its models, adapters among them: ``id``, ``root``, ``parent``, ``max_model_len``.
@@ -115,29 +107,16 @@ class VllmServer:
 
     async def _ask(self, method: str, target: str, fields: Any, timeout_s: float) -> dict[str, Any]:
         body = b"" if fields is None else json.dumps(fields).encode()
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        work = exchange(
-            self._host, self._port, target, headers, body, max_answer_bytes=MOST_ANSWER_BYTES, method=method
-        )
         try:
-            answer, _ = await asyncio.wait_for(work, timeout_s)
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise EngineTimeoutError(f"{self.name}: {target}: no answer within {timeout_s:g} s") from error
-        except (OSError, EOFError) as error:
-            raise EngineLostError(f"{self.name}: {target}: {error or type(error).__name__}") from error
-        except h11.ProtocolError as error:
-            raise ServerFailedError(f"{self.name}: {target}: the answer is not HTTP: {error}") from error
-        text = answer.body.decode("utf-8", "replace")
+            answer = await self._server.ask(target, body, self._headers, timeout_s, method=method)
+        except UnreadableAnswerError as error:
+            raise ServerFailedError(str(error)) from error
         if answer.status != 200:
             kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
-            raise kind(f"{self.name}: {target}: status {answer.status}: {message_of(text)[:SHOWN]}")
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = text
-        return found if isinstance(found, dict) else {"text": found}
+            message = message_of(answer.body.decode("utf-8", "replace"))
+            raise kind(f"{self.name}: {target}: status {answer.status}: {message[:SHOWN]}")
+        content = answer.json()
+        return content if isinstance(content, dict) else {"text": content}
 
 
 def message_of(text: str) -> str:

@@ -35,7 +35,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     uvicorn closes a connection that is silent after an answer, and nothing else: one that never sends the whole head of a
     request, or never reads, is there as long as its client likes. What is read slowly, but steadily, is sent to its end. The body
-    of a request has a time limit of its own (:mod:`megascend.serve.api.reading`).
+    of a request has a time limit of its own (the reader of the body).
 
     Attributes:
         most: connections at a time. uvicorn's ``limit_concurrency`` would refuse requests whosever they are.

@@ -1,0 +1,65 @@
+"""``python -m megascend.rollout.controller ADDRESS...``: serve vLLM servers to trainers, until SIGTERM or SIGINT.
+
+The job's key comes from ``WEIGHTWIRE_KEY`` or the file that ``WEIGHTWIRE_KEY_FILE`` names; the servers have the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+
+from megascend.errors import MegascendError
+from megascend.rollout.controller.controller import Controller
+from megascend.rollout.engines.vllm import VllmEngine
+from weightwire.errors import WireError
+from weightwire.keys import load_key
+
+
+def main() -> int:
+    """Run the controller; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megascend.rollout.controller", description=__doc__)
+    parser.add_argument("engines", nargs="+", metavar="ADDRESS", help="of a vLLM server: http://HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--publish", metavar="FILE", help="file that the address is written to")
+    parser.add_argument("--advertise", metavar="HOST", help="name by which other machines reach this one")
+    parser.add_argument("--wait", type=float, default=900.0, metavar="S", help="for the servers to be ready")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return asyncio.run(serve(arguments))
+    except ModuleNotFoundError as error:
+        print(f"error: {error}: pip install 'megascend[serve]'", file=sys.stderr)
+        return 1
+    except (MegascendError, WireError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+async def serve(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    from megascend.rollout.controller.server import ControllerServer
+
+    key = load_key()
+    engines = [VllmEngine(address, key=key, owner="rollout controller") for address in arguments.engines]
+    await asyncio.gather(*(engine.wait_until_ready(arguments.wait) for engine in engines))
+    server = ControllerServer(
+        Controller(engines),
+        key,
+        host=arguments.host,
+        port=arguments.port,
+        publish=arguments.publish,
+        advertise=arguments.advertise,
+    )
+    async with server:
+        print(f"rollout controller at {server.address}", flush=True)
+        which = await server.until_signal()
+    for engine in engines:
+        await engine.close()
+    return 128 + which
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""AReaL's callbacks: its trainers pause and continue the controller's engines, its workers report rollouts as completed.
+
+AReaL posts JSON to ``http://ADDRESS/callback/...`` and signs nothing. An address with a user and the token, which HTTP's basic
+authentication takes over, keeps strangers out: ``areal:TOKEN@HOST:PORT``, where TOKEN is ``key.bearer_token(BEARER)``. Its calls
+that bring weights are refused: they name no moment at which all of an update is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+from typing import Any
+
+from megascend.errors import ControllerBusyError, LeaseLapsedError, MegascendError, MessageError, RolloutTaskError
+from megascend.rollout.controller.controller import Controller
+
+CALLBACKS = "/callback/"
+OWNER = "AReaL"
+WEIGHTS = ("init_weights_group", "update_weights_xccl", "update_weights_disk")
+
+
+def bearer_of(authorization: str | None) -> str | None:
+    """Return a basic authorization's password as a bearer token; anything else as it is."""
+    scheme, _, value = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    try:
+        _, _, password = base64.b64decode(value, validate=True).decode("ascii").partition(":")
+    except (binascii.Error, ValueError):
+        return authorization
+    return f"Bearer {password}"
+
+
+class ArealCallbacks:
+    """Carries out AReaL's callbacks on a controller. A pause owns all engines, and ends with its lease if no call ends it."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._claim: str | None = None
+        self._changing = asyncio.Lock()
+
+    async def answer(self, name: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Return status and JSON of the answer to a callback."""
+        try:
+            if name in WEIGHTS:
+                reason = "weights reach the controller's engines by megascend.WeightSync (docs/controller.md)"
+                return 501, {"error": f"{name} is not supported: {reason}"}
+            await self._carry_out(name, _fields(body))
+        except (MessageError, RolloutTaskError) as error:
+            return 400, {"error": str(error)}
+        except MegascendError as error:
+            return 503 if isinstance(error, ControllerBusyError) else 500, {"error": str(error)}
+        return 200, {"status": "ok"}
+
+    async def _carry_out(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "rollout_complete":
+            task = fields.get("task_id")
+            if type(task) is not int:
+                raise MessageError(f"task_id is {task!r:.80}; a number was expected")
+            self._controller.tasks.complete(str(task), {"task_id": task})
+            return
+        async with self._changing:
+            if name == "pause_generation":
+                await self._pause()
+            elif name == "continue_generation":
+                await self._continue()
+            else:
+                names = ", ".join(("pause_generation", "continue_generation", "rollout_complete"))
+                raise MessageError(f"there is no callback {name[:80]!r}; there are: {names}")
+
+    async def _pause(self) -> None:
+        lease_s = self._controller.limits.max_lease_s
+        try:
+            if self._claim is not None:
+                self._controller.renew(self._claim, lease_s)
+        except LeaseLapsedError:
+            self._claim = None
+        if self._claim is None:
+            self._claim = (await self._controller.claim(OWNER, lease_s=lease_s)).id
+        await self._controller.engine(self._claim).pause(lease_s)
+
+    async def _continue(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            try:
+                await self._controller.release(claim)  # which continues what is paused
+            except LeaseLapsedError:
+                return
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the body is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise MessageError("the body is not a JSON object")
+    return fields

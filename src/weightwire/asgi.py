@@ -1,0 +1,75 @@
+"""Requests of an ASGI application that are known by their head, before a byte of their body is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from weightwire.auth import Grant, Verifier
+from weightwire.errors import AuthError, WireError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def target_of(scope: Scope) -> str:
+    """Return the path and query of a request, as its first line has them."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    target = scope.get("raw_path", scope["path"].encode()).decode("latin-1").split("?", 1)[0]
+    return target + (f"?{query}" if query else "")
+
+
+def check_head(verifier: Verifier, scope: Scope) -> Grant:
+    """Verify a request; it has then been used.
+
+    Raises:
+        AuthError: it is not signed with our key, too old, or seen before.
+    """
+    headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+    if len(headers) > 1:
+        raise AuthError("the request has more than one header Authorization")
+    return verifier.check_head(scope["method"], target_of(scope), headers[0] if headers else None)
+
+
+async def read_body(receive: Receive, most_bytes: int, timeout_s: float) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        WireError: it has more than ``most_bytes``, has not arrived within ``timeout_s`` seconds, or its caller is gone.
+    """
+    try:
+        return await asyncio.wait_for(_read_parts(receive, most_bytes), timeout_s)
+    except asyncio.TimeoutError:
+        raise WireError(f"the body did not arrive within {timeout_s:g} s") from None
+
+
+async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise WireError("the caller is gone")
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise WireError(f"a body of more than {most_bytes} bytes")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
+    """Return the result of ``work``, which is cancelled if the caller goes; then None."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (work, watch):
+            task.cancel()

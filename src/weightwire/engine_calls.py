@@ -1,0 +1,113 @@
+"""Calls of engines: several at once, each with a deadline, also from programs that have no event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from weightwire.engine import InferenceEngine
+
+T = TypeVar("T")
+
+CANCEL_S = 10.0
+"""Seconds that cancelled coroutines have to end when their loop closes."""
+
+
+async def within(seconds: float, call: Awaitable[T]) -> T:
+    """Await a call for so long at most. Then it is cancelled and left alone, should it not heed that.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        raise TimeoutError(f"it did not answer within {seconds:g} s")
+    return task.result()
+
+
+async def call_all(
+    engines: Sequence[InferenceEngine], call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float
+) -> tuple[dict[str, T], dict[str, Exception]]:
+    """Call all engines at the same time, and wait for all.
+
+    Returns:
+        Results and errors by the engines' names; every engine is in one of the two.
+    """
+    results: list[Any] = await asyncio.gather(
+        *(within(timeout_s, call(engine)) for engine in engines), return_exceptions=True
+    )
+    done: dict[str, T] = {}
+    failed: dict[str, Exception] = {}
+    for engine, result in zip(engines, results, strict=True):
+        if isinstance(result, Exception):
+            failed[engine.name] = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            done[engine.name] = result
+    return done, failed
+
+
+class LoopThread:
+    """An event loop on a thread of its own: a daemon, so that a program that forgets to close it can end. A context manager.
+
+    Coroutines that still run when it closes are cancelled.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine there.
+
+        Raises:
+            RuntimeError: the thread was closed.
+        """
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError(f"the event loop of {self._thread.name} is closed")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for its result. If the wait is interrupted, the coroutine is cancelled."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End what runs, and the thread. May be called twice."""
+        if self._thread.is_alive():
+            self.run(_cancel_others())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    def __enter__(self) -> LoopThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_S)
+    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -1,0 +1,29 @@
+"""A lease in place of a promise to come back: what an owner has until it has been silent for too long. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class Lease:
+    """An owner's right to change an engine.
+
+    Attributes:
+        owner: its name.
+        lease_s: seconds after the owner's last call when the lease ends.
+        until: when it ends, on the clock of whoever granted it.
+    """
+
+    owner: str
+    lease_s: float
+    until: float
+
+    def renew(self, now: float, lease_s: float | None = None) -> None:
+        """Extend the lease to ``lease_s`` (default: its own length) from now; it never becomes shorter."""
+        self.lease_s = self.lease_s if lease_s is None else lease_s
+        self.until = max(self.until, now + self.lease_s)
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until it ends; 0 if it has ended."""
+        return max(0.0, self.until - now)

@@ -1,0 +1,233 @@
+"""The contract of an engine as JSON, on both sides: calls that a client sends, and what a server carries out.
+
+A client subclasses :class:`RemoteEngine` with the way its messages travel; a server passes what it got to :func:`read_call`,
+which checks it as from a stranger. A call is the name of a method; arguments and result are JSON objects.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.errors import WireError
+from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
+
+MOST_RESPONSES = 1024
+MOST_STOP_TOKENS = 64
+MOST_TOKENS = 2**22
+MOST_SECONDS = 1e6
+_REQUIRED = object()
+
+
+class RemoteEngine(InferenceEngine):
+    """An engine elsewhere.
+
+    Attributes:
+        answer_s: deadline of a request for responses or log-probabilities, its waiting in the engine's queue included.
+        control_s: deadline of calls that wait for nothing.
+        commit_s: deadline of a commit and of loading an adapter: longer than the server's own, so that its error arrives.
+        unreadable: error to raise for an answer that is not of the expected form.
+    """
+
+    answer_s: float = 600.0
+    control_s: float = 60.0
+    commit_s: float = 660.0
+    unreadable: type[Exception] = WireError
+
+    @abstractmethod
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Carry a call to the engine and return its result; the other side's error is raised here."""
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
+    ) -> list[Completion]:
+        arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
+        arguments["stop_token_ids"] = list(sampling.stop_token_ids)
+        answer = await self.ask("generate", arguments, self.answer_s)
+        try:
+            return [
+                Completion(**{**each, "tokens": tuple(each["tokens"]), "logprobs": tuple(each["logprobs"])})
+                for each in answer["completions"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
+
+    async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        arguments = {"tokens": list(tokens), "adapter": adapter}
+        return self._field(await self.ask("logprobs", arguments, self.answer_s), "logprobs")
+
+    async def receivers(self) -> int:
+        return self._field(await self.ask("receivers", {}, self.control_s), "receivers")
+
+    async def locations(self) -> list[Location | None]:
+        locations = self._field(await self.ask("locations", {}, self.control_s), "locations")
+        return [None if each is None else Location.from_json(each) for each in locations]
+
+    async def begin_update(self, offer: Offer) -> None:
+        await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
+
+    async def verify(self, seal: Seal, timeout_s: float) -> None:
+        await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
+
+    async def commit(self, update: str) -> None:
+        await self.ask("commit", {"update": update}, self.commit_s)
+
+    async def drop(self, update: str) -> None:
+        await self.ask("drop", {"update": update}, self.control_s)
+
+    async def version(self, target: str = "model") -> int:
+        return self._field(await self.ask("version", {"target": target}, self.control_s), "version")
+
+    async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
+        arguments = {"name": name, "directory": str(directory), "version": version}
+        await self.ask("load_adapter", arguments, self.commit_s)
+
+    async def pause(self, lease_s: float) -> None:
+        await self.ask("pause", {"lease_s": lease_s}, self.control_s)
+
+    async def resume(self) -> None:
+        await self.ask("resume", {}, self.control_s)
+
+    def _field(self, answer: Any, name: str) -> Any:
+        try:
+            return answer[name]
+        except (KeyError, TypeError) as error:
+            raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
+
+
+Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
+"""Makes one call of an engine and returns its result as JSON."""
+
+
+def read_call(call: str, arguments: Mapping[str, Any]) -> Run:
+    """Check a call from elsewhere; what is returned makes it.
+
+    Raises:
+        WireError: there is no such call, or an argument is missing, unknown or out of bounds.
+    """
+    if call not in CALLS:
+        raise WireError(f"there is no call {call!r:.80}; there are: {', '.join(CALLS)}")
+    fields = Arguments(call, arguments)
+    run = CALLS[call](fields)
+    fields.check_empty()
+    return run
+
+
+class Arguments:
+    """Arguments of a call, taken one by one; each is checked."""
+
+    def __init__(self, call: str, values: Mapping[str, Any]) -> None:
+        self._call, self._values = call, dict(values)
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return the value of any type; ``default`` if there is none."""
+        if name not in self._values and default is _REQUIRED:
+            raise WireError(f"{self._call}: {name} is missing")
+        return self._values.pop(name, default)
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a text of 1 to 4096 characters."""
+        value = self.take(name, default)
+        if value is not default and (not isinstance(value, str) or not 0 < len(value) <= 4096):
+            raise WireError(f"{self._call}: {name} is {value!r:.80}; a text was expected")
+        return value
+
+    def whole(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+        """Return an integer within bounds."""
+        value = self.take(name, default)
+        if value is not default and (type(value) is not int or not least <= value <= most):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a whole number from {least} to {most}")
+        return value
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a boolean."""
+        value = self.take(name, default)
+        if type(value) is not bool:
+            raise WireError(f"{self._call}: {name} is {value!r:.40}; true or false was expected")
+        return value
+
+    def number(self, name: str, most: float, default: Any = _REQUIRED) -> Any:
+        """Return a number from 0 to ``most``."""
+        value = self.take(name, default)
+        if value is not default and (type(value) not in (int, float) or not 0 <= value <= most):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {most:g}")
+        return value if value is default else float(value)
+
+    def tokens(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+        """Return a list of token ids."""
+        value = self.take(name, default)
+        if value is default:
+            return value
+        if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+            raise WireError(f"{self._call}: {name} is not a list of token ids")
+        if not least <= len(value) <= most:
+            raise WireError(f"{self._call}: {name} has {len(value)} token ids, not {least} to {most}")
+        return value
+
+    def check_empty(self) -> None:
+        """Raise WireError if arguments are left that nothing has taken."""
+        if self._values:
+            raise WireError(f"{self._call}: unknown fields {', '.join(sorted(map(str, self._values)))[:200]}")
+
+
+def _generate(arguments: Arguments) -> Run:
+    prompt = arguments.tokens("prompt", 1, MOST_TOKENS)
+    n = arguments.whole("n", 1, MOST_RESPONSES, 1)
+    adapter = arguments.text("adapter", None)
+    sampling = Sampling(
+        max_tokens=arguments.whole("max_tokens", 1, 2**24),
+        temperature=arguments.number("temperature", 100.0, 1.0),
+        stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MOST_STOP_TOKENS, ())),
+        seed=arguments.whole("seed", -(2**63), 2**64, None),
+    )
+
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        return {"completions": [asdict(each) for each in await engine.generate(prompt, sampling, n, adapter)]}
+
+    return run
+
+
+def _locations(arguments: Arguments) -> Run:
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        locations = await engine.locations()
+        return {"locations": [None if each is None else each.to_json() for each in locations]}
+
+    return run
+
+
+def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], Run]:
+    """Read a call whose result, if it has one, is a field of the call's name."""
+
+    def read(arguments: Arguments) -> Run:
+        values = take(arguments)
+
+        async def run(engine: InferenceEngine) -> dict[str, Any]:
+            result = await getattr(engine, name)(*values)
+            return {} if result is None else {name: result}
+
+        return run
+
+    return read
+
+
+CALLS: dict[str, Callable[[Arguments], Run]] = {
+    "generate": _generate,
+    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MOST_TOKENS), a.text("adapter", None))),
+    "receivers": _method("receivers", lambda a: ()),
+    "locations": _locations,
+    "begin_update": _method("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
+    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MOST_SECONDS))),
+    "commit": _method("commit", lambda a: (a.text("update"),)),
+    "drop": _method("drop", lambda a: (a.text("update"),)),
+    "version": _method("version", lambda a: (a.text("target", "model"),)),
+    "load_adapter": _method(
+        "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.whole("version", 0, 2**62, None))
+    ),
+    "pause": _method("pause", lambda a: (a.number("lease_s", MOST_SECONDS),)),
+    "resume": _method("resume", lambda a: ()),
+}
+"""Names of the methods that travel, each with what reads its arguments."""

@@ -1,0 +1,183 @@
+"""The client of a vLLM server and the server's guard, over HTTP, with doubles of vLLM's engine and of its sampling parameters.
+
+``tests/real_vllm`` has the same with a real vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "weightwire"))
+from test_vllm_control import Engine
+
+from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSyncError
+from megascend.rollout.controller.client import ControllerEngine
+from megascend.rollout.engines.vllm import VllmAscendEngine, VllmEngine
+from megascend.weightsync.delivery import Delivery
+from weightwire.engine import Completion, Sampling
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import OwnerError
+from weightwire.keys import ENVIRONMENT, Key, generate_key
+from weightwire.vllm.guard import Guard
+
+SECRET = generate_key()
+KEY = Key(SECRET)
+
+
+class SamplingEngine(Engine):
+    """Also answers requests: each token is one more than the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[Any] = []
+
+    async def generate(self, prompt: Any, params: Any, request: str, lora_request: Any) -> AsyncIterator[Any]:
+        self.requests.append(params)
+        tokens = prompt["prompt_token_ids"]
+        if params.max_tokens > 100:
+            raise ValueError("the prompt is too long")
+        sampled = [tokens[-1] + 1 + number for number in range(params.max_tokens)]
+        rows = [{token: SimpleNamespace(logprob=-0.5)} for token in sampled]
+        output = SimpleNamespace(token_ids=sampled, logprobs=rows, finish_reason="length")
+        scores = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
+        yield SimpleNamespace(finished=True, outputs=[output] * getattr(params, "n", 1), prompt_logprobs=scores)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> SamplingEngine:
+    module = ModuleType("vllm.sampling_params")
+    module.RequestOutputKind = SimpleNamespace(FINAL_ONLY=0)  # type: ignore[attr-defined]
+    module.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    return SamplingEngine()
+
+
+@pytest.fixture
+def address(double: SamplingEngine) -> Iterator[str]:
+    """Of an HTTP server that is vLLM's but for what stands behind its guard."""
+    guard = Guard(lambda *_: pytest.fail("passed on"), KEY)
+    state = SimpleNamespace(engine_client=double)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await guard({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+    with LoopThread("vllm") as thread:
+        server = uvicorn.Server(uvicorn.Config(application, port=0, lifespan="off", log_config=None, log_level="error"))
+        serving = thread.submit(server.serve())
+        while not server.started:
+            assert not serving.done()
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        server.should_exit = True
+        serving.result(30)
+
+
+def client(address: str, **options: Any) -> VllmEngine:
+    return VllmEngine(address, key=KEY, **options)
+
+
+def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, double: SamplingEngine) -> None:
+    engine = client(address, owner="trainer")
+    delivery = Delivery(
+        transport="auto",
+        device=torch.device("cpu"),
+        host="127.0.0.1",
+        bucket_bytes=1024,
+        digest="multilinear64",
+        timeout_s=60.0,
+    )
+    weights = {"w": torch.full((1000,), 3.0)}
+    assert delivery.push([engine], 1, weights).transport == "gloo"
+    assert double.values == [3.0, 3.0]
+    with pytest.raises(
+        WeightSyncError, match=r"VersionError: .*begin_update: version 1 of model is offered, and version 1"
+    ):
+        delivery.push([engine], 1, weights)
+    delivery.close()
+
+    async def ask() -> None:
+        assert await engine.version() == 1
+        assert await engine.receivers() == 2
+        completions = await engine.generate([5, 6], Sampling(2, 0.5, (9,), seed=4), n=2)
+        assert completions == [Completion((7, 8), (-0.5, -0.5), "length", 1, 1)] * 2
+        assert await engine.logprobs([5, 6, 7]) == [-6.0, -7.0]
+        with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
+            await engine.generate([5], Sampling(101))
+        with pytest.raises(EngineError, match=r"there is no adapter 'a'; loaded: none"):
+            await engine.generate([5], Sampling(1), adapter="a")
+        await engine.close()
+        assert (await engine.info())["owner"] is None
+
+    asyncio.run(ask())
+    params = double.requests[0]
+    assert (params.n, params.max_tokens, params.temperature, params.stop_token_ids, params.seed) == (2, 2, 0.5, [9], 4)
+
+
+def test_one_owner_pauses_and_others_are_refused(address: str, double: SamplingEngine) -> None:
+    async def act() -> None:
+        first, second = client(address, owner="first"), client(address, owner="second")
+        async with first.paused(600):
+            assert double.paused
+            with pytest.raises(OwnerError, match=r"claim: the engine is owned by first"):
+                await second.pause(1)
+            with pytest.raises(OwnerError, match=r"second.* does not own the engine: its owner is first"):
+                await second.resume()
+        assert not double.paused
+        await client(address, owner="second", take_over=True).pause(600)
+        with pytest.raises(OwnerError, match="its owner is second"):
+            await first.resume()
+
+    asyncio.run(act())
+
+
+def test_who_does_not_have_the_key_or_the_server_is_told(address: str) -> None:
+    with pytest.raises(ConfigError, match="http://HOST:PORT was expected"):
+        VllmEngine("localhost:8000", key=KEY)
+    with pytest.raises(EngineError, match=r"status 401, not signed: .*the signature is wrong"):
+        asyncio.run(VllmEngine(address, key=generate_key()).info())
+    with pytest.raises(EngineLostError, match=r"vLLM at 127\.0\.0\.1:1: info"):
+        asyncio.run(client("http://127.0.0.1:1").info())
+    with pytest.raises(EngineError, match="its workers are on cpu, not on npu"):
+        asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
+
+
+def test_a_controller_of_its_own_lends_the_server_and_gives_it_back(address: str, tmp_path: Path) -> None:
+    published = tmp_path / "controller.json"
+    command = [sys.executable, "-m", "megascend.rollout.controller", address, "--publish", str(published)]
+    environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline().startswith("rollout controller at 127.0.0.1:")
+        engine = ControllerEngine(published, KEY, owner="trainer")
+
+        async def use() -> None:
+            assert await engine.receivers() == 2
+            assert (await engine.generate([5], Sampling(1)))[0].tokens == (6,)
+            async with engine.paused(60):
+                assert (await client(address).info())["paused"]
+            with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
+                await engine.generate([5], Sampling(101))
+            await engine.close()
+
+        asyncio.run(use())
+        program.send_signal(signal.SIGTERM)
+        _, log = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        program.wait()
+    assert program.returncode == 128 + signal.SIGTERM
+    assert SECRET not in log
+    assert asyncio.run(client(address).info())["owner"] is None
