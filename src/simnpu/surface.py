@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from simnpu import collectives, distributed, jit_operators, npu, operators, optim, profiler, reducer
+from simnpu import collectives, distributed, host_memory, jit_operators, npu, operators, optim, profiler
 from simnpu import device as simulated
 from simnpu.environment import simulated_version as simulated_version
 from simnpu.errors import missing as missing
@@ -28,7 +28,7 @@ def install(package: str) -> None:
         del torch.npu  # type: ignore[attr-defined]
         torch._register_device_module("npu", npu)
     collectives.register()
-    reducer.install()
+    host_memory.install_reducer()
     accept_simulated_streams()
     alias(f"{package}.npu", npu)
     for name in (

@@ -87,10 +87,10 @@ def gradient_(
     entropy_scale: Tensor | None,
 ) -> None:
     """Replace ``logits`` by the gradient of :func:`megascend.kernels.softmax.gradient_`."""
-    with_entropy = entropy is not None and entropy_scale is not None
-    entropies = entropy if with_entropy else scale  # pointers that the kernel does not follow otherwise
-    entropy_scales = entropy_scale.contiguous() if with_entropy else scale
+    entropies = entropy_scales = scale  # pointers that the kernel does not follow without entropy
+    if entropy is not None and entropy_scale is not None:
+        entropies, entropy_scales = entropy, entropy_scale.contiguous()
     _gradient_kernel[(len(logits),)](  # type: ignore[reportIndexIssue]
         logits, local_targets, log_sum, scale.contiguous(), entropies, entropy_scales, logits.stride(0), logits.shape[1],
-        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+        ENTROPY=entropies is not scale, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
