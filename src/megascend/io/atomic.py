@@ -17,8 +17,8 @@ WITHIN, GOING, GONE = ".megascend-writing", ".megascend-going", ".megascend-gone
 NOT_RENAMED = (errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES)
 """Errors of renaming a directory whose files may still be renamed: a mount point, one of an overlay's lower layers, one in
 another user's directory."""
-
-
+UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
+"""Errors of synchronising a directory on a file system that cannot, or in a directory that this user may not list."""
 RESERVED = (WITHIN, GOING, GONE, "lost+found")
 """Names in a directory that are not its content; the last one is in every new ext4 file system."""
 
@@ -35,7 +35,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     A link stays: the file that it leads to is replaced.
 
     Args:
-        durable: the content is on the disk before it has its name, and the name when the block has ended.
+        durable: the content is on the disk before it has its name; so is the name when the block has ended, where the file system
+            can synchronise directories.
     """
     target = followed(path)
     temporary = beside(target)
@@ -48,7 +49,11 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        synchronise(target.parent)
+        try:
+            synchronise(target.parent)
+        except OSError as error:
+            if error.errno not in UNSYNCED_DIRECTORY:
+                raise
 
 
 def entries(directory: Path) -> list[Path]:
