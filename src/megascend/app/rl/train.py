@@ -252,7 +252,8 @@ class ReinforcementLearning(Training[RlConfig]):
     def _start_line(self, run: Run[RlConfig]) -> str:
         """Return what is about to happen, in a line."""
         config, rollout, ranks = run.config, run.config.rollout, run.backend.world_size
-        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {', '.join(config.engine_names)}"
+        engines = ", ".join(config.engine_names)
+        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
         steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
         return (
             f"{model_line(config, run.backend)}: {len(self._prompts)} prompts, {steps}; lag {rollout.max_lag}; "
