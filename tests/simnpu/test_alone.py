@@ -113,11 +113,11 @@ def test_a_model_trains_where_megascend_cannot_be_imported(tmp_path: Path, ranks
         assert on_npu[-1] < on_npu[0]
 
 
-def test_no_file_of_the_package_names_megascend_but_for_former_variables() -> None:
+def test_no_file_of_the_package_names_megascend() -> None:
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) > 80
     named = {path.relative_to(PACKAGE).as_posix() for path in files if b"megascend" in path.read_bytes().lower()}
-    assert named == {"settings.py"}
+    assert named == set()
 
 
 def test_what_the_package_imports_at_any_place_is_declared() -> None:
