@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_reading_a_config_needs_no_torch() -> None:
-    code = "from megascend.config import load_config; import megascend.app.train, megascend.data.check"
+    code = "from megascend.config import load_config; import megascend.app.train, megascend.data.files"
     assert run(code)[1] == []
 
 

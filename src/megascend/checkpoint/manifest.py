@@ -9,14 +9,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from megascend.distributed.objects import gather_objects
-from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError
 from megascend.io.hashing import digest as digest_of
+
+if TYPE_CHECKING:
+    from megascend.distributed.process_groups import ProcessGroups
 
 NAME = "megascend.json"
 FORMAT = 2
@@ -136,6 +137,8 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
     Raises:
         CheckpointError: on every rank: it is incomplete or damaged; the message says which files.
     """
+    from megascend.distributed.objects import gather_objects  # torch: retention looks for checkpoints without it
+
     problem, manifest = None, None
     try:
         manifest = read(directory)
