@@ -423,6 +423,10 @@ class Backend:
     def _adapters(self) -> AdapterSet:
         trainable: Trainable = self.engine.trainable
         if not isinstance(trainable, AdapterSet):
+            if trainable.frozen:
+                raise ConfigError(
+                    f"adapters of engine {self.engine.kind!r} are no megascend.lora.adapter_set.AdapterSet"
+                )
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "
                 f"{type(self).__name__}(adapters=megascend.Adapters())"

@@ -3,6 +3,7 @@
 Each checkpoint that was loaded is saved again at once, and Megatron-Core's own reader compares the two as whole tensors.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -25,13 +26,12 @@ SETS = {"three": ("single", "TP2", "EP2"), "all": tuple(LAYOUTS)}
 """Sets of layouts each of which is loaded under every other."""
 
 over_pairs = pytest.mark.parametrize(
-    ("table", "saved", "loaded"),
+    ("layouts", "saved", "loaded"),
     [
         pytest.param(key, *pair, id=f"{' to '.join(pair)}, {key}", marks=[pytest.mark.nightly] if key == "all" else [])
         for key, layouts in SETS.items()
         for pair in itertools.permutations(layouts, 2)
     ],
-    indirect=["table"],
 )
 
 
@@ -76,10 +76,13 @@ def whole_tensors(directories):
 
 
 @pytest.fixture(scope="module")
-def table(parity_folder, tmp_path_factory, request):
-    """Train every layout of a set and load its checkpoint in every other: checkpoints, and figures of the fourth step."""
-    layouts = SETS[request.param]
-    folder = tmp_path_factory.mktemp("resharding")
+def tables(parity_folder, tmp_path_factory):
+    """Return a function that makes the table of a set of layouts once; an indirect parameter would make it for each test."""
+    return functools.cache(lambda key: make_table(SETS[key], parity_folder, tmp_path_factory.mktemp("resharding")))
+
+
+def make_table(layouts, parity_folder, folder):
+    """Train every layout and load its checkpoint in every other: checkpoints, and figures of the fourth step."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
     def train(backend, samples, path):
@@ -106,8 +109,8 @@ def table(parity_folder, tmp_path_factory, request):
 
 
 @over_pairs
-def test_parameters_and_moments_are_the_same(table, saved, loaded):
-    folder, _, _, whole = table
+def test_parameters_and_moments_are_the_same(tables, layouts, saved, loaded):
+    folder, _, _, whole = tables(layouts)
     before, after = whole[folder / saved], whole[folder / f"{saved} at {loaded}"]
     assert before.keys() == after.keys()
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in before) > 10
@@ -116,8 +119,8 @@ def test_parameters_and_moments_are_the_same(table, saved, loaded):
 
 
 @over_pairs
-def test_the_next_step_is_the_same(table, saved, loaded, record_property):
-    _, expected, found, _ = table
+def test_the_next_step_is_the_same(tables, layouts, saved, loaded, record_property):
+    _, expected, found, _ = tables(layouts)
     steps, loss, norm = found[loaded][saved]
     record_property("loss_difference", abs(loss - expected[saved][0]))
     record_property("norm_difference", abs(norm - expected[saved][1]))

@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +27,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megascend.checkpoint import manifest
 from megascend.checkpoint.slices import TensorSlices
 from megascend.io.hashing import HashingWriter
-
-if TYPE_CHECKING:
-    pass
 
 
 class SliceSavePlanner(dcp.DefaultSavePlanner):

@@ -76,13 +76,14 @@ def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
 
 def why_not(attention: Any, device_type: str) -> str | None:
     """Return why q, k and v of a layer's attention are made Megatron's way, or None."""
-    kind, config = type(attention), attention.config
+    kind = type(attention)
     if (
         not isinstance(attention, SelfAttention)
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
     ):
         return f"{kind.__name__} has a way of its own"
+    config = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
         "something else has taken the place of its methods": bool(
