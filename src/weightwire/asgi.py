@@ -15,6 +15,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+class LargeBodyError(WireError):
+    """A request's body has more bytes than are taken."""
+
+
 def target_of(scope: Scope) -> str:
     """Return the path and query of a request, as its first line has them."""
     query = scope.get("query_string", b"").decode("latin-1")
@@ -38,7 +42,8 @@ async def read_body(receive: Receive, most_bytes: int, timeout_s: float) -> byte
     """Return a request's body.
 
     Raises:
-        WireError: it has more than ``most_bytes``, has not arrived within ``timeout_s`` seconds, or its caller is gone.
+        LargeBodyError: it has more than ``most_bytes``.
+        WireError: it has not arrived within ``timeout_s`` seconds, or its caller is gone.
     """
     try:
         return await asyncio.wait_for(_read_parts(receive, most_bytes), timeout_s)
@@ -54,7 +59,7 @@ async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
             raise WireError("the caller is gone")
         body += message.get("body", b"")
         if len(body) > most_bytes:
-            raise WireError(f"a body of more than {most_bytes} bytes")
+            raise LargeBodyError(f"a body of more than {most_bytes} bytes")
         more = message.get("more_body", False)
     return bytes(body)
 

@@ -186,7 +186,7 @@ def _generate(arguments: Arguments) -> Run:
     )
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
-        return {"completions": [asdict(each) for each in await engine.generate(prompt, sampling, n, adapter)]}
+        return {"completions": [{**vars(each)} for each in await engine.generate(prompt, sampling, n, adapter)]}
 
     return run
 

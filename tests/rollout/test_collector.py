@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from megascend.errors import DataError, EngineLostError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
+from megascend.rollout.controller import client
 from weightwire.engine import Completion, Sampling
 
 DEADLINE_S = 60.0
@@ -81,6 +83,21 @@ def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
     assert groups is not None
     assert sorted(group.number for group in groups) == sorted(sound.asked) == [0, 1, 2, 3]
     assert len(lost.asked) == 1  # although it has the least work
+
+
+def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):
+    """The run's own error is told, and not that its end took too long."""
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    engine = Engine("one")
+    engine.close = hang
+    assert client.RELEASE_S < collector.CLOSE_S
+    monkeypatch.setattr(collector, "CLOSE_S", 0.05)
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine) as found:
+        found.take(0, DEADLINE_S)
+    assert "did not close within 0.05 s" in caplog.text
 
 
 def test_prompts_that_all_engines_fail_at_end_the_run_with_the_engines_words(monkeypatch):

@@ -69,3 +69,10 @@ def test_a_signature_or_the_token_opens_what_it_is_for():
     assert answer("/pause", "Bearer " + KEY.bearer_token(BEARER)) == 299
     assert answer("/pause", "Bearer " + KEY.bearer_token("something else")) == 401
     assert answer("/weightwire/nothing", "Bearer " + KEY.bearer_token(BEARER)) == 400
+
+
+@pytest.mark.parametrize("name", ["commit", "drop", "resume", "release"])
+def test_a_call_that_changes_the_engine_names_its_owner(name):
+    body = b'{"update": "a"}' if name in ("commit", "drop") else b"{}"
+    target = f"/weightwire/{name}"
+    assert answer(target, sign(KEY, "POST", target, body).headers["Authorization"], body) == 400

@@ -209,6 +209,8 @@ class RolloutCollector:
             return
         try:
             self._run(asyncio.wait_for(self._close(), CLOSE_S))
+        except asyncio.TimeoutError:  # the run's own end, or its error, counts
+            log.warning("the rollout engines did not close within %g s and are left; their leases end", CLOSE_S)
         finally:
             self._thread.close()
             self._graders.close()

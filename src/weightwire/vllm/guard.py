@@ -45,6 +45,8 @@ STATUS = {
 
 OWN_ROUTES = ("info", "claim", "release")
 """Routes beside the calls of the contract."""
+OWNERLESS = {"info", "generate", "logprobs", "receivers", "locations", "version"}
+"""Calls that change nothing, and need no owner."""
 CANCELLED = {"generate", "logprobs", "info"}
 """Calls that end when their caller is gone; others are finished."""
 
@@ -145,16 +147,16 @@ class Guard:
         """Answer a route."""
         arguments = Arguments(name, fields)
         owner = arguments.text("owner", None)
+        if owner is None and name not in OWNERLESS:
+            raise WireError(f"{name}: owner is missing")
         if name in CALLS:
             fields.pop("owner", None)
-            answer = await read_call(name, fields)(EngineOf(control, owner or "nobody"))
+            answer = await read_call(name, fields)(EngineOf(control, owner or ""))
             if name in ("commit", "load_adapter"):
                 _show_adapters(control, state)
             return answer
         if name == "info":
             return await control.info()
-        if owner is None:
-            raise WireError(f"{name}: owner is missing")
         if name == "release":
             control.release(owner)
             return {}

@@ -9,7 +9,8 @@ import pytest
 import requests
 from controller_doubles import ManualClock, Served
 
-from megascend.rollout.controller.messages import BEARER
+from megascend.rollout.controller.messages import AUDIENCE, BEARER
+from weightwire.auth import sign
 
 META = {
     "type": "dataclass",
@@ -92,6 +93,16 @@ def test_updates_of_areal_are_refused(areal: ArealStandIn, name: str) -> None:
     with pytest.raises(requests.HTTPError, match="501") as raised:
         areal.post(f"/callback/{name}", {"meta": META, "param_specs": []})
     assert "WeightSync" in raised.value.response.json()["error"]
+
+
+def test_a_signed_callback_with_another_body_is_refused(served: Served) -> None:
+    before = served.state()
+    target = "/callback/pause_generation"
+    headers = sign(served.key, "POST", target, b"{}", audience=AUDIENCE).headers
+    answer = requests.post(f"http://{served.where}{target}", data=b"[]", headers=headers, timeout=60.0)
+    assert answer.status_code == 400
+    assert "not the one that was signed" in answer.json()["error"]
+    assert served.state() == before
 
 
 def test_strangers_and_owned_engines_are_refused(served: Served, areal: ArealStandIn) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
+import socket
 import sys
+from pathlib import Path
 
 from megascend.errors import MegascendError
 from megascend.rollout.controller.controller import Controller
@@ -25,6 +28,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--publish", metavar="FILE", help="file that the address is written to")
     parser.add_argument("--advertise", metavar="HOST", help="name by which other machines reach this one")
+    parser.add_argument("--bearer", action="store_true", help="take bearer tokens as well, and AReaL's callbacks")
     parser.add_argument("--wait", type=float, default=900.0, metavar="S", help="for the servers to be ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -43,7 +47,10 @@ async def serve(arguments: argparse.Namespace) -> int:
     from megascend.rollout.controller.server import ControllerServer
 
     key = load_key()
-    engines = [VllmEngine(address, key=key, owner="rollout controller") for address in arguments.engines]
+    # Under the same name the engines are handed over: another controller must have another one.
+    name = Path(arguments.publish).resolve() if arguments.publish else arguments.port or os.getpid()
+    owner = f"rollout controller {socket.gethostname()}:{name}"
+    engines = [VllmEngine(address, key=key, owner=owner) for address in arguments.engines]
     await asyncio.gather(*(engine.wait_until_ready(arguments.wait) for engine in engines))
     server = ControllerServer(
         Controller(engines),
@@ -52,6 +59,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         publish=arguments.publish,
         advertise=arguments.advertise,
+        bearer=arguments.bearer,
     )
     async with server:
         print(f"rollout controller at {server.address}", flush=True)

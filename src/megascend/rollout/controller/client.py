@@ -34,8 +34,10 @@ from weightwire.remote_engine import RemoteEngine
 log = logging.getLogger(__name__)
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 2.0
 MAX_ANSWER_BYTES = 64 * 2**20
-RELEASE_S = 10.0
-"""How long the end of a claim's block tries to release it; after that its lease does."""
+COMMIT_S = 720.0
+"""Deadline of a commit and of loading an adapter: longer than the controller's, so that its error arrives."""
+RELEASE_S = 5.0
+"""How long the end of a claim's block tries to release it; after that its lease does. Less than a collector has to close."""
 
 
 class ControllerClient:
@@ -120,7 +122,10 @@ class ControllerClient:
             answer = await self.call("/v1/rollouts/wait", {"rollouts": list(left), "timeout_s": hold_s}, takes_s=hold_s)
             over = {**answer["results"], **{name: RolloutTaskError(why) for name, why in answer["failures"].items()}}
             if over:
-                await self.call("/v1/rollouts/forget", {"rollouts": list(over)})
+                with contextlib.suppress(
+                    ControllerLostError
+                ):  # one that has closed keeps nothing; its last words are here
+                    await self.call("/v1/rollouts/forget", {"rollouts": list(over)})
             for name, result in over.items():
                 del left[name]
                 yield name, result
@@ -220,6 +225,7 @@ class ClaimedEngines(RemoteEngine):
     """
 
     unreadable = ControllerError
+    commit_s = COMMIT_S
 
     def __init__(self, client: ControllerClient, claim_id: str, engines: tuple[str, ...]) -> None:
         self._client = client
@@ -281,6 +287,7 @@ class ControllerEngine(RemoteEngine):
     """
 
     unreadable = EngineError
+    commit_s = COMMIT_S
 
     def __init__(
         self,

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 RESUME_AGAIN_S = 5.0
 """After how long an engine is tried again that could not be continued."""
 RESUME_ATTEMPTS = 5
+ERROR_S = 5.0
+"""How much longer than an engine itself its call has: the engine's own error says what it waited for."""
 
 
 class Engines:
@@ -114,7 +116,9 @@ class Updates:
     async def verify(self, claim: Claim, seal: Seal, timeout_s: float) -> None:
         """Have all engines hold what they have against the seal."""
         update = self._open(claim, seal.update)
-        await self._engines.each(claim.engines, "verify", lambda engine: engine.verify(seal, timeout_s), timeout_s)
+        await self._engines.each(
+            claim.engines, "verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S
+        )
         update.verified = True
 
     async def commit(self, claim: Claim, name: str) -> None:
@@ -131,7 +135,7 @@ class Updates:
             await engine.commit(name)
             update.engines.discard(engine.name)
 
-        await self._engines.each(claim.engines, "commit", one, self._engines.commit_s)
+        await self._engines.each(claim.engines, "commit", one, self._engines.commit_s + ERROR_S)
         self._updates.pop(claim.id, None)
 
     async def drop(self, claim: Claim, name: str) -> None:

@@ -36,7 +36,7 @@ from megascend.rollout.controller.messages import AUDIENCE, BEARER, Call, read_c
 from megascend.rollout.controller.replies import Replies
 from megascend.rollout.controller.routes import PREFIX, ReadCall, read_route
 from megascend.rollout.http_client import Answer
-from weightwire.asgi import Receive, Scope, Send, check_head, read_body, target_of, unless_gone
+from weightwire.asgi import LargeBodyError, Receive, Scope, Send, check_head, read_body, target_of, unless_gone
 from weightwire.auth import Grant, Verifier, sign_answer
 from weightwire.errors import AuthBusyError, AuthError, WireError
 from weightwire.keys import Key
@@ -228,7 +228,10 @@ class ControllerServer:
             kind = ControllerBusyError if refusal.status == 503 else MessageError
             return self._signed(Answer(refusal.status, self._error(kind(str(refusal))).body), grant, RefusedResponse)
         except WireError as error:  # the body did not arrive
-            return self._signed(self._error(MessageError(str(error))), grant, RefusedResponse)
+            status = _status_of(error)
+            answer = Answer(status, self._error(MessageError(str(error))).body)
+            # A late body is refused without a signature: clients take that for a broken connection, and send it again.
+            return self._signed(answer, grant if status == 413 else None, RefusedResponse)
         return self._signed(answer, grant)
 
     async def _respond_to_areal(self, request: Request) -> Response:
@@ -237,12 +240,13 @@ class ControllerServer:
             for name, value in request.scope["headers"]
         ]
         try:
-            self._admit(request.scope)
+            grant = self._admit(request.scope)
             with self._room(request):
                 body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+                grant.check_body(body)
                 status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
         except (Refusal, WireError) as error:
-            status = error.status if isinstance(error, Refusal) else 400
+            status = error.status if isinstance(error, Refusal) else _status_of(error)
             return RefusedResponse(json.dumps({"error": str(error)}), status, media_type="application/json")
         return Response(json.dumps(answer), status, {"Connection": "close"}, "application/json")
 
@@ -257,7 +261,8 @@ class ControllerServer:
             grant = check_head(self._verifier, scope)
         except AuthError as error:
             raise Refusal(503 if isinstance(error, AuthBusyError) else 401, str(error)) from None
-        scope[OWNER] = "caller"  # where connections are too many, those of strangers are closed first
+        # An owner per request: where connections are too many, the host with the most loses one, and never all callers together.
+        scope[OWNER] = f"caller {grant.nonce or id(scope)}"
         return grant
 
     @contextmanager
@@ -326,10 +331,14 @@ class ControllerServer:
     async def _close(self, why: str) -> None:
         self._stopping = why
         if self._server is not None:
-            self._server.should_exit = True
+            for listener in self._server.servers:
+                listener.close()
         try:
             await self.controller.close(why)
         finally:
+            # uvicorn cancels what is under way CLOSE_S after this: only now has the controller answered those who wait.
+            if self._server is not None:
+                self._server.should_exit = True
             if self._serving is not None:
                 await self._serving
             self._withdraw()
@@ -347,6 +356,13 @@ class RefusedResponse(Response):
         with contextlib.suppress(asyncio.TimeoutError, WireError):
             await asyncio.wait_for(_discard(receive), DISCARD_S)
         await send({"type": "http.response.body", "body": b""})
+
+
+def _status_of(error: WireError) -> int:
+    """Return the status that answers a body which could not be read, or is not the one that was signed."""
+    if isinstance(error, AuthError):
+        return 400
+    return 413 if isinstance(error, LargeBodyError) else 408
 
 
 async def _discard(receive: Receive) -> None:

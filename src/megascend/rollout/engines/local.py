@@ -1,7 +1,7 @@
 """The local engine: transformers on this machine, for laptops, examples and tests. A real engine, but not a fast one.
 
 Its model is in this process, or in one of its own that reads calls as lines of JSON from a pipe and writes answers to another:
-``python -m megascend.rollout.engines.local MODEL SETTINGS REQUESTS ANSWERS``.
+``python -m megascend.rollout.engines.local NAME MODEL SETTINGS REQUESTS ANSWERS``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class LocalEngine(RemoteEngine):
         self.answer_s = timeout_s
         self.control_s = self.commit_s = control_timeout_s
         self._answered = False
-        self._host = ModelProcess(name, Path(model), settings) if own_process else ModelHere(Path(model), settings)
+        self._host = (
+            ModelProcess(name, Path(model), settings) if own_process else ModelHere(name, Path(model), settings)
+        )
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         if not self._answered:
@@ -83,17 +85,18 @@ class LocalEngine(RemoteEngine):
 class ModelHere:
     """The model in this process."""
 
-    def __init__(self, model: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, model: Path, settings: Mapping[str, Any]) -> None:
         from megascend.rollout.engines.local_model import LocalModel
 
-        self._model: InferenceEngine = LocalModel(model, **settings)
+        self._name = name
+        self._model: InferenceEngine = LocalModel(model, name=name, **settings)
 
     async def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Make a call of the contract, with JSON for arguments and result."""
         try:
             run = read_call(call, arguments)
         except WireError as error:
-            raise EngineError(f"local engine: {error}") from error
+            raise EngineError(f"{self._name}: {error}") from error
         return await run(self._model)
 
     async def close(self) -> None:
@@ -107,7 +110,7 @@ class ModelProcess:
         self._name = name
         requests, request_end = os.pipe()
         answer_end, answers = os.pipe()
-        command = [sys.executable, "-m", "megascend.rollout.engines.local", str(model), json.dumps(settings)]
+        command = [sys.executable, "-m", "megascend.rollout.engines.local", name, str(model), json.dumps(settings)]
         try:
             # An interactive Ctrl-C is for the trainer, which ends this process when it has saved.
             self._guarded = GuardedProcess([*command, str(requests), str(answers)], descriptors=(requests, answers))
@@ -211,6 +214,7 @@ def serve(call: Callable[[str, dict[str, Any]], Any], requests: IO[str], answers
 def main() -> None:
     """Run the process that :class:`ModelProcess` starts."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("name")
     parser.add_argument("model", type=Path)
     parser.add_argument("settings", type=json.loads)
     parser.add_argument("requests", type=int)
@@ -221,7 +225,7 @@ def main() -> None:
         os.fdopen(arguments.answers, "w", encoding="utf-8") as answers,
     ):
         try:
-            call = ModelHere(arguments.model, arguments.settings).call
+            call = ModelHere(arguments.name, arguments.model, arguments.settings).call
         except MegascendError as error:
             call = partial(_refuse, error)
         serve(call, requests, answers)

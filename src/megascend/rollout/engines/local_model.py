@@ -35,14 +35,20 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class LocalModel(InferenceEngine):
     """A causal language model of transformers that answers requests and takes new weights, in this process."""
 
-    name = "local engine"
-
     def __init__(
-        self, model: Path, *, precision: str = "fp32", device: str = "cpu", seed: int = 0, rows: int = 256
+        self,
+        model: Path,
+        *,
+        name: str = "local engine",
+        precision: str = "fp32",
+        device: str = "cpu",
+        seed: int = 0,
+        rows: int = 256,
     ) -> None:
         """
         Args:
             model: directory of a Hugging Face checkpoint.
+            name: for messages.
             seed: of the samples of requests that have no seed of their own.
             rows: most responses that are sampled at a time.
 
@@ -51,6 +57,7 @@ class LocalModel(InferenceEngine):
         """
         self._device = torch.device(device)
         self._model = load(model, DTYPES[precision], self._device)
+        self.name = name
         self._receiver = Receiver("local engine", device=self._device, check=self._check)
         self._rows, self._seeds = rows, itertools.count(seed * 1_000_003)
         self._requests: queue.SimpleQueue[tuple[list[Row], Future[list[Completion]]] | None] = queue.SimpleQueue()
@@ -65,15 +72,15 @@ class LocalModel(InferenceEngine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
-        _require_no_adapter(adapter)
+        self._require_no_adapter(adapter)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if not prompt or sampling.max_tokens < 1 or n < 1:
             raise EngineError(
-                f"local engine: {len(prompt)} prompt tokens, max_tokens {sampling.max_tokens}, n {n}: at least 1 of each"
+                f"{self.name}: {len(prompt)} prompt tokens, max_tokens {sampling.max_tokens}, n {n}: at least 1 of each"
             )
         if limit is not None and len(prompt) + sampling.max_tokens > limit:
             raise EngineError(
-                f"local engine: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed {limit} positions"
+                f"{self.name}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed {limit} positions"
             )
         future: Future[list[Completion]] = Future()
         future.set_running_or_notify_cancel()  # sampled to its end, whoever still waits for it
@@ -81,7 +88,7 @@ class LocalModel(InferenceEngine):
         return await asyncio.wrap_future(future)
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
-        _require_no_adapter(adapter)
+        self._require_no_adapter(adapter)
 
         def compute() -> list[float]:
             with self._weights:
@@ -106,7 +113,7 @@ class LocalModel(InferenceEngine):
                 sample(self._model, [row for rows, _ in batch for row in rows], self._step)
             except Exception as error:  # noqa: BLE001  whoever asked is told, and the next request may be fine
                 for _, future in batch:
-                    future.set_exception(EngineError(f"local engine: sampling failed: {type(error).__name__}: {error}"))
+                    future.set_exception(EngineError(f"{self.name}: sampling failed: {type(error).__name__}: {error}"))
             else:
                 for rows, future in batch:
                     future.set_result([row.completion() for row in rows])
@@ -176,7 +183,7 @@ class LocalModel(InferenceEngine):
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
         """Raise EngineError: adapters are not loaded."""
-        _require_no_adapter(name)
+        self._require_no_adapter(name)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._put({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
@@ -205,17 +212,18 @@ class LocalModel(InferenceEngine):
                     f"local engine: {name} is {given[name].dtype} {given[name].shape}, not {wanted[0]} {wanted[1]}"
                 )
 
+    def _require_no_adapter(self, adapter: str | None) -> None:
+        if adapter is not None:
+            raise EngineError(
+                f"{self.name} does not load adapters ({adapter!r}): push the model with the adapter merged"
+            )
+
     async def close(self) -> None:
         """Finish what is being sampled and end the thread. May be called twice."""
         self._receiver.close()
         self._resume()
         self._requests.put(None)
         await asyncio.to_thread(self._thread.join)
-
-
-def _require_no_adapter(adapter: str | None) -> None:
-    if adapter is not None:
-        raise EngineError(f"local engine does not load adapters ({adapter!r}): push the model with the adapter merged")
 
 
 def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:

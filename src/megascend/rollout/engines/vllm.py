@@ -75,10 +75,7 @@ class VllmEngine(RemoteEngine):
         return (await self.info())["receivers"]
 
     async def locations(self) -> list[Location | None]:
-        info = await self.info()
-        if "locations" not in info:  # a receiver that is older than this trainer
-            return [Location(info["device"], self._server.host)] * info["receivers"]
-        return [Location.from_json(each) for each in info["locations"]]
+        return [Location.from_json(each) for each in self._field(await self.info(), "locations")]
 
     async def version(self, target: str = "model") -> int:
         return (await self.info())["versions"].get(target, 0)
@@ -163,6 +160,8 @@ class VllmEngine(RemoteEngine):
         if answer.status == 200:
             return fields
         error = from_json(fields, where)
+        if "there is no POST" in str(error):
+            raise EngineError(f"{error}; its receiver is not of this version: install ./receiver there again")
         raise error if type(error) is not WireError else EngineError(str(error))
 
 

@@ -67,7 +67,10 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     backend.remove_adapter(BASE)
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
     logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
-    servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
+    try:
+        servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
+    except ConfigError as error:
+        raise ConfigError(f"vllm: {error}") from error
     found, problem = Servers(servers, f"megascend-{uuid.uuid4().hex[:12]}", str(base)), None
     if backend.rank == 0:
         probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
