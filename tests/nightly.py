@@ -249,6 +249,9 @@ NIGHTLY = {
     "reliability/test_under_torchrun.py": {
         "a_rank_that_dies_before_and_one_that_dies_after_a_restart": "test_hang_and_death.py; cli/test_cli_launch.py",
     },
+    "rollout/controller/test_controller_hostile.py": {
+        "requests_that_look_like_http": "chosen requests in the same file",
+    },
     "rollout/engines/test_guarded.py": {
         "nothing_is_left_when_the_trainer_is_killed[trainer and server-alone]": "trainer and server-forks",
         "nothing_is_left_when_the_trainer_is_killed[trainer-alone]": "trainer and server-forks",
