@@ -146,12 +146,12 @@ class Guard:
     async def _call(self, name: str, control: Control, state: Any, fields: dict[str, Any]) -> dict[str, Any]:
         """Answer a route."""
         arguments = Arguments(name, fields)
-        owner = arguments.text("owner", None)
-        if owner is None and name not in OWNERLESS:
+        owner: str = arguments.text("owner", None) or ""
+        if not owner and name not in OWNERLESS:
             raise WireError(f"{name}: owner is missing")
         if name in CALLS:
             fields.pop("owner", None)
-            answer = await read_call(name, fields)(EngineOf(control, owner or ""))
+            answer = await read_call(name, fields)(EngineOf(control, owner))
             if name in ("commit", "load_adapter"):
                 _show_adapters(control, state)
             return answer

@@ -83,7 +83,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
     ):
         return f"{kind.__name__} has a way of its own"
-    config = attention.config
+    config: Any = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
         "something else has taken the place of its methods": bool(
