@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.errors import ConfigError, WeightSyncError
+from megascend.errors import ConfigError, EngineError, WeightSyncError
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.weightsync.delivery import Delivery, Update
 from weightwire.engine import InferenceEngine
@@ -97,12 +97,12 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
     assert not engine.begun
 
 
-def test_locations_of_a_vllm_whose_receiver_is_older_are_those_of_its_device() -> None:
-    """Its information has no locations: a GPU whose number is not known."""
+def test_a_vllm_whose_receiver_is_older_is_refused_with_what_to_install() -> None:
     engine = VllmEngine("http://127.0.0.1:9", key=generate_key())
 
     async def info() -> dict[str, Any]:
         return {"device": "cuda", "receivers": 2}
 
     engine.info = info  # type: ignore[method-assign]
-    assert asyncio.run(engine.locations()) == [Location("cuda", "127.0.0.1")] * 2
+    with pytest.raises(EngineError, match=r"names no locations.*install \./receiver"):
+        asyncio.run(engine.locations())

@@ -24,6 +24,7 @@ from weightwire.offer import Offer
 from weightwire.remote_engine import RemoteEngine
 from weightwire.transports.choice import Location
 
+REINSTALL = "its receiver is not of this version: install ./receiver there again"
 PREFIX = "/weightwire/"
 ATTEMPTS = 3
 _SENT_ONCE = {"generate", "load_adapter"}
@@ -75,7 +76,10 @@ class VllmEngine(RemoteEngine):
         return (await self.info())["receivers"]
 
     async def locations(self) -> list[Location | None]:
-        return [Location.from_json(each) for each in self._field(await self.info(), "locations")]
+        info = await self.info()
+        if "locations" not in info:
+            raise EngineError(f"{self.name} names no locations; {REINSTALL}")
+        return [Location.from_json(each) for each in info["locations"]]
 
     async def version(self, target: str = "model") -> int:
         return (await self.info())["versions"].get(target, 0)
@@ -161,7 +165,7 @@ class VllmEngine(RemoteEngine):
             return fields
         error = from_json(fields, where)
         if "there is no POST" in str(error):
-            raise EngineError(f"{error}; its receiver is not of this version: install ./receiver there again")
+            raise EngineError(f"{error}; {REINSTALL}")
         raise error if type(error) is not WireError else EngineError(str(error))
 
 
