@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -121,6 +121,10 @@ class Training(ABC, Generic[AnyConfig]):
     @abstractmethod
     def take(self, number: int, stop: Callable[[], bool]) -> Any | None:
         """Return the batch of step ``number``; None if any rank is told to stop while they wait for it. Collective."""
+
+    def recording(self, number: int) -> AbstractContextManager[None]:
+        """Return what surrounds a step and all that follows from it, up to its checkpoint."""
+        return nullcontext()
 
     @abstractmethod
     def step(self, number: int, batch: Any) -> MetricsRecord:
@@ -269,13 +273,14 @@ def run(
                         number -= 1
                         saves.after_step(number, True)
                         break
-                    in_step = True
-                    record = training.step(number, batch)
-                    in_step = False
-                    if not record.skipped:
-                        directory.take_over()
-                    log.write(record)
-                    training.after_step(number)
+                    with training.recording(number):
+                        in_step = True
+                        record = training.step(number, batch)
+                        in_step = False
+                        if not record.skipped:
+                            directory.take_over()
+                        log.write(record)
+                        training.after_step(number)
                     if number == done + 1:
                         phases.ended("first step")
                         kernels.close()

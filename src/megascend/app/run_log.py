@@ -130,7 +130,7 @@ class RunLog:
         return self._enabled and not self._waiting()
 
     def write(self, record: MetricsRecord) -> None:
-        """MetricsRecord one step. The files are created with the first one: a run that fails to start leaves none."""
+        """Record one step. The files are created with the first one: a run that fails to start leaves none."""
         if not self._enabled:
             return
         self._unwritten.append(record.to_dict())

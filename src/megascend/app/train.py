@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,14 +216,17 @@ class SupervisedTraining(Training[RunConfig]):
     def take(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
         return self.objective.batch(self.samples.learned, next(self._stream))
 
+    def recording(self, number: int) -> AbstractContextManager[None]:
+        return self._profiler.step(number)
+
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
-        with self._profiler.step(number):
-            result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
-            dispatched = time.perf_counter() - self._since
-            step = backend.optimizer_step()
+        result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
+        dispatched = time.perf_counter() - self._since
+        step = backend.optimizer_step()
+        # At once: an error from here on saves the model after this step, with what is counted here.
         seconds = time.perf_counter() - self._since
         self._batch, self._skipped_in_a_row, self._stream_state = (
             batch,

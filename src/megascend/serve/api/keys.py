@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascend.errors import ConfigError
-from megascend.io.atomic import replacing, synchronise
+from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 
 VARIABLE = "MEGASCEND_API_KEYS"
@@ -122,5 +122,4 @@ def made_once(path: Path) -> tuple[dict[str, str], str | None]:
     with replacing(path, durable=True) as temporary:
         temporary.touch(0o600)
         temporary.write_text(f"local {digest_of(key)}\n", "utf-8")
-    synchronise(path.parent)
     return of_file(path), key

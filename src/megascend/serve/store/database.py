@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import CheckpointError
-from megascend.io.atomic import replacing, synchronise
+from megascend.io.atomic import replacing
 
 PARENTS: Mapping[str, str | None] = {
     "settings": None,
@@ -225,7 +225,6 @@ def _create(path: Path) -> None:
             f"{_TABLE}; {_INDEX}; PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
         )
         connection.close()
-    synchronise(path.parent)
 
 
 @contextmanager
