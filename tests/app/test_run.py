@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megascend.app.profile import StepProfiler
 from megascend.app.run import StartPhases
 from megascend.app.train import SupervisedTraining, train
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
@@ -116,6 +118,25 @@ def test_error_outside_a_step_saves_what_is_done_and_the_run_resumes_bit_for_bit
     expected = rows(whole)
     # The row of a step whose error came before it was logged is missing.
     assert rows(broken) == [row for row in expected if callback != "step" or row[0] != 3]
+
+
+def test_error_of_the_profiler_after_a_step_saves_it_with_its_place_in_the_data(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = settings(folder, tmp_path / "whole"), settings(folder, tmp_path / "broken")
+    run_distributed(lambda: train(whole), 1, init=False, timeout_s=DEADLINE_S)
+
+    @contextmanager
+    def failing(profiler: StepProfiler, number: int) -> Iterator[None]:
+        yield
+        if number == 3:
+            raise OSError("the disk of the data is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepProfiler, "step", failing)
+        assert train_until_error(broken) == ["step-00000003"]
+    run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
+    assert rows(broken) == rows(whole)
 
 
 def test_error_inside_a_step_saves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
