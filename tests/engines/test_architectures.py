@@ -22,6 +22,7 @@ FSDP: dict[str, tuple[str, str]] = {
     "inkling_text": (HYBRID, "position_bias"),
     "minimax": (HYBRID, "right"),
     "qwen3_next": (HYBRID, "right"),
+    "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
 }
 """Of the packed layout and of the padded one: ``right``, or words of the refusal."""

@@ -120,6 +120,7 @@ def compare(found: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "largest_logit": largest,
         "margin": found["margin"],
+        "rounding": found["rounding"],
         "full": found["full"],
         "default": found["default"],
         "lengths": lengths,

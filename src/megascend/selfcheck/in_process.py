@@ -124,6 +124,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
         together=_differences(together, expected, largest),
         largest_logit=largest,
         margin=chosen["margin"],
+        rounding=chosen["rounding"],
     )
 
 

@@ -27,7 +27,9 @@ BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
 
 Both sides compute in fp32. Where they compute the same, the largest difference seen is 2e-6 (docs/numerics.md); a setting
-that one of them ignores makes a difference of 1e-3 to 1."""
+that one of them ignores makes a difference of 1e-3 to 1. A slice that amplifies rounding has :data:`ROUNDINGS_APART` times
+its own rounding instead."""
+ROUNDINGS_APART = 4
 DEADLINE_S = 300.0
 
 
@@ -56,6 +58,7 @@ class TrialResult:
         alone: of every sample, each in a micro batch of its own: the largest difference over the largest logit.
         together: the same with all samples in one micro batch.
         margin: the narrowest choice of experts, over the spread of the scores; None if nothing was chosen.
+        rounding: how far fp32 rounding of its parameters moves transformers' own logits, over the largest logit.
         full, default: the configuration, and its architecture's, with all defaults.
     """
 
@@ -66,6 +69,7 @@ class TrialResult:
     together: list[float] = field(default_factory=list)
     largest_logit: float = 0.0
     margin: float | None = None
+    rounding: float = 0.0
     full: dict[str, Any] = field(default_factory=dict)
     default: dict[str, Any] = field(default_factory=dict)
 
@@ -84,14 +88,19 @@ class TrialResult:
     @property
     def agrees(self) -> bool:
         """Both sides have computed the same."""
-        return not self.problem and self.largest <= BOUND
+        return not self.problem and self.largest <= self.bound
+
+    @property
+    def bound(self) -> float:
+        """The largest difference, over the largest logit, that counts as agreement."""
+        return max(BOUND, ROUNDINGS_APART * self.rounding)
 
     def verdict(self, part: Slice, layers: int) -> Verdict:
         """Return the verdict on a slice of so many layers, without the names of settings."""
         verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
         if self.problem:
             return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
-        mixed_only = max(self.alone) <= BOUND and not self.agrees
+        mixed_only = max(self.alone) <= self.bound and not self.agrees
         return replace(
             verdict, status="agrees" if self.agrees else "differs", largest=self.largest, mixed_only=mixed_only
         )

@@ -14,6 +14,8 @@ LEAST_MARGIN = 3e-5
 
 Thirty times what fp32 rounding moves a score by, so that both sides choose the same experts."""
 ATTEMPTS = 40
+ROUNDINGS = 3
+"""Draws of :func:`rounding`: one alone may be four times smaller than the next."""
 
 
 def settings(config: Any) -> dict[str, Any]:
@@ -72,7 +74,12 @@ class Choices(TorchFunctionMode):
 
 
 def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], seed: int) -> dict[str, Any]:
-    """Random token ids (one more than a sample's length) on which no choice of experts is close, and the model's logits."""
+    """Draw token ids (one more than a sample's length) on which no choice of experts is close.
+
+    Returns:
+        ``samples``; ``logits``, [n, vocabulary] each, from ``model``; ``margin``, the narrowest choice of experts, or None;
+        ``rounding``, of :func:`rounding`.
+    """
     generator = torch.Generator().manual_seed(seed)
     samples, logits, margins = [], [], []
     for length in lengths:
@@ -90,7 +97,36 @@ def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], 
         logits.append(output)
         margins.append(choices.margin)
     margin = min(margins)
-    return {"samples": samples, "logits": logits, "margin": margin if margin < float("inf") else None}
+    return {
+        "samples": samples,
+        "logits": logits,
+        "margin": margin if margin < float("inf") else None,
+        "rounding": rounding(model, [ids[:-1] for ids in samples], logits, seed),
+    }
+
+
+def rounding(model: torch.nn.Module, samples: list[Tensor], logits: list[Tensor], seed: int) -> float:
+    """Return how far rounding every parameter otherwise moves the logits, over the largest logit.
+
+    Two right programs may be that far apart: 1e-6 in a transformer, up to 1e-4 in random layers of linear attention, whose
+    states amplify what went into them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = list(model.parameters())
+    largest = max(float(each.abs().max()) for each in logits)
+    apart = 0.0
+    with torch.no_grad():
+        exact = [parameter.clone() for parameter in parameters]
+        for _ in range(ROUNDINGS):
+            for parameter, value in zip(parameters, exact, strict=True):
+                half_a_digit = torch.finfo(torch.float32).eps * (torch.rand(value.shape, generator=generator) - 0.5)
+                parameter.copy_(value * (1 + half_a_digit))
+            for ids, expected in zip(samples, logits, strict=True):
+                moved = model(ids[None], use_cache=False).logits[0].float() - expected
+                apart = max(apart, float(moved.abs().max()) / largest)
+        for parameter, value in zip(parameters, exact, strict=True):
+            parameter.copy_(value)
+    return apart
 
 
 def difference(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> float:

@@ -93,7 +93,8 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         outputs: of a scalar head.
 
     Raises:
-        ConfigError: it does not take its attention from elsewhere, or its output layer is not a plain product.
+        ConfigError: it does not take its attention from elsewhere, its output layer is not a plain product, or layers share
+            parameters.
         ValueError, KeyError: transformers cannot build it.
     """
     _register()
@@ -114,6 +115,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
         raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}; use another engine")
+    _check_own_parameters(model)
     if has_experts(model):
         # The public setter knows transformers' own names only.
         patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
@@ -127,6 +129,25 @@ def layers(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ConfigError(f"engine fsdp: transformers does not say what the layers of {type(model).__name__} are")
     return found
+
+
+def _check_own_parameters(model: nn.Module) -> None:
+    """Refuse layers that share parameters: each layer is sharded, gathered and summed by itself.
+
+    Raises:
+        ConfigError: a parameter belongs to two layers.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: dict[int, str] = {}
+    for layer in layers(model):
+        layer_name = names[id(layer)]
+        for name, parameter in layer.named_parameters():
+            first = owner.setdefault(id(parameter), f"{layer_name}.{name}")
+            if not first.startswith(f"{layer_name}."):
+                raise ConfigError(
+                    f"engine fsdp: {type(model).__name__} shares {first} with {layer_name}, and layers are sharded each by "
+                    "itself; use engine single"
+                )
 
 
 def has_experts(model: nn.Module) -> bool:
