@@ -26,16 +26,13 @@ FOLDERS = ("src", "cookbook", "scripts", "tests")
 NOT_OURS = ("src/simnpu/site_packages", "tests/doubles")
 """Names there are those of the packages they stand for."""
 
-VAGUE_NAMES = frozenset(
-    # pronouns
-    "each mine theirs ours own others those these both it them one ones some either whatever what which who whom whose "
-    # participles and verb forms
-    "found said told given made wanted asked kept taken gone come came held meant shown known written needed tried began begun "
-    "got went sent done put stood lay "
-    # adverbs and nouns that name no subject
-    "apart beside besides beyond alone together anew ahead aside whole place way thing things worst enough meanwhile".split()
-)
-NOUN_CLAUSES = frozenset("what which where whether of how who whose whom when why that as if from".split())
+PRONOUNS = """each mine theirs ours own others those these both it them one ones some either whatever what which who whom whose"""
+PARTICIPLES = """found said told given made wanted asked kept taken gone come came held meant shown known written needed tried
+began begun got went sent done put stood lay"""
+ADVERBS = """apart beside besides beyond alone together anew ahead aside whole place way thing things worst enough meanwhile"""
+CLAUSES = """what which where whether of how who whose whom when why that as if from"""
+VAGUE_NAMES = frozenset(f"{PRONOUNS} {PARTICIPLES} {ADVERBS}".split())
+NOUN_CLAUSES = frozenset(CLAUSES.split())
 DIFF_HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 
 
