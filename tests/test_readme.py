@@ -70,18 +70,10 @@ def test_the_programs_about_lora_run(folder: Path) -> None:
     merged = folder / "runs" / "lora" / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen3"
 
-    (folder / "short.py").write_text(programs_of(README)[1])
-    python("short.py", cwd=folder)
-    saved = json.loads((folder / "runs" / "lora" / "alice" / "adapter_config.json").read_text())
-    assert saved["r"] == 16
-
 
 def test_the_program_in_the_readme_runs(folder: Path) -> None:
-    programs = programs_of(README)
-    assert len(programs) == 2
-    lines = [line for line in programs[0].splitlines() if line.strip()]
-    assert len(lines) <= 20, "the README promises twenty lines"
-    (folder / "train.py").write_text(programs[0])
+    (program,) = programs_of(README)
+    (folder / "train.py").write_text(program)
 
     output = python("train.py", cwd=folder)
 

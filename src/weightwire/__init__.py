@@ -17,6 +17,6 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"
 PROTOCOL = 1
 """What both sides must agree on: the fields of an offer, the manifest and the seal, and who sends what when."""
