@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,9 +83,8 @@ def serve_command(
 
     API keys come from MEGASCEND_API_KEYS or a file (keys); without either, one is made and shown, for this machine alone.
     --demo keeps its model and checkpoints in --storage, or in a directory that is removed at the end.
-    Runs until SIGTERM or Ctrl-C. An error exits with 2.
+    Runs until SIGTERM, Ctrl-C or SIGHUP (a lost terminal), whoever reads its output. An error exits with 2.
     """
-    import os
     from contextlib import ExitStack
 
     from megascend.app.preflight import check_service
@@ -91,7 +92,7 @@ def serve_command(
     from megascend.cli.messages import show_messages
     from megascend.config.serve import load_serve_config
     from megascend.errors import ConfigError
-    from megascend.serve.server import check_address, check_packages, keys_of, serve_rank
+    from megascend.serve.server import check_address, check_packages, keys_of
 
     given: dict[str, Any] = {
         "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
@@ -115,12 +116,25 @@ def serve_command(
         check_packages()
         keys, made = keys_of(settings, dict(os.environ))
         if under_torchrun(nproc):
-            serve_rank(settings.model_dump_json(), keys, made)
+            serve_process(settings.model_dump_json(), keys, made)
             return
         try:
-            start_ranks(serve_rank, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
+            start_ranks(serve_process, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def serve_process(settings: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
+    """Serve as one rank, in order to the end: arguments as those of :func:`~megascend.serve.server.serve_rank`."""
+    from megascend.app.lasting_output import LastingOutput
+    from megascend.app.stop_signals import ALWAYS, stopping
+    from megascend.serve.server import serve_rank
+
+    LastingOutput().install()
+    for number in stopping():
+        if number not in ALWAYS:  # uvicorn handles those two
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    serve_rank(settings, keys, made, client)
 
 
 # --- the demo ---

@@ -1,0 +1,38 @@
+"""``megascend serve`` as a process whose surroundings go away."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.forked_programs import environment
+
+DEADLINE_S = 240
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_server_outlives_its_reader_and_stops_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megascend", "serve", "--demo", "--storage", str(tmp_path), "--port", "0"]
+    with open("/dev/full", "w", encoding="utf-8") as full_disk:
+        server = subprocess.Popen(
+            [*command, "--set", "platform=cpu"], stdout=subprocess.PIPE, stderr=full_disk, text=True, env=environment()
+        )
+    try:
+        assert server.stdout is not None
+        address = re.search(r"at (http://\S+)", server.stdout.readline())
+        assert address is not None
+        server.stdout.close()  # as `| head -1` does
+        assert httpx.get(f"{address[1]}/api/v1/healthz", timeout=60).status_code == 200
+        server.send_signal(number)
+        assert server.wait(DEADLINE_S) == 0
+    finally:
+        if server.poll() is None:
+            os.kill(server.pid, signal.SIGKILL)
+            server.wait()
