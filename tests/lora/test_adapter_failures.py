@@ -133,7 +133,7 @@ def bad_token(backend):
 
 def unknown_adapter(backend):
     strange = [replace(sample, adapter="z") if sample.adapter == "a" else sample for sample in samples_of(backend)]
-    with pytest.raises(DataError, match="is for adapter 'z'; there are: a, b"):
+    with pytest.raises(DataError, match="is for unknown adapter 'z'; adapters: a, b"):
         backend.forward_backward(strange, loss)
     healthy(backend)
 

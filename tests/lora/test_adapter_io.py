@@ -343,9 +343,9 @@ def test_loading_refuses_what_does_not_fit_on_every_rank_and_adds_nothing(dense,
             backend.load_adapter("a", tmp_path / "wide")
         with pytest.raises(ConfigError, match="'b' exists"):
             backend.load_adapter("b", tmp_path / "whole")
-        with pytest.raises(ConfigError, match="rank 4 and scaling 8; the settings given have 2 and 16"):
+        with pytest.raises(ConfigError, match="rank 4 and scaling 8; the settings passed have 2 and 16"):
             backend.load_adapter("a", tmp_path / "whole", Lora(rank=2))
-        with pytest.raises(ConfigError, match=r"adapts model\.layers\.0\.mlp\.down_proj, unlike the targets given"):
+        with pytest.raises(ConfigError, match=r"adapts model\.layers\.0\.mlp\.down_proj, unlike the targets passed"):
             backend.load_adapter("a", tmp_path / "whole", Lora(rank=4, targets=("q_proj",)))
         assert list(backend.adapters) == ["b"]
         assert torch.equal(backend.adapters["b"].values, before)

@@ -90,12 +90,12 @@ def test_rows_by_expert_and_adapter(in_order):
     rows = by_expert_and_adapter(expert, adapter, 3, 2, in_order=in_order)
     assert rows.segments.sizes() == ([1, 2, 0, 0, 2, 2])
     if in_order:
-        assert rows.order is rows.place is None
-        with pytest.raises(RuntimeError, match="do not lie by expert and adapter"):
+        assert rows.order is rows.inverse is None
+        with pytest.raises(RuntimeError, match="are not sorted by expert and adapter"):
             by_expert_and_adapter(expert, adapter.flip(0), 3, 2, in_order=True)
     else:
         assert rows.order.tolist() == [1, 0, 2, 4, 5, 3, 6]
-        assert rows.order[rows.place].tolist() == list(range(7))
+        assert rows.order[rows.inverse].tolist() == list(range(7))
 
 
 def test_one_runs_values_do_not_reach_anothers():
@@ -128,14 +128,14 @@ def test_cut_and_route_agree_with_counting(counts, ranks):
         expected = [int((mine == index).sum()) for index in range(len(counts))]
         assert cut(counts, rank * size, (rank + 1) * size) == expected
         found = token_segments(adapter_index, counts, None, (rank, ranks), CPU)
-        assert torch.equal(found.adapter_index[found.mine], mine)
+        assert torch.equal(found.adapter_index[found.local_slice], mine)
         if len(counts) - counts.count(0) == 1:
             assert found.single == int(adapter_index[0])
-            assert found.whole is None
+            assert found.full is None
             assert found.local is None
         else:
             assert found.single is None
-            assert found.whole.sizes() == counts
+            assert found.full.sizes() == counts
             assert found.local.sizes() == expected
 
 

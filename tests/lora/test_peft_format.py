@@ -519,8 +519,8 @@ def put(key: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
         (put(f"{PREFIX}lm_head.weight", torch.ones(6, 4)), "lm_head.weight, which is not a factor of"),
         (put(f"{PREFIX}{Q}.lora_B.bias", torch.ones(6)), "lora_B.bias, which is not a factor of"),
         (put(f"{PREFIX}model.embed_tokens.lora_embedding_A", torch.ones(2, 9)), "embed_tokens, but no lora_B"),
-        (put(f"{PREFIX}model.embed_tokens.lora_A.weight", torch.ones(2, 9)), "are those of embed_tokens"),
-        (put(f"{PREFIX}model.wte.lora_embedding_A", torch.ones(2, 9)), "are those of embed_tokens"),
+        (put(f"{PREFIX}model.embed_tokens.lora_A.weight", torch.ones(2, 9)), "are supported for embed_tokens only"),
+        (put(f"{PREFIX}model.wte.lora_embedding_A", torch.ones(2, 9)), "are supported for embed_tokens only"),
         (put(f"{PREFIX}{Q}.base_layer.weight", torch.ones(6, 4)), "which is not a factor of"),
         (put(Q_A.removeprefix(PREFIX), torch.ones(2, 4)), "which is not a factor of"),
         (dict.clear, "holds no tensor"),
@@ -541,7 +541,7 @@ def test_an_adapter_inside_another_layer_is_refused(dense: Files, tmp_path: Path
 
 
 def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no adapter_config\.json"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
         peft_format.read(tmp_path)
     dense.read(tmp_path)
     weights, config = tmp_path / peft_tensors.WEIGHTS, tmp_path / peft_format.CONFIG
@@ -549,7 +549,7 @@ def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         peft_format.read(tmp_path)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"there is no adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
         peft_format.read(tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin, a pickle.*safe_serialization=True"):
@@ -684,7 +684,7 @@ def test_single_experts_that_cannot_be_fused(moe: Files, tmp_path: Path, change:
 @pytest.mark.parametrize(
     ("factors", "message"),
     [
-        ({}, "an adapter of no layer"),
+        ({}, "an adapter without layers"),
         (random_factors({Q: (6, 4)}, 3), "the rank is 2"),
         ({Q: Factors(torch.full((2, 4), math.nan), torch.ones(6, 2))}, "8 of 8 values of A are NaN"),
         (random_factors({Q: (3, 6, 4)}, 2), "A and B need 2 dimensions"),
