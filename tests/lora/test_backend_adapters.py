@@ -558,7 +558,7 @@ def test_misuse_is_an_error_that_says_what_to_do(dense):
             backend.add_adapter(name, Lora(rank=2, seed=seed))
         with pytest.raises(DataError, match=r"is for unknown adapter 'z'; adapters: a, ab, b"):
             backend.forward(samples, adapter="z")
-        with pytest.raises(DataError, match="all targets have weight 0 in the whole global batch of adapter 'b'"):
+        with pytest.raises(DataError, match="all targets have weight 0 in the global batch of adapter 'b'"):
             backend.forward_backward([*samples_of(["a"]), Sample([1, 2], [2, 3], [0.0, 0.0], adapter="b")])
         assert not any(adapter.accumulated for adapter in backend.adapters.values())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megascend.sampling.choice import Draw, choose, top_logprobs, truncated, uniform
-from megascend.sampling.prompts import fields_of, picked
+from megascend.sampling.prompts import prompt_fields, score_and_draw
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.sampling.rows import batches, ends, rows_of, shares
 
@@ -108,7 +108,7 @@ def test_a_request_is_refused_by_what_is_wrong_with_it() -> None:
     assert "16 prompt tokens and max_tokens=5 are together more than 20 (the model's context)" in str(
         refusal(request(16, 5))
     )
-    assert "no adapter 'bob'; there are: alice" in str(refusal(request(adapter="bob")))
+    assert "unknown adapter 'bob'; adapters: alice" in str(refusal(request(adapter="bob")))
     assert "0 prompt tokens" in str(refusal(request(0)))
     assert "num_samples=0" in str(refusal(request(num_samples=0)))
     assert "token 100 is not in [0, 100)" in str(refusal(SampleRequest([3, 100], SamplingParams(1))))
@@ -127,10 +127,13 @@ def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
     asked = [(0, request(3, 4, num_samples=3)), (2, request(10, 10)), (3, request(1, 1, num_samples=2))]
     rows = rows_of(asked, [7, 8, 9, 10])
     expected = [(0, 0, 7), (0, 1, 7), (0, 2, 7), (2, 0, 9), (3, 0, 10), (3, 1, 10)]
-    assert [(row.of, row.sample, row.seed) for row in rows] == expected
+    assert [(row.request_index, row.sample, row.seed) for row in rows] == expected
     assert [len(batch) for batch in batches(rows, 1000, 4)] == [4, 2]
     of_two = rows_of([(0, request(num_samples=2)), (1, request(adapter="a")), (2, request())], [1, 2, 3])
-    assert [[row.of for row in batch] for batch in batches(of_two, 1000, 9, apart=True)] == [[0, 0, 2], [1]]
+    assert [[row.request_index for row in batch] for batch in batches(of_two, 1000, 9, by_adapter=True)] == [
+        [0, 0, 2],
+        [1],
+    ]
     found = batches(rows, 21, 9)
     assert [[row.number for row in batch] for batch in found] == [[0, 1, 2], [3], [4, 5]]
     assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in found)
@@ -141,7 +144,7 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
     draws = 4000
     uniforms = torch.rand(2, draws, generator=torch.Generator().manual_seed(3))
     logits = PROBABILITIES.log().expand(2, -1)
-    named, ids, values = picked(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
+    named, ids, values = score_and_draw(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
     assert named.exp().tolist() == [pytest.approx([0.4, 0.1]), pytest.approx([0.3, 0.0])]
     expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     shares = torch.bincount(ids[0], minlength=6) / draws
@@ -152,7 +155,7 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
 
 def test_draws_of_a_prompt_depend_on_the_seed_alone() -> None:
     request = SampleRequest([1, 2, 3], SamplingParams(1), target_tokens=((7, -1), (8, 9)), prompt_draws=2)
-    found, wider, other = (fields_of(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
+    found, wider, other = (prompt_fields(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
     assert all(torch.equal(found[name], wider[name]) for name in found)
     assert not torch.equal(found["draw 0"], other["draw 0"])
     assert not torch.equal(found["draw 0"], found["draw 1"])
