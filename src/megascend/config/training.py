@@ -122,7 +122,7 @@ class Moe(Section):
     )
     experts: Literal["auto", "upstream", "grouped"] = Field(
         "auto",
-        description="engine megatron: implementation of experts: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
+        description="engine megatron: expert kernels: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
         "all experts of a rank in one product, tokens permuted without synchronising) or auto: grouped if the GPU supports it",
     )
 
