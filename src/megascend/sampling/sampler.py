@@ -156,7 +156,7 @@ class Sampler:
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
         if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):
-            return "stop: texts need a tokenizer, which this sampler has not; pass token ids"
+            return "stop: this sampler has no tokenizer for texts; pass token ids"
         budget = engine.batching.budget
         limits = [
             (engine.max_length, "the model's context, or batching.max_length"),
