@@ -84,24 +84,24 @@ def saved_adapter(**changes):
     return SavedAdapter(lora, factors(0), (factors(1), factors(2)), **fields)
 
 
-def equal(one, other):
+def equal(first, second):
     def same(left, right):
         return left.keys() == right.keys() and all(
             torch.equal(left[n].a, right[n].a) and torch.equal(left[n].b, right[n].b) for n in left
         )
 
-    if (one.moments is None) != (other.moments is None) or not same(one.values, other.values):
+    if (first.moments is None) != (second.moments is None) or not same(first.values, second.values):
         return False
-    return one.moments is None or all(same(*pair) for pair in zip(one.moments, other.moments, strict=True))
+    return first.moments is None or all(same(*pair) for pair in zip(first.moments, second.moments, strict=True))
 
 
 def test_what_is_written_is_read(tmp_path):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(FILES)
-    found = read(tmp_path / "a", optimizer=True)
-    assert equal(found, saved)
-    assert replace(found, values={}, moments=None) == replace(saved, values={}, moments=None)
+    loaded = read(tmp_path / "a", optimizer=True)
+    assert equal(loaded, saved)
+    assert replace(loaded, values={}, moments=None) == replace(saved, values={}, moments=None)
     bare = read(tmp_path / "a", optimizer=False)
     assert (bare.lora, bare.moments, bare.step_count) == (saved.lora, None, 0)
     write(tmp_path / "a", replace(saved, moments=None), "base", list(saved.values))
@@ -126,7 +126,7 @@ def test_missing_and_shortened_files_are_refused(tmp_path):
 
 
 def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
-    """Of every byte of the JSON files: never an error of another class, and never other settings of the factors."""
+    """Flip a bit in every byte of the JSON files: CheckpointError, or the same settings of the factors."""
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     refused = read_anyway = 0
@@ -138,12 +138,12 @@ def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
             flipped[position] ^= 1 << position % 5
             path.write_bytes(flipped)
             try:
-                found = read(tmp_path / "a", optimizer=True)
+                loaded = read(tmp_path / "a", optimizer=True)
             except CheckpointError:
                 refused += 1
             else:
-                assert equal(found, saved), flipped
-                assert (found.lora.rank, found.lora.scaling) == (2, 1.5)
+                assert equal(loaded, saved), flipped
+                assert (loaded.lora.rank, loaded.lora.scaling) == (2, 1.5)
                 read_anyway += 1
         path.write_bytes(content)
     assert refused > read_anyway
@@ -287,17 +287,17 @@ def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, l
 
     expected = run_distributed(first, LAYOUTS[layouts[0]][0], init=False)[0]
     for before, layout in itertools.pairwise(layouts):
-        found = run_distributed(through, LAYOUTS[layout][0], before, layout, init=False)[0]
+        rows = run_distributed(through, LAYOUTS[layout][0], before, layout, init=False)[0]
         for name in loras:
             old, new = tmp_path / before / name, tmp_path / layout / name
             for file in ("adapter_model.safetensors", OPTIMIZER):
-                one, other = load_file(old / file), load_file(new / file)
-                assert one.keys() == other.keys()
-                assert all(torch.equal(one[key], other[key]) for key in one), (layout, file)
+                saved, resaved = load_file(old / file), load_file(new / file)
+                assert saved.keys() == resaved.keys()
+                assert all(torch.equal(saved[key], resaved[key]) for key in saved), (layout, file)
             for file in ("adapter_config.json", STATE):
                 assert (old / file).read_text() == (new / file).read_text()
             # The next step is the same one too, to rounding.
-            loss, norm, lr = found[0][name]
+            loss, norm, lr = rows[0][name]
             assert (loss, norm) == pytest.approx(expected[0][name][:2], rel=2e-5)
             assert lr == expected[0][name][2]
     tensors = load_file(tmp_path / layouts[0] / "b" / OPTIMIZER)
@@ -377,13 +377,13 @@ def test_layers_without_factors_are_no_targets_of_a_loaded_adapter(dense, tmp_pa
         return train(backend, 1, "a"), backend.adapters["a"].lora.targets
 
     expected = run_distributed(narrow, 1, init=False)[0]
-    found, targets = run_distributed(broad, 1, init=False)[0]
+    rows, targets = run_distributed(broad, 1, init=False)[0]
     assert targets == tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(2))
-    assert found[0]["a"] == pytest.approx(expected[0]["a"], rel=1e-6)
+    assert rows[0]["a"] == pytest.approx(expected[0]["a"], rel=1e-6)
     for file in ("adapter_model.safetensors", OPTIMIZER):
-        one, other = load_file(tmp_path / "narrow" / file), load_file(tmp_path / "broad" / file)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
+        first, second = load_file(tmp_path / "narrow" / file), load_file(tmp_path / "broad" / file)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize(
@@ -457,9 +457,9 @@ def test_an_adapter_is_written_where_a_link_leads_and_others_may_read_it(tmp_pat
     link, disk = tmp_path / "link", tmp_path / "disk" / "adapter"
     link.symlink_to(disk)
     for value in (1.0, 2.0):
-        whole, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
+        values, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
         saved = SavedAdapter(
-            Lora(rank=2, targets=("q_proj",)), whole, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
+            Lora(rank=2, targets=("q_proj",)), values, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
         )
         before = os.umask(0o022)
         try:
