@@ -101,6 +101,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
         raise DataError(f"rank {rank}: {problem}{more}")
     leaders: dict[int, int] = {}
     for rank, entry in enumerate(reports):
+        # The lowest rank of each replica stands for it; the replica's other ranks must have the same samples.
         leader = leaders.setdefault(topology.coordinates(rank).data, rank)
         first, second = reports[leader].checksums, entry.checksums
         different = [label for label in {**first, **second} if first.get(label) != second.get(label)]

@@ -46,7 +46,7 @@ class LossProblem:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LossEvaluation:
     """Detached values and gradients of a loss function on one micro batch of n tokens.
 
     Attributes:
@@ -85,7 +85,7 @@ class LossCall:
         inputs: LossInputs,
         factors: Tensor | float,
         padding: Tensor,
-    ) -> Evaluation | None:
+    ) -> LossEvaluation | None:
         """Call the function; None if it cannot be used on this or another context parallel rank.
 
         Args:
@@ -130,7 +130,7 @@ class LossCall:
 
     def _differentiate(
         self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs, factors: Tensor | float, padding: Tensor
-    ) -> Evaluation:
+    ) -> LossEvaluation:
         loss, weights = self.loss, inputs.weights
         leaves = [tensor.detach().requires_grad_() for tensor in (scores, entropy) if tensor is not None]
         count = len(weights) if loss.per == "token" else len(inputs.pairs)
@@ -150,7 +150,7 @@ class LossCall:
         raw_gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         trained = weights != 0
         gradients = [None if gradient is None else torch.where(trained, gradient, 0.0) for gradient in raw_gradients]
-        return Evaluation(
+        return LossEvaluation(
             figures={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
             scores=torch.zeros_like(leaves[0]) if gradients[0] is None else gradients[0],
             entropy=gradients[1] if entropy is not None else None,

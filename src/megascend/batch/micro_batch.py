@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.batch.losses import Loss
@@ -159,7 +160,7 @@ def build(
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
         for name in columns:
-            padded_values = torch.arange(total) if name == "position" else _pad(values[name], total)
+            padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
         sample_of.append(torch.full_like(local, number))
@@ -211,6 +212,7 @@ def _padded_lengths(lengths: list[int], layout: SequenceLayout) -> list[int]:
     local = sum(padded) // layout.context_size
     missing = (round_up(local, layout.token_multiple) - local) * layout.context_size
     padded[-1] += round_up(missing, layout.sample_multiple)
+    # Rounding up to the sample multiple may break the token multiple again.
     while (sum(padded) // layout.context_size) % layout.token_multiple:
         padded[-1] += layout.sample_multiple
     return padded
@@ -245,22 +247,17 @@ def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[i
     return [(sides[True][0], sides[False][0]) for sides in members.values()]
 
 
-def _pad(values: Tensor, total: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, total - len(values)))
-
-
 def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> Any:
+    """Describe the samples of a packed batch.
+
+    Padding counts to the sample before it: causal attention hides it from that sample's tokens.
+    """
     if not layout.for_megatron:
         return PackedLengths(tuple(padded))
-    return _packed_parameters(padded, device, layout.lengths_on_host)
-
-
-def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:
-    """Build Megatron's description of samples; padding counts to the sample before it, hidden from it by causal attention."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
-    if lengths_on_host:
+    if layout.lengths_on_host:
         # The NPU kernel takes ends only, without a leading 0, and on the CPU, where reading them does not synchronise.
         boundaries = ends.int()
     else:

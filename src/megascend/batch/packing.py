@@ -125,7 +125,7 @@ def split_to(
             lighter = loads.index(min(loads))
             halves[lighter].extend(unit)
             loads[lighter] += weight
-        for half, load in zip(halves, loads, strict=True):
+        for half, load in zip(halves, loads, strict=True):  # appended, so that parts keep their numbers
             parts[end] = half
             if _divisible(half, unit_of):
                 heapq.heappush(heaviest, (-load, end))

@@ -262,7 +262,7 @@ class RunConfig(TrainerConfig):
     @classmethod
     def _epochs_decide(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("epochs") is not None:
-            return {"steps": 0} | values
+            return {"steps": 0} | values  # the default of steps would conflict with epochs
         return values
 
     @model_validator(mode="after")

@@ -28,10 +28,10 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] | None = Non
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
-    if not os.path.lexists(path):
+    if not os.path.lexists(path):  # a dangling link is an error of reading, below
         raise ConfigError(f"no config file at {path.absolute()}")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte order mark
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -109,7 +109,7 @@ def _loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: dict[Any, int] = {}
             for key_node, _ in node.value:
-                if key_node.tag == "tag:yaml.org,2002:merge":
+                if key_node.tag == "tag:yaml.org,2002:merge":  # <<, which is not a setting
                     continue
                 key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
                 if not isinstance(key, str):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from megascend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
 
 
 def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
@@ -81,8 +78,6 @@ def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
 
 def _section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     """Return the class of a setting that is a section; None for a setting of another type."""
-    from pydantic import BaseModel
-
     field = kind.model_fields.get(name)
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     sections = [candidate for candidate in kinds if isinstance(candidate, type) and issubclass(candidate, BaseModel)]

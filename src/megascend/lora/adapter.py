@@ -126,7 +126,9 @@ class Adapter:
             return NextStep(adam, math.inf, 1.0)
         norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
         if adam.max_grad_norm > 0:
-            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
+            factor *= min(
+                1.0, adam.max_grad_norm / (norm + 1e-6)
+            )  # the epsilon of Megatron and torch's clip_grad_norm_
         return NextStep(adam, norm, factor)
 
     def count_step(self, step: NextStep) -> StepResult:
@@ -144,6 +146,7 @@ class Adapter:
         self.accumulated = False
 
     def _count(self, steps: int) -> Tensor:
+        # Fused AdamW counts steps on the device; the unfused one reads them, which would wait for it.
         return torch.tensor(float(steps), device=self.values.device if self.fused else "cpu")
 
     def _adapt_scale(self, finite: bool) -> None:

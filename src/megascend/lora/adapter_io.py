@@ -70,6 +70,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
+            # Last, after the digests of all other files: a directory with this file is complete.
             (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
@@ -97,6 +98,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
         for name, expected in state["sha256"].items():
+            # peft may have saved over our files, whose moments would then belong to other weights.
             if digest(path / name, hashlib.sha256) != expected:
                 raise ValueError(
                     f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "

@@ -128,7 +128,7 @@ class AdapterSet:
         try:
             for name, directory in directories.items():
                 self.load(name, directory, optimizer=True)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too, must leave the previous adapters in place
             for name in list(self.registry):
                 self.forget(name)
             for adapter in previous.values():
@@ -207,7 +207,7 @@ class AdapterSet:
         problem = saved = None
         try:
             saved = read(path, optimizer=optimizer)
-            if self._groups.rank == 0:
+            if self._groups.rank == 0:  # it reads base weights from disk, once is enough
                 check_base_weights(path, self._model_dir)
             missing = [name for name in saved.values if name not in self.registry.projections]
             if missing:
@@ -222,6 +222,7 @@ class AdapterSet:
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = None
+        # Not in the try block: the registry is the same everywhere, so all ranks raise alike.
         self.registry.check(name, settings)
         try:
             adapter = with_room(lambda: self._restored(name, settings, saved), self._groups.rank)
@@ -354,6 +355,7 @@ class MixedAdapters(AdapterSet):
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Set the batch's segments: the adapter of each token, by its index in ``names``."""
         lengths = [length // self._topology.context for length in batch.padded_lengths]
+        # Stacks of a pool have empty slots, for which segments must exist as well.
         count = len(names) if self._pool is None else stack_capacity(len(names))
         counts = tokens_per_adapter(batch.adapter_index, lengths, count)
         ranks = self._topology.tensor if self._topology.sequence_parallel else 1
@@ -378,6 +380,7 @@ class MixedAdapters(AdapterSet):
                 if adapter is None
                 else token_keys(adapter.seed, adapter.step_count, sample, positions)
             )
+        # Megatron's layers see a plain batch as [sequence, batch]: samples alternate.
         interleaved = self._sequence_first and batch.packed is None
         keys = torch.stack(parts, dim=1).flatten() if interleaved else torch.cat(parts)
         return to_device(keys, self._device)

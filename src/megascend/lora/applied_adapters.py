@@ -34,7 +34,7 @@ class AppliedAdapters:
         self.stacked: StackedAdapters | None = None
         self.segments: TokenSegments | None = None
         self._output: tuple[int, TargetModule] | None = None
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = torch.empty(0, requires_grad=True)  # makes autograd call LookUp.backward; token ids cannot
 
     @property
     def mixed(self) -> TokenSegments | None:
@@ -51,6 +51,7 @@ class AppliedAdapters:
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
         column, sequence_parallel = target.split == "column", self._sequence_parallel
         before, after = (segments.local, segments.full) if column else (segments.full, segments.local)
+        # Only column parallel layers see this rank's slice of the tokens as input; row parallel ones see all of them.
         x = drop(x, stacked, segments, target, local=sequence_parallel and column)
         down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
@@ -64,6 +65,7 @@ class AppliedAdapters:
         if rows.order is None:
             down = GroupedLinear.apply(x, a, a_grads, rows.segments, None)
             return GroupedLinear.apply(down, b, b_grads, rows.segments, out)
+        # Grouped products need sorted rows; only the delta is moved back, as the base output is in order.
         down = GroupedLinear.apply(Moved.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
         delta = GroupedLinear.apply(down, b, b_grads, rows.segments, None)
         return out + Moved.apply(delta, rows.inverse, rows.order)
@@ -213,5 +215,6 @@ def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: T
     layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
     columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
     drawn = mix(segments.keys[rows][:, None] ^ columns)
+    # double: float32 cannot represent all thresholds below 2^31.
     keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
     return x * keep.view(x.shape)

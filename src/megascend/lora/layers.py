@@ -70,6 +70,7 @@ class AdapterManager(MixedAdapters):
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         check_untied(limits.targets, layout.prefix, tied=not config.untie_embeddings_and_output_weights)
         targets = find_target_modules(chunks, layout)
+        # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
         registry = AdapterRegistry.of_model(
@@ -111,7 +112,11 @@ class AdapterLayers(AppliedAdapters):
                     self._output = number, target
                     target.module.register_forward_hook(self._after_output)
                     continue
-                expose_normed_input(target.module)
+                if isinstance(target.module, te.TELayerNormColumnParallelLinear) and hasattr(
+                    target.module, "return_layernorm_output"
+                ):
+                    # Adapters act on the linear layer's input, which is inside a layer with a fused norm.
+                    patch(target.module, "return_layernorm_output", True, "adapters see the norm's output")
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
                     self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
@@ -164,12 +169,6 @@ class AdapterLayers(AppliedAdapters):
         if self._sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(down)
         return reduce_from_tensor_model_parallel_region(down)
-
-
-def expose_normed_input(module: Any) -> None:
-    """Make a layer with a fused norm return the norm's output, which is the adapters' input."""
-    if isinstance(module, te.TELayerNormColumnParallelLinear) and hasattr(module, "return_layernorm_output"):
-        patch(module, "return_layernorm_output", True, "adapters see the norm's output")
 
 
 def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any, Tensor]:
@@ -240,13 +239,14 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         )
     rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
-    permuted: list[Tensor | None] = [None]
+    permuted: list[Tensor | None] = [None]  # passed from the first hook to the second
 
     def dispatch_preprocess(*args: Any, **options: Any) -> Any:
         result = preprocess(*args, **options)
         permuted[0], segments = None, mixed()
         if segments is not None:
             local = segments.adapter_index[segments.local_slice]
+            # The row of a permuted token is its index in the unpermuted ones, so this permutes the indices alike.
             permuted[0] = local[dispatcher.reversed_local_input_permutation_mapping]
         return result
 

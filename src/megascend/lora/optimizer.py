@@ -30,7 +30,7 @@ class AdapterOptimizer:
 
         Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: for this step only.
         """
-        self._groups.monitor.call("grad reduce", self._reduce_all, adapters)
+        self._groups.monitor.call("grad reduce", self._reduce, adapters)
         with self._groups.monitor.phase("update"):
             counted: list[Sharding] = [
                 sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
@@ -40,24 +40,20 @@ class AdapterOptimizer:
                 dist.all_reduce(squares)
             return update(adapters, squares.sqrt().tolist(), adam)
 
-    def _reduce_all(self, adapters: Sequence[Adapter]) -> None:
-        for adapter in adapters:
-            self._reduce(adapter)
-
-    def _reduce(self, adapter: Adapter) -> None:
+    def _reduce(self, adapters: Sequence[Adapter]) -> None:
         """Sum the gradients over ranks with different tokens or partial sums."""
         topology = self._topology
-        for sharding in SHARDINGS:
-            start, stop = adapter.layout.ranges[sharding]
-            if start == stop:
-                continue
-            grads = adapter.grads[start:stop]
-            for name in reductions(sharding, topology):
-                dist.all_reduce(grads, group=self._groups.device_group(name))
-        if topology.data * topology.context > 1:
-            adapter.grads.div_(
-                topology.data * topology.context
-            )  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
+        ranks = topology.data * topology.context
+        for adapter in adapters:
+            for sharding in SHARDINGS:
+                start, stop = adapter.layout.ranges[sharding]
+                if start == stop:
+                    continue
+                grads = adapter.grads[start:stop]
+                for name in reductions(sharding, topology):
+                    dist.all_reduce(grads, group=self._groups.device_group(name))
+            if ranks > 1:
+                adapter.grads.div_(ranks)  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
 
 
 def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
@@ -93,7 +89,7 @@ def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[st
             [moments[adapter.name][1] for adapter in members],
             [],
             [adapter.taken_count for adapter in members],
-            foreach=False,
+            foreach=False,  # allocates temporaries for all adapters at once
             fused=fused,
             amsgrad=False,
             beta1=betas[0],

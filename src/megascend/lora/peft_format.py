@@ -147,6 +147,7 @@ def to_config(
     fused = any(is_expert_parameter(name) for name in universe)
     parameters = [name for name in names if is_expert_parameter(name)]
     weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]
+    # As target_modules PEFT would take them for experts; as target_parameters it does not rename them.
     weights = [name for name in weights if name not in parameters]
     modules = [name for name in names if name not in parameters and name not in weights]
     shorten = universe if adaptable is not None else set()

@@ -68,6 +68,7 @@ def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iter
     fused: dict[str, dict[int, Factors]] = {}
     single: dict[str, dict[str, dict[int, Factors]]] = {}
     for module, pair in _pairs(tensors).items():
+        # Two adapted parameters of one module are nested wrappers; the depth tells them apart.
         bare = re.sub(r"(\.base_layer)+$", "", module)
         depth = (len(module) - len(bare)) // len(".base_layer")
         expert = _ONE_EXPERT.fullmatch(module)

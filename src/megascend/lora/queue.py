@@ -33,7 +33,7 @@ SMALL_REQUESTS = 64
 """The least that a request is charged is a full batch divided by this: a request has a fixed cost, however small it is."""
 
 
-class Backend(Protocol):
+class QueueBackend(Protocol):
     """Backend interface that the queue needs.
 
     The methods raise DataError, ConfigError or OutOfDeviceMemoryError on all ranks, and only before they change a gradient or a
@@ -84,7 +84,7 @@ class AdapterFuture(Generic[T]):
         self._error, self._finished = error, True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # compared by identity: samples have no equality
 class _Waiting(Request):
     samples: Sequence[Sample]
     future: AdapterFuture[Any]
@@ -113,7 +113,7 @@ class AdapterQueue:
         max_pending: most waiting requests of one adapter.
     """
 
-    def __init__(self, backend: Backend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
+    def __init__(self, backend: QueueBackend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
         if max_batch_tokens < 1 or max_pending < 1:
             raise ConfigError(f"max_batch_tokens={max_batch_tokens} and max_pending={max_pending} must be at least 1")
         self._backend = backend
@@ -252,6 +252,7 @@ class AdapterQueue:
         if not heads:
             return False
         unit = next_unit(heads, self._ledger, self._max_batch_tokens)
+        # Charged before it runs: a unit that fails has used the model, too.
         self._ledger = self._ledger.charged(unit)
         for waiting in unit:
             self._pop(waiting.adapter)
@@ -370,6 +371,7 @@ class AdapterQueue:
         self, samples: Sequence[Sample], share: Sequence[Sample], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """Gather a tensor for each of ``samples``, in their order, from the shares of all data parallel ranks."""
+        # By identity: shard() returns these objects, and equal samples of two tenants must stay apart.
         index_of = {id(sample): index for index, sample in enumerate(samples)}
         indexed = [(index_of[id(sample)], tensor) for sample, tensor in zip(share, tensors, strict=True)]
         by_index = dict(entry for part in self._backend.gather_by_data_rank(indexed) for entry in part)

@@ -189,6 +189,7 @@ def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lor
 
 def first_values(target: TargetModule, fused_slice: FusedSlice, expert: int, rank: int, seed: int) -> Tensor:
     """Draw this rank's columns of a projection's initial A: kaiming-uniform with a = sqrt(5), as in peft."""
+    # Drawn in full and then cut, so that every layout has the same values.
     label = f"{seed}/{fused_slice.name}" + (f"/{target.expert_start + expert}" if target.is_expert else "")
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
     bound = target.in_total**-0.5

@@ -16,7 +16,7 @@ from megascend.lora.layout import ShapeGroup
 
 FactorsAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 
-RANK_MULTIPLE = 8  # grouped kernels take rows of 16 bytes
+RANK_MULTIPLE = 8  # grouped kernels need rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,8 @@ class StackPool:
     def take(self, adapters: Sequence[Adapter | None]) -> StackedAdapters:
         """Return the stack for a call of ``adapters``, which are first in it, in their order."""
         adapters = (*adapters, *[None] * (stack_capacity(len(adapters)) - len(adapters)))
-        key = len(adapters), padded_rank(adapters)
+        # Powers of two keep the number of stacks, and with it of captured graphs, small.
+        key = len(adapters), max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))
         stack = self._stacks.get(key)
         if stack is None:
             while len(self._stacks) >= self._limit:
@@ -306,8 +307,3 @@ class StackPool:
 def stack_capacity(adapters: int) -> int:
     """Return the number of slots in the stack for a call of so many adapters."""
     return next_power_of_two(adapters)
-
-
-def padded_rank(adapters: Sequence[Adapter | None]) -> int:
-    """Return the rank of the adapters' stack: a power of two that grouped kernels accept."""
-    return max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))

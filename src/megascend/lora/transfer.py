@@ -69,7 +69,7 @@ def factor_shards(
         shape_group = shape_groups[span.shape_group]
         if not is_main_replica(shape_group.sharding(span.factor), coordinates):
             continue
-        values = values.cpu()
+        values = values.cpu()  # once for all layers of the group
         for layer, target in enumerate(shape_group.target_modules):
             for number, fused_slice in enumerate(target.slices):
                 if matches(fused_slice.name, adapter.lora.targets):

@@ -45,7 +45,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
     """Return the number in [0, 1) that draws token ``position`` of a request's response ``sample``: a hash of the arguments."""
     content = f"{seed} {sample} {position}".encode()
     (number,) = struct.unpack("<Q", hashlib.blake2b(content, digest_size=8).digest())
-    return (number >> 11) / 2**53
+    return (number >> 11) / 2**53  # 53 bits, the precision of a float: the result is below 1
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
@@ -53,7 +53,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
 
     A token is drawn by inverting the cumulative distribution in fp64: the first token at which it exceeds the uniform number.
     """
-    wide = logits.double()
+    wide = logits.double()  # fp32 sums over a vocabulary lose tokens of small probability
     model_distribution = wide.log_softmax(-1)
     temperature = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=logits.device)
     uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=logits.device)
@@ -63,6 +63,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
         if draw.temperature > 0 and (draw.top_p < 1 or 0 < draw.top_k < logits.shape[-1]):
             drawn_distribution[row] = truncated(drawn_distribution[row], draw.top_k, draw.top_p)
     cumulative = drawn_distribution.exp().cumsum(-1)
+    # The last sum differs from 1 by rounding; a threshold beyond it would select no token.
     thresholds = uniforms[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     tokens = torch.where(greedy, wide.argmax(-1), sampled)

@@ -78,7 +78,7 @@ class Cached(Decoder):
 
     def __enter__(self) -> Self:
         self._open.enter_context(self._engine.caching())
-        if self._cache is not None:
+        if self._cache is not None:  # else _start() does, after next_token_logits(), which enters its own contexts
             self._evaluate()
         return self
 

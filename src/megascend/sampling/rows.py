@@ -127,6 +127,7 @@ def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) ->
         return False
     assert decode is not None, "requests with stop texts are refused without a tokenizer"
     # A text has at most as many tokens as bytes, and earlier tokens have been checked already.
+    # surrogatepass: a text from JSON may contain lone surrogates.
     window = decode(list(tokens[-(max(len(text.encode(errors="surrogatepass")) for text in texts) + MARGIN) :]))
     return any(text in window for text in texts)
 

@@ -84,6 +84,7 @@ class Sampler:
         self._max_rows, self._cache = max_rows, cache
         self.why_no_cache: str | None = None
         coordinates, topology = self._groups.coordinates, backend.topology
+        # One rank of each replica chooses: the others have the same logits, or none.
         self._chooses = (
             coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == topology.pipeline - 1
         )
@@ -144,14 +145,12 @@ class Sampler:
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
-        reports = gather_objects((refusals, seeds, self._no_cache()), "world", self._groups, call)
+        why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
+        reports = gather_objects((refusals, seeds, why_no_cache), "world", self._groups, call)
         self.why_no_cache = next((reason for *_, reason in reports if reason is not None), None)
         by_request = zip(*(report[0] for report in reports), strict=True)
         # Random seeds differ between ranks: all take rank 0's.
         return [next((refusal for refusal in by_rank if refusal), None) for by_rank in by_request], reports[0][1]
-
-    def _no_cache(self) -> str | None:
-        return self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
@@ -160,6 +159,7 @@ class Sampler:
         budget = engine.batching.budget
         limits = [
             (engine.max_length, "the model's context, or batching.max_length"),
+            # Prompts are scored and recomputed in padded micro batches.
             (budget - budget % engine.layout.padded_length(1), "batching.micro_batch_tokens"),
             (self._cache_tokens, "the sampler's cache_tokens"),
         ]
@@ -175,7 +175,11 @@ class Sampler:
         share = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
         _cancel(batch, all_cancelled)
-        decoder = self._decoder(batch)
+        decoder: Decoder
+        if self.why_no_cache is not None:
+            decoder = Recomputed(self._step)
+        else:
+            decoder = Cached(self._step, self._engine, batch)
         while any(row.reason is None for row in batch):
             with self._groups.monitor.phase("sample"), decoder:
                 for _ in count() if tokens is None else range(tokens):
@@ -217,11 +221,6 @@ class Sampler:
         except Exception as error:
             logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
             return _PassResult({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
-
-    def _decoder(self, batch: Sequence[ResponseRow]) -> Decoder:
-        if self.why_no_cache is not None:
-            return Recomputed(self._step)
-        return Cached(self._step, self._engine, batch)
 
     def _choose(self, rows: Sequence[ResponseRow], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
         """Choose the next token of every row with finite logits, by the row's number."""

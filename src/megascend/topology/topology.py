@@ -90,7 +90,7 @@ class Topology:
             raise TopologyError(f"rank {rank} is outside the world of {self.world_size} ranks")
         coordinates: dict[str, int] = {}
         for axes in (ATTENTION_AXES, EXPERT_AXES):
-            rest = rank
+            rest = rank  # mixed radix, fastest axis first; both grids give the same pipeline coordinate
             for axis in axes:
                 rest, coordinates[axis] = divmod(rest, self.size(axis))
         return Coordinates(rank=rank, **coordinates)

@@ -75,7 +75,7 @@ def participants(topology: Topology, receivers: Collection[int]) -> frozenset[in
         grids.append(("expert_tensor", "expert", "pipeline"))
     groups = [frozenset(ranks) for axes in grids for ranks in topology.groups(*axes)]
     members = frozenset(receivers)
-    while True:
+    while True:  # groups of the two grids overlap, so a group may pull in another
         extended = members.union(*(group for group in groups if group & members))
         if extended == members:
             return members
