@@ -148,7 +148,7 @@ def check_base_weights(adapter: Path, model_dir: Path) -> None:
                 if module is not None and not equal(file.get_tensor(key), read_tensor(model_dir, f"{module}.weight")):
                     raise CheckpointError(
                         f"{adapter}: {WEIGHTS} holds {key}, which is not the weight of {module} in {model_dir}; the adapter "
-                        "was trained on another model, or that weight was trained or resized beside it"
+                        "was trained on another model, or that weight was trained or resized too"
                     )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{adapter}: {WEIGHTS} or the weights of {model_dir} cannot be read: {error}") from None

@@ -148,9 +148,8 @@ class AdapterSet:
         def make() -> None:
             for adapter in chosen:
                 adapter.moments()
-            max(
-                chosen, key=lambda adapter: adapter.layout.size
-            ).make_room()  # a step updates them in turn, so the largest bounds its scratch
+            # A step updates them in turn, so the largest bounds its temporaries.
+            max(chosen, key=lambda adapter: adapter.layout.size).make_room()
 
         with_room(make, self._groups.rank)
 

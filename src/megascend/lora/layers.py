@@ -264,9 +264,7 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
 
 def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> Tensor:
     """Exchange adapter indices [rows] as the dispatcher has just exchanged the permuted tokens."""
-    column = adapter_index[
-        :, None
-    ].float()  # the collectives are autograd functions of floats; indices this small are exact
+    column = adapter_index[:, None].float()  # the collectives take floats; indices this small are exact
     if dispatcher.ep_size > 1:
         column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
     if dispatcher.tp_size > 1:
@@ -274,9 +272,7 @@ def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> T
         column = gather_from_sequence_parallel_region(
             column, group=dispatcher.tp_group, output_split_sizes=None if splits is None else splits.tolist()
         )
-    if (
-        sort_received := getattr(dispatcher, "sort_received", None)
-    ) is not None:  # the dispatcher of moe.experts: grouped
+    if (sort_received := getattr(dispatcher, "sort_received", None)) is not None:  # with moe.experts: grouped
         column = sort_received(column)
     elif dispatcher.num_local_experts > 1:
         column, _ = sort_chunks_by_idxs(

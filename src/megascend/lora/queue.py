@@ -109,7 +109,7 @@ class AdapterQueue:
 
     Args:
         backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
-        max_batch_tokens: most input tokens of one mixed batch; a larger request runs alone.
+        max_batch_tokens: most input tokens of one mixed batch; a larger request runs by itself.
         max_pending: most waiting requests of one adapter.
     """
 
@@ -161,7 +161,7 @@ class AdapterQueue:
         """Update ``adapter`` with the gradients of its earlier forward_backwards. Errors as in forward_backward.
 
         Args:
-            adam: settings for this step alone; see ``MegatronBackend.optimizer_step``.
+            adam: settings for this step only; see ``MegatronBackend.optimizer_step``.
         """
         return self._submit(adapter, "optimizer_step", adam=adam)
 

@@ -119,9 +119,8 @@ class Cached(Decoder):
         cache_index = {number: position for position, number in enumerate(self._numbers)}
         cache.take([cache_index[rows[row].number] for row in order])
         self._numbers = [rows[row].number for row in order]
-        parts = torch.arange(len(rows)).tensor_split(
-            self._engine.topology.pipeline
-        )  # one per stage, to fill the pipeline
+        stages = self._engine.topology.pipeline
+        parts = torch.arange(len(rows)).tensor_split(stages)  # a micro batch per stage fills the pipeline
         batches = []
         for part in parts:
             members = order[part[0] : part[-1] + 1] if len(part) else []
