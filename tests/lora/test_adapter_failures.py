@@ -310,9 +310,9 @@ def refused_adapters(backend):
 
 def files_fail(folder):
     def fails(backend):
-        (folder / "file").write_text("not a directory")
+        (folder / "file").write_text("not a directory", encoding="utf-8")
         (folder / "thesis").mkdir(exist_ok=True)
-        (folder / "thesis" / "thesis.txt").write_text("years of work")
+        (folder / "thesis" / "thesis.txt").write_text("years of work", encoding="utf-8")
         targets = [folder / "file" / "below", folder / ("x" * 300), folder / "thesis", folder / "file"]
         for target in targets:
             with pytest.raises(CheckpointError, match=r"save_adapter"):

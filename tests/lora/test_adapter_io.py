@@ -183,8 +183,8 @@ def test_no_flipped_bit_of_a_file_beside_the_state_goes_unnoticed(tmp_path, name
 def test_settings_that_contradict_each_other_are_refused(tmp_path, file, change, message):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
-    content = json.loads((tmp_path / "a" / file).read_text())
-    (tmp_path / "a" / file).write_text(json.dumps(content | change))
+    content = json.loads((tmp_path / "a" / file).read_text(encoding="utf-8"))
+    (tmp_path / "a" / file).write_text(json.dumps(content | change), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path / "a", optimizer=True)
 
@@ -207,7 +207,7 @@ def test_moments_of_another_adapter_are_refused(tmp_path):
 def test_other_peoples_directories_are_not_replaced(tmp_path):
     saved = saved_adapter()
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work", encoding="utf-8")
     for target in (tmp_path / "thesis", tmp_path / "thesis" / "thesis.txt"):
         with pytest.raises(CheckpointError, match="is not an adapter"):
             write(target, saved, "base", [])
@@ -295,7 +295,7 @@ def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, l
                 assert saved.keys() == resaved.keys()
                 assert all(torch.equal(saved[key], resaved[key]) for key in saved), (layout, file)
             for file in ("adapter_config.json", STATE):
-                assert (old / file).read_text() == (new / file).read_text()
+                assert (old / file).read_text(encoding="utf-8") == (new / file).read_text(encoding="utf-8")
             # The next step is the same one too, to rounding.
             loss, norm, lr = rows[0][name]
             assert (loss, norm) == pytest.approx(expected[0][name][:2], rel=2e-5)
@@ -405,7 +405,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
         backend.export_hf(tmp_path / "merged", adapter="a")
         backend.export_hf(tmp_path / "base")
         if backend.rank == 0:
-            (tmp_path / "file").write_text("in the way")
+            (tmp_path / "file").write_text("in the way", encoding="utf-8")
         with pytest.raises(CheckpointError):
             backend.export_hf(tmp_path / "file" / "below", adapter="a")
         after = [p.detach() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]

@@ -307,7 +307,7 @@ def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
     case = WRITE_CASES[name]
     folder = peft.folder / f"written, {name}"
     lora, factors = peft_format.read(folder)
-    config = json.loads((folder / peft_format.CONFIG).read_text())
+    config = json.loads((folder / peft_format.CONFIG).read_text(encoding="utf-8"))
     assert config["target_modules"] == case.target_modules
     assert config.get("target_parameters") == case.target_parameters
     targets = [*config["target_modules"], *config.get("target_parameters", [])]
@@ -398,7 +398,7 @@ class Files:
     tensors: dict[str, Tensor]
 
     def read(self, folder: Path) -> tuple[Lora, dict[str, Factors]]:
-        (folder / peft_format.CONFIG).write_text(json.dumps(self.config))
+        (folder / peft_format.CONFIG).write_text(json.dumps(self.config), encoding="utf-8")
         save_file(self.tensors, folder / peft_tensors.WEIGHTS)
         return peft_format.read(folder)
 
@@ -565,7 +565,7 @@ def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin, a pickle.*safe_serialization=True"):
         peft_format.read(tmp_path)
     for text, message in (("{", "not valid JSON"), ("[]", "must hold an object, found list")):
-        config.write_text(text)
+        config.write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=message):
             peft_format.read(tmp_path)
 
@@ -773,13 +773,13 @@ def test_targeted_is_what_peft_would_adapt(config, expected):
 
 def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
     """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
-    (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}))
+    (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}), encoding="utf-8")
     every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]
     peft_format.check_complete(tmp_path, every, ADAPTABLE)
     with pytest.raises(CheckpointError) as raised:
         peft_format.check_complete(tmp_path, every[:3] + every[4:], ADAPTABLE)
     assert f"has no factors of {LAYER(1, 'v_proj')}, which adapter_config.json targets" in str(raised.value)
     (tmp_path / peft_format.CONFIG).write_text(
-        json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]})
+        json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]}), encoding="utf-8"
     )
     peft_format.check_complete(tmp_path, every[:2] + every[4:], ADAPTABLE)

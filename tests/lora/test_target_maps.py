@@ -51,7 +51,7 @@ def outside(tmp_path, monkeypatch):
     """Create a package ``outside_targets``, which registers two maps when it is imported; yield its parent folder."""
     package = tmp_path / "outside_targets"
     package.mkdir()
-    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE))
+    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE), encoding="utf-8")
     monkeypatch.setattr("megascend.lora.target_maps._by_model_type", {})
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path

@@ -33,7 +33,7 @@ def outside(tmp_path):
     """Create a package ``outside_losses``, which registers a loss when it is imported; return its parent folder."""
     package = tmp_path / "outside_losses"
     package.mkdir()
-    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE))
+    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE), encoding="utf-8")
     return tmp_path
 
 
