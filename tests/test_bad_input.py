@@ -321,7 +321,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "no samples anywhere": (forward_backward(lambda rank: []), ["empty on every rank"]),
     "all masked": (
         forward_backward(lambda rank: [sample(1, 2, 3, weights=[0.0] * 3)]),
-        ["all targets have weight 0", "whole global batch", "'cross_entropy'"],
+        ["all targets have weight 0", "global batch", "'cross_entropy'"],
     ),
     "longer than the context": (
         forward_backward(on_rank_1(lambda: sample(*[7] * 513))),

@@ -1,4 +1,4 @@
-"""The verdict that every rank reaches on the reports of all: pure, so no rank can reach another one."""
+"""Combining the reports of all ranks: pure, so that all ranks reach the same result."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_sums_count_every_data_parallel_rank_once():
 
 
 def test_adapters_are_counted_apart_and_have_one_order_on_all_ranks():
-    of = {"a": TokenCounts(1.0, 0, 1, 2), "b": TokenCounts(2.0, 1, 3, 4), "c": TokenCounts(5.0, 0, 6, 7)}
-    first = entry(counts={"b": of["b"], "a": of["a"]}, checksum=1)
-    second = entry(counts={"c": of["c"], "b": of["b"]}, checksum=2)
+    counts = {"a": TokenCounts(1.0, 0, 1, 2), "b": TokenCounts(2.0, 1, 3, 4), "c": TokenCounts(5.0, 0, 6, 7)}
+    first = entry(counts={"b": counts["b"], "a": counts["a"]}, checksum=1)
+    second = entry(counts={"c": counts["c"], "b": counts["b"]}, checksum=2)
     agreed = reconcile([first, second], layout(2))
-    assert agreed.counts == {"a": of["a"], "b": TokenCounts(4.0, 2, 6, 8), "c": of["c"]}
+    assert agreed.counts == {"a": counts["a"], "b": TokenCounts(4.0, 2, 6, 8), "c": counts["c"]}
     assert list(agreed.counts) == ["a", "b", "c"]
 
 
@@ -103,17 +103,17 @@ def test_a_report_counts_what_is_there():
         Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
         Sample([9], [8], [1.0]),
     ]
-    found = report(samples, 3, ["", ""], None)
+    result = report(samples, 3, ["", ""], None)
     count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4)
-    assert (found.problem, found.micro_batches, found.counts) == (None, 3, {"": count_})
-    assert found.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
+    assert (result.problem, result.micro_batches, result.counts) == (None, 3, {"": count_})
+    assert result.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
     assert report([], 0, [], None) == RankReport(None)
 
 
 def test_a_pair_counts_once_and_for_its_own_adapter():
     samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
-    found = report(samples, 1, ["a", "a", "b", "b"], BUILT_IN["dpo"]).counts
-    assert {name: (count_.pairs, count_.tokens) for name, count_ in found.items()} == {"a": (1, 2), "b": (1, 2)}
+    counts = report(samples, 1, ["a", "a", "b", "b"], BUILT_IN["dpo"]).counts
+    assert {name: (count_.pairs, count_.tokens) for name, count_ in counts.items()} == {"a": (1, 2), "b": (1, 2)}
 
 
 def test_a_report_does_not_lose_small_weights_beside_large_ones():
@@ -132,9 +132,9 @@ def test_other_token_ids_or_another_order_are_another_checksum():
 
 def test_other_adapters_are_another_checksum():
     a = Sample([1, 2], [2, 3], [1, 1])
-    found = [report([a, a], 1, list(names), None).checksums for names in ("ab", "ba", "aa")]
-    assert len({checksums["adapter"] for checksums in found}) == 3
-    assert len({checksums["input_ids"] for checksums in found}) == 1
+    reports = [report([a, a], 1, list(names), None).checksums for names in ("ab", "ba", "aa")]
+    assert len({checksums["adapter"] for checksums in reports}) == 3
+    assert len({checksums["input_ids"] for checksums in reports}) == 1
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,17 @@ def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
 
 
 def test_a_field_that_one_rank_lacks_is_a_difference():
-    with_it, without = (report([Sample([1], [2], [1.0], advantages=of)], 1, [""], None) for of in ([0.0], None))
+    with_it, without = (report([Sample([1], [2], [1.0], advantages=values)], 1, [""], None) for values in ([0.0], None))
     with pytest.raises(DataError, match="their advantages differ"):
         reconcile([with_it, without], layout(2, context=2))
 
 
 def test_pairs_may_be_called_by_objects_of_this_process():
-    def mine():
+    def samples():
         pair = object()
         return [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for chosen in (True, False)]
 
-    reconcile([report(mine(), 1, ["", ""], BUILT_IN["dpo"]) for _ in range(2)], layout(2, tensor=2))
+    reconcile([report(samples(), 1, ["", ""], BUILT_IN["dpo"]) for _ in range(2)], layout(2, tensor=2))
 
 
 @pytest.mark.parametrize(("weight", "name"), [(1e37, ""), (1e31, "alice"), (1e-38, "")])

@@ -1,4 +1,4 @@
-"""Losses far from where policies agree, against float64 autograd of their formulas; and tokens of weight 0 that hold anything."""
+"""Losses at extreme ratios, against float64 autograd of their formulas; and arbitrary values at tokens of weight 0."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GRID = [
 
 
 def exp(log_ratio: Tensor) -> Tensor:
-    """The exponential in float64, with the gradient of one; e^700 in place of what float64 does not hold either."""
+    """Exponentiate in float64 with the gradient of exp, clamped to e^700, below float64's limit."""
     return torch.exp(log_ratio - (log_ratio - log_ratio.clamp(max=700.0)).detach())
 
 
@@ -63,7 +63,7 @@ FORMULAS = {
         -exp((new - old).detach()).clamp(max=2.0) * (advantage - 0.01 * (new - old).detach()) * new
     ),
 }
-"""Of single tokens; a sequence of one token is gspo's ratio of it."""
+"""Formulas for single tokens; for gspo each token is a sequence."""
 
 
 def inputs_of(count: int, **fields: object) -> LossInputs:
@@ -81,16 +81,16 @@ def inputs_of(count: int, **fields: object) -> LossInputs:
 
 def evaluate(loss: Loss, scores: Tensor, inputs: LossInputs, entropy: Tensor | None = None):
     call = LossCall(loss)
-    found = call.evaluate(scores, entropy, inputs, 1.0, torch.zeros(len(scores), dtype=torch.bool))
-    assert found is not None, call.problem
-    return found
+    result = call.evaluate(scores, entropy, inputs, 1.0, torch.zeros(len(scores), dtype=torch.bool))
+    assert result is not None, call.problem
+    return result
 
 
-def assert_same(found: Tensor, reference: Tensor, rel: float = 1e-4) -> None:
-    """Where float32 holds the reference, equal to it; elsewhere infinite with its sign."""
-    beyond = reference.abs() > LARGEST
-    assert torch.equal(found[beyond].double(), reference[beyond].sign() * math.inf)
-    torch.testing.assert_close(found[~beyond].double(), reference[~beyond], rtol=rel, atol=1e-37)
+def assert_same(values: Tensor, reference: Tensor, rel: float = 1e-4) -> None:
+    """Assert equality where the reference fits into float32, and infinity with its sign elsewhere."""
+    overflows = reference.abs() > LARGEST
+    assert torch.equal(values[overflows].double(), reference[overflows].sign() * math.inf)
+    torch.testing.assert_close(values[~overflows].double(), reference[~overflows], rtol=rel, atol=1e-37)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -99,17 +99,17 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
     exact = new.double().requires_grad_()
     reference = FORMULAS[name](exact, old.double(), advantages.double())
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
-    found = evaluate(BUILT_IN[name], new, inputs_of(len(GRID), old_logprobs=old, advantages=advantages))
-    assert_same(found.scores, gradient)
+    result = evaluate(BUILT_IN[name], new, inputs_of(len(GRID), old_logprobs=old, advantages=advantages))
+    assert_same(result.scores, gradient)
     inside = gradient.abs() <= LARGEST  # elsewhere the step is skipped, whatever the value
-    assert_same(found.figures["loss"][inside], reference.detach()[inside])
-    for metric, values in found.figures.items():
+    assert_same(result.figures["loss"][inside], reference.detach()[inside])
+    for metric, values in result.figures.items():
         assert metric == "loss" or values.isfinite().all(), metric
     ratio = exp(new.double() - old.double()).clamp(max=LARGEST)
-    torch.testing.assert_close(found.figures["ratio"].double(), ratio, rtol=2e-4, atol=1e-37)
-    if "kl" in found.figures:
+    torch.testing.assert_close(result.figures["ratio"].double(), ratio, rtol=2e-4, atol=1e-37)
+    if "kl" in result.figures:
         kl = (exp(new.double() - old.double()) - 1 - (new.double() - old.double())).clamp(max=LARGEST)
-        torch.testing.assert_close(found.figures["kl"].double(), kl, rtol=2e-4, atol=1e-4)
+        torch.testing.assert_close(result.figures["kl"].double(), kl, rtol=2e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -117,7 +117,7 @@ def test_old_probability_of_0_is_no_nan(name: str) -> None:
     """The limit of ever smaller ones: 0 where the formula clips or the advantage is 0, else infinite with its sign."""
     advantages = torch.tensor([1.0, -1.0, 0.0])
     old = torch.full((3,), -math.inf)
-    found = evaluate(BUILT_IN[name], torch.full((3,), -2.0), inputs_of(3, old_logprobs=old, advantages=advantages))
+    result = evaluate(BUILT_IN[name], torch.full((3,), -2.0), inputs_of(3, old_logprobs=old, advantages=advantages))
     expected = {
         "importance_sampling": [-math.inf, math.inf, 0.0],
         "ppo": [0.0, math.inf, 0.0],
@@ -126,16 +126,16 @@ def test_old_probability_of_0_is_no_nan(name: str) -> None:
         "dro": [math.inf] * 3,
         "stable_reinforce": [math.inf] * 3,
     }[name]
-    assert found.scores.tolist() == pytest.approx(expected)
-    assert all(of.isfinite().all() for metric, of in found.figures.items() if metric != "loss")
+    assert result.scores.tolist() == pytest.approx(expected)
+    assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
 
 
 def test_ratio_without_an_upper_clip_is_no_nan() -> None:
     for name in ("ppo", "cispo", "gspo"):
         loss = BUILT_IN[name].with_settings(clip_high=math.inf)
         new, old = torch.zeros(3), torch.tensor([-100.0, -100.0, 0.0])
-        found = evaluate(loss, new, inputs_of(3, old_logprobs=old, advantages=torch.tensor([1.0, 0.0, 1.0])))
-        assert found.scores.tolist() == [-math.inf, 0.0, -1.0], name
+        result = evaluate(loss, new, inputs_of(3, old_logprobs=old, advantages=torch.tensor([1.0, 0.0, 1.0])))
+        assert result.scores.tolist() == [-math.inf, 0.0, -1.0], name
 
 
 def test_token_beyond_float32_of_a_sequence_takes_part_in_its_mean() -> None:
@@ -144,8 +144,8 @@ def test_token_beyond_float32_of_a_sequence_takes_part_in_its_mean() -> None:
     advantages = torch.tensor([1.0] * 3 + [-1.0] * 3)
     sample = torch.tensor([0, 0, 0, 1, 1, 1])
     inputs = inputs_of(6, old_logprobs=old, advantages=advantages, sample=sample, sample_count=2)
-    found = evaluate(BUILT_IN["gspo"], torch.zeros(6), inputs)
-    assert found.scores.tolist() == pytest.approx([0.0] * 3 + [math.exp(32.0)] * 3, rel=1e-5)
+    result = evaluate(BUILT_IN["gspo"], torch.zeros(6), inputs)
+    assert result.scores.tolist() == pytest.approx([0.0] * 3 + [math.exp(32.0)] * 3, rel=1e-5)
 
 
 PAIRS = {"sample": torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), "sample_count": 4, "pairs": torch.tensor([[0, 1], [3, 2]])}
@@ -163,19 +163,19 @@ def test_dpo_equals_its_formula_in_float64(difference: float, sign: float) -> No
     margins = 0.1 * torch.stack([totals[0] - totals[1], totals[3] - totals[2]])
     reference = -torch.nn.functional.logsigmoid(margins)
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
-    found = evaluate(BUILT_IN["dpo"], new, inputs_of(8, ref_logprobs=ref, **PAIRS))
-    assert_same(found.scores, gradient)
-    assert_same(found.figures["loss"], reference.detach())
-    assert all(of.isfinite().all() for of in found.figures.values())
+    result = evaluate(BUILT_IN["dpo"], new, inputs_of(8, ref_logprobs=ref, **PAIRS))
+    assert_same(result.scores, gradient)
+    assert_same(result.figures["loss"], reference.detach())
+    assert all(figure.isfinite().all() for figure in result.figures.values())
 
 
 def test_reference_probability_of_0_settles_a_pair() -> None:
     ref = torch.zeros(8)
     ref[0], ref[4] = -math.inf, -math.inf  # of the chosen sample of the first pair, of the rejected one of the second
-    found = evaluate(BUILT_IN["dpo"], torch.full((8,), -1.0), inputs_of(8, ref_logprobs=ref, **PAIRS))
-    assert found.figures["loss"].tolist() == [0.0, math.inf]
-    assert found.scores.tolist() == pytest.approx([0.0] * 4 + [0.1, 0.1, -0.1, -0.1])
-    assert all(of.isfinite().all() for metric, of in found.figures.items() if metric != "loss")
+    result = evaluate(BUILT_IN["dpo"], torch.full((8,), -1.0), inputs_of(8, ref_logprobs=ref, **PAIRS))
+    assert result.figures["loss"].tolist() == [0.0, math.inf]
+    assert result.scores.tolist() == pytest.approx([0.0] * 4 + [0.1, 0.1, -0.1, -0.1])
+    assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
 
 
 @pytest.mark.parametrize("size", [1.0, 91.0, 1e10, 1e19, 1e25, 1e38])
@@ -183,22 +183,23 @@ def test_losses_of_values_equal_their_formulas_in_float64(size: float) -> None:
     grid = list(itertools.product([0.0, size, -size], repeat=3))
     values, old, returns = (torch.tensor(column, dtype=torch.float32) for column in zip(*grid, strict=True))
     exact = values.double().requires_grad_()
-    near = old.double() + (exact - old.double()).clamp(-0.2, 0.2)
-    worse = torch.maximum((exact - returns.double()) ** 2, (near - returns.double()) ** 2) / 2
-    for name, reference in (("value", (exact - returns.double()) ** 2 / 2), ("clipped_value", worse)):
+    clipped = old.double() + (exact - old.double()).clamp(-0.2, 0.2)
+    larger = torch.maximum((exact - returns.double()) ** 2, (clipped - returns.double()) ** 2) / 2
+    for name, reference in (("value", (exact - returns.double()) ** 2 / 2), ("clipped_value", larger)):
         (gradient,) = torch.autograd.grad(reference.sum(), exact, retain_graph=True)
-        found = evaluate(BUILT_IN[name], values, inputs_of(len(grid), returns=returns, old_values=old))
-        if (
-            name == "clipped_value"
-        ):  # float32 cannot tell old + 0.2 from old; the formula in float64 is a tie there, or nearly
-            apart = ((exact - returns.double()).abs() - (near - returns.double()).abs()).detach().abs() > 1e-6 * size
-            apart |= (exact - old.double()).abs().detach() <= 0.2
-            found_scores, gradient = found.scores[apart], gradient[apart]
+        result = evaluate(BUILT_IN[name], values, inputs_of(len(grid), returns=returns, old_values=old))
+        if name == "clipped_value":
+            # Exclude (near) ties of the formula in float64, where float32 cannot tell old + 0.2 from old.
+            distinct = (
+                (exact - returns.double()).abs() - (clipped - returns.double()).abs()
+            ).detach().abs() > 1e-6 * size
+            distinct |= (exact - old.double()).abs().detach() <= 0.2
+            scores, gradient = result.scores[distinct], gradient[distinct]
         else:
-            found_scores = found.scores
-        assert_same(found_scores, gradient)
-        assert_same(found.figures["loss"], reference.detach(), rel=1e-3)
-        assert all(of.isfinite().all() for metric, of in found.figures.items() if metric != "loss")
+            scores = result.scores
+        assert_same(scores, gradient)
+        assert_same(result.figures["loss"], reference.detach(), rel=1e-3)
+        assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
 
 
 @pytest.mark.parametrize("size", [1.0, 91.0, 2000.0, 3e38])
@@ -209,16 +210,16 @@ def test_bradley_terry_equals_its_formula_in_float64(size: float) -> None:
     reference = -torch.nn.functional.logsigmoid(margins)
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
     pairs = torch.tensor([[0, 1], [2, 3]])
-    found = evaluate(BUILT_IN["bradley_terry"], values, inputs_of(4, pairs=pairs))
-    assert_same(found.scores, gradient)
-    assert_same(found.figures["loss"], reference.detach())
+    result = evaluate(BUILT_IN["bradley_terry"], values, inputs_of(4, pairs=pairs))
+    assert_same(result.scores, gradient)
+    assert_same(result.figures["loss"], reference.detach())
 
 
 # --- tokens of weight 0 ---
 
 
 def covariance(logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    """A loss of a user's own, which brings all tokens together without a look at their weights."""
+    """Compute a custom loss that combines all tokens without regard to their weights."""
     advantages = inputs.advantages - inputs.advantages.mean()
     return (
         -advantages * torch.exp(logprobs) * logprobs.logsumexp(0) + inputs.extra["shift"].mean() * inputs.entropy.sum()
@@ -235,7 +236,7 @@ def test_token_of_weight_0_contributes_nothing_whatever_it_holds(name: str, junk
     weights = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.0, 2.0])
     fields = ["old_logprobs", "advantages", "ref_logprobs", "returns", "old_values"]
 
-    def of(value: float):
+    def evaluate_with(value: float):
         def column() -> Tensor:
             return torch.where(weights != 0, torch.randn(8, generator=generator.manual_seed(len(seeds))), value)
 
@@ -250,13 +251,13 @@ def test_token_of_weight_0_contributes_nothing_whatever_it_holds(name: str, junk
         inputs.entropy = entropy if loss.entropy else None
         return evaluate(loss, scores, inputs, entropy if loss.entropy else None)
 
-    found, reference = of(junk), of(0.0)
-    assert found.scores.isfinite().all()
-    assert found.scores[weights == 0].count_nonzero() == 0
-    torch.testing.assert_close(found.scores, reference.scores, rtol=0, atol=0)
-    if found.entropy is not None:
-        torch.testing.assert_close(found.entropy, reference.entropy, rtol=0, atol=0)
-    assert found.scores.count_nonzero() > 0
+    result, reference = evaluate_with(junk), evaluate_with(0.0)
+    assert result.scores.isfinite().all()
+    assert result.scores[weights == 0].count_nonzero() == 0
+    torch.testing.assert_close(result.scores, reference.scores, rtol=0, atol=0)
+    if result.entropy is not None:
+        torch.testing.assert_close(result.entropy, reference.entropy, rtol=0, atol=0)
+    assert result.scores.count_nonzero() > 0
 
 
 def test_figures_of_a_cross_entropy_see_finite_values_at_weight_0() -> None:
@@ -266,6 +267,6 @@ def test_figures_of_a_cross_entropy_see_finite_values_at_weight_0() -> None:
     inputs = inputs_of(3, weights=torch.tensor([0.0, 1.0, 1.0]), ref_logprobs=torch.tensor([math.nan, -1.0, -2.0]))
     call = LossCall(Loss("watched", watched, is_cross_entropy=True))
     logprobs = torch.tensor([-math.inf, -1.0, -1.0])
-    found = call.observe(logprobs, inputs, torch.zeros(3, dtype=torch.bool))
-    assert found is not None
-    assert found["far"].tolist() == pytest.approx([1 / 3] * 3)
+    figures = call.observe(logprobs, inputs, torch.zeros(3, dtype=torch.bool))
+    assert figures is not None
+    assert figures["far"].tolist() == pytest.approx([1 / 3] * 3)

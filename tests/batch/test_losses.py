@@ -1,4 +1,4 @@
-"""The losses known by name against their formulas, written out with plain floats."""
+"""The built-in losses against their formulas, in plain floats."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_the_clip_range_of_ppo_can_be_set_per_side():
 
 def test_settings_of_a_loss_go_by_name_and_make_equal_losses():
     wide = BUILT_IN["ppo"].with_settings(clip_high=0.28)
-    given = inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0]))
-    assert wide(tensor([1.0]), given)[0].item() == pytest.approx(-1.28 * 2)
+    arguments = inputs(1, old_logprobs=tensor([0.0]), advantages=tensor([2.0]))
+    assert wide(tensor([1.0]), arguments)[0].item() == pytest.approx(-1.28 * 2)
     assert wide == BUILT_IN["ppo"].with_settings(clip_high=0.3).with_settings(clip_high=0.28) != BUILT_IN["ppo"]
     assert wide.describe() == "loss='ppo', clip_high=0.28"
     with pytest.raises(ConfigError, match="no setting 'beta'; it has: clip_low, clip_high"):
@@ -105,8 +105,8 @@ def test_the_gradient_of_cispo_is_the_policys_at_a_clipped_ratio():
 
 
 def test_gspo_has_one_ratio_a_sequence_of_its_tokens_with_a_weight():
-    given = inputs(weights=tensor([1.0, 0.0, 2.0, 1.0]), sample=tensor([0, 0, 0, 1]), sample_count=3)
-    values, metrics = gspo(tensor(LOGPROBS), given, clip_low=0.1, clip_high=0.2)
+    arguments = inputs(weights=tensor([1.0, 0.0, 2.0, 1.0]), sample=tensor([0, 0, 0, 1]), sample_count=3)
+    values, metrics = gspo(tensor(LOGPROBS), arguments, clip_low=0.1, clip_high=0.2)
     first, second = math.exp((0.5 + 0.0) / 2), math.exp(-1.0)
     assert metrics["ratio"].tolist() == pytest.approx([first, first, first, second])
     assert values.tolist() == pytest.approx([-1.2 * 1.0, first * 2.0, -1.2 * 0.5, 0.9])
@@ -127,10 +127,10 @@ def test_stable_reinforce_is_the_policy_gradient_with_a_penalty_for_leaving_the_
     advantages = tensor(ADVANTAGES)
     objective = (policy.exp() * advantages).sum() - 0.3 * (policy.exp() * (policy - sampler)).sum()
     expected = torch.autograd.grad(-objective, logits, retain_graph=True)[0]
-    given = inputs(old_logprobs=sampler, advantages=advantages)
-    values, metrics = stable_reinforce(policy, given, kl_coeff=0.3, max_ratio=100.0)
-    found = torch.autograd.grad((sampler.exp() * values).sum(), logits)[0]
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    arguments = inputs(old_logprobs=sampler, advantages=advantages)
+    values, metrics = stable_reinforce(policy, arguments, kl_coeff=0.3, max_ratio=100.0)
+    gradient = torch.autograd.grad((sampler.exp() * values).sum(), logits)[0]
+    assert gradient.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert (sampler.exp() * metrics["kl"]).sum().item() == pytest.approx(
         (sampler.exp() * (sampler - policy)).sum().item()
     )
@@ -151,7 +151,7 @@ def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
     logprobs = tensor([-1.0, -2.0, -3.0, -0.5, -0.25, -4.0])
     reference = tensor([-1.5, -1.0, -2.0, -1.0, -0.5, -1.0])
     weights = tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.5])
-    given = inputs(
+    arguments = inputs(
         6,
         weights=weights,
         ref_logprobs=reference,
@@ -160,7 +160,7 @@ def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
         pairs=tensor([[1, 0], [2, 3]]),  # samples 1 and 2 are the chosen ones
     )
     margins = [0.5, -1.0 + 0.5, 0.25, -1.5]
-    values, metrics = dpo(logprobs, given, beta=beta)
+    values, metrics = dpo(logprobs, arguments, beta=beta)
     logits = [beta * (margins[1] - margins[0]), beta * (margins[2] - margins[3])]
     assert values.tolist() == pytest.approx([-math.log(1 / (1 + math.exp(-x))) for x in logits])
     assert metrics["accuracy"].tolist() == [0.0, 1.0]
@@ -169,8 +169,10 @@ def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
 
 
 def test_dpo_of_the_reference_itself_is_log_two():
-    given = inputs(2, ref_logprobs=tensor([-1.0, -2.0]), sample=tensor([0, 1]), sample_count=2, pairs=tensor([[0, 1]]))
-    assert dpo(tensor([-1.0, -2.0]), given)[0].item() == pytest.approx(math.log(2))
+    arguments = inputs(
+        2, ref_logprobs=tensor([-1.0, -2.0]), sample=tensor([0, 1]), sample_count=2, pairs=tensor([[0, 1]])
+    )
+    assert dpo(tensor([-1.0, -2.0]), arguments)[0].item() == pytest.approx(math.log(2))
 
 
 def test_sums_per_sample_go_through_the_context_reduction():
@@ -180,8 +182,10 @@ def test_sums_per_sample_go_through_the_context_reduction():
         seen.append(values.tolist())
         return values * 10
 
-    given = inputs(3, weights=tensor([1.0, 2.0, 0.0]), sample=tensor([1, 0, 1]), sample_count=3, reduce_context=reduce)
-    assert given.sum_per_sample(tensor([1.0, 3.0, 100.0])).tolist() == [60.0, 10.0, 0.0]
+    arguments = inputs(
+        3, weights=tensor([1.0, 2.0, 0.0]), sample=tensor([1, 0, 1]), sample_count=3, reduce_context=reduce
+    )
+    assert arguments.sum_per_sample(tensor([1.0, 3.0, 100.0])).tolist() == [60.0, 10.0, 0.0]
     assert seen == [[6.0, 1.0, 0.0]]
 
 
@@ -189,18 +193,18 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
     assert resolve("ppo") is BUILT_IN["ppo"]
     assert resolve("dpo").per == "pair"
 
-    def mine(logprobs, given):
+    def nll(logprobs, inputs):
         return -logprobs
 
     class Callable:
-        def __call__(self, logprobs, given):
+        def __call__(self, logprobs, inputs):
             return -logprobs
 
-    for function, name in ((mine, "mine"), (Callable(), "Callable")):
+    for function, name in ((nll, "nll"), (Callable(), "Callable")):
         loss = resolve(function)
         assert (loss.name, loss.function, loss.per, loss.requires, loss.entropy) == (name, function, "token", (), False)
-    given = Loss("x", mine, per="pair")
-    assert resolve(given) is given
+    loss = Loss("x", nll, per="pair")
+    assert resolve(loss) is loss
 
 
 def test_what_is_no_loss_is_refused():

@@ -1,4 +1,4 @@
-"""Layout arithmetic of a micro batch: lengths divide as promised, context ranks share every token, columns agree."""
+"""Layout arithmetic of a micro batch: lengths divide, context ranks share all tokens, columns agree."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ quick = settings(max_examples=60, deadline=None)
 
 
 def make(lengths: list[int], offset: int = 1) -> list[Sample]:
-    """Samples whose columns are all different functions of the same running number."""
+    """Build samples whose columns are different functions of one running number."""
     samples, start = [], offset
     for length in lengths:
         ids = torch.arange(start, start + length)
         samples.append(
-            Sample(ids, ids + 1000, ids + 0.25, advantages=ids + 0.5, extra={"mine": ids + 0.75}),
+            Sample(ids, ids + 1000, ids + 0.25, advantages=ids + 0.5, extra={"extra": ids + 0.75}),
         )
         start += length
     return samples
@@ -50,8 +50,8 @@ def on_every_rank(lengths, packing, context, tensor, **options):
 def test_what_a_rank_holds_divides_as_promised(packing, context, tensor, lengths):
     for batch in on_every_rank(lengths, packing, context, tensor):
         rows, columns = batch.input_ids.shape
-        held = rows * columns
-        assert held == sum(batch.padded_lengths) // context
+        count = rows * columns
+        assert count == sum(batch.padded_lengths) // context
         # Sequence parallelism divides the sequence dimension of the rank's tokens.
         assert columns % tensor == 0
         for padded, length in zip(batch.padded_lengths, lengths, strict=True):
@@ -75,7 +75,7 @@ def test_packing_pads_no_more_than_it_must(packing, context, tensor, lengths):
     unit = 2 * context if context > 1 else 1
     if packing:
         wasted = sum(batch.padded_lengths) - sum(lengths)
-        # Each sample to its own multiple, and the whole once to the tensor ranks'.
+        # Each sample is padded to its multiple, and the batch once to the tensor ranks'.
         assert wasted < len(lengths) * unit + max(unit, context) * tensor
     else:
         assert max(batch.padded_lengths) - max(lengths) < unit * tensor
@@ -101,7 +101,7 @@ def test_columns_belong_to_the_same_token(packing, context, tensor, lengths):
         assert torch.equal(batch.targets[real], ids[real] + 1000)
         assert torch.equal(batch.weights[real], ids[real] + 0.25)
         assert torch.equal(batch.fields["advantages"][real], ids[real] + 0.5)
-        assert torch.equal(batch.fields["mine"][real], ids[real] + 0.75)
+        assert torch.equal(batch.fields["extra"][real], ids[real] + 0.75)
         assert batch.weights[~real].tolist() == [0.0] * int((~real).sum())
         expected = [int(samples[number].input_ids[0]) + at for number, at in zip(batch.sample, positions, strict=True)]
         assert ids[real].tolist() == torch.tensor(expected)[real].tolist()
@@ -113,11 +113,11 @@ def test_columns_belong_to_the_same_token(packing, context, tensor, lengths):
 @given(**combinations)
 def test_unpacking_undoes_it(packing, context, tensor, lengths):
     batches = on_every_rank(lengths, packing, context, tensor)
-    whole = torch.zeros(sum(batches[0].padded_lengths))
+    padded = torch.zeros(sum(batches[0].padded_lengths))
     for batch in batches:
-        whole[batch.place] = batch.fields["mine"]
-    for found, sample in zip(unpack(whole, batches[0]), make(lengths), strict=True):
-        assert torch.equal(found, sample.extra["mine"])
+        padded[batch.place] = batch.fields["extra"]
+    for values, sample in zip(unpack(padded, batches[0]), make(lengths), strict=True):
+        assert torch.equal(values, sample.extra["extra"])
 
 
 def test_the_plan_counts_what_the_batch_takes():
@@ -158,7 +158,7 @@ def test_only_fields_that_every_sample_has_are_kept():
     first, second = make([3, 2])
     second.advantages = None
     batch = build([first, second], [0, 1], SequenceLayout(), None, CPU)
-    assert set(batch.fields) == {"mine"}
+    assert set(batch.fields) == {"extra"}
 
 
 def test_pairs_are_positions_among_the_members():

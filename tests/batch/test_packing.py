@@ -24,9 +24,9 @@ def batches(draw):
 
 
 def cost(lengths, members, packing):
-    """Tokens a micro batch takes, padding included."""
-    chosen = [lengths[index] for index in members]
-    return sum(chosen) if packing else max(chosen, default=0) * len(chosen)
+    """Count the tokens of a micro batch, padding included."""
+    selected = [lengths[index] for index in members]
+    return sum(selected) if packing else max(selected, default=0) * len(selected)
 
 
 def check_plan(plan, lengths, pairs, packing):
@@ -34,8 +34,8 @@ def check_plan(plan, lengths, pairs, packing):
     for members in plan:
         assert cost(lengths, members, packing) <= BUDGET
     for pair in set(pairs) - {None}:
-        together = [set(members) & {i for i, p in enumerate(pairs) if p == pair} for members in plan]
-        assert sorted(map(len, together))[-1] == 2
+        shared = [set(members) & {i for i, p in enumerate(pairs) if p == pair} for members in plan]
+        assert sorted(map(len, shared))[-1] == 2
 
 
 @given(batches())
@@ -76,7 +76,7 @@ def tokens(lengths, members):
 
 def units_written_out(pairs):
     return [
-        [index] if pair is None else [other for other, its in enumerate(pairs) if its == pair]
+        [index] if pair is None else [other for other, value in enumerate(pairs) if value == pair]
         for index, pair in enumerate(pairs)
         if pair is None or pairs.index(pair) == index
     ]
@@ -86,8 +86,8 @@ def first_fit_written_out(lengths, pairs, budget, packing, kinds=None):
     plan = []
     for unit in sorted(units_written_out(pairs), key=lambda unit: max(lengths[index] for index in unit), reverse=True):
         for members in plan:
-            alike = packing or kinds is None or kinds[members[0]] == kinds[unit[0]]
-            if alike and cost(lengths, members + unit, packing) <= budget:
+            same_kind = packing or kinds is None or kinds[members[0]] == kinds[unit[0]]
+            if same_kind and cost(lengths, members + unit, packing) <= budget:
                 members += unit
                 break
         else:
@@ -97,16 +97,18 @@ def first_fit_written_out(lengths, pairs, budget, packing, kinds=None):
 
 def split_written_out(plan, count, lengths, pairs):
     plan = [list(members) for members in plan]
-    whole = units_written_out(pairs)
+    all_units = units_written_out(pairs)
     while len(plan) < count:
-        of = [list({whole.index(u): u for i in members for u in whole if i in u}.values()) for members in plan]
-        divisible = [position for position, inside in enumerate(of) if len(inside) > 1]
+        units = [
+            list({all_units.index(u): u for i in members for u in all_units if i in u}.values()) for members in plan
+        ]
+        divisible = [position for position, inside in enumerate(units) if len(inside) > 1]
         if not divisible:
             plan.append([])
             continue
         position = max(divisible, key=lambda position: tokens(lengths, plan[position]))
         halves = [[], []]
-        for unit in sorted(of[position], key=lambda unit: tokens(lengths, unit), reverse=True):
+        for unit in sorted(units[position], key=lambda unit: tokens(lengths, unit), reverse=True):
             halves[tokens(lengths, halves[0]) > tokens(lengths, halves[1])] += unit
         plan = plan[:position] + plan[position + 1 :] + halves
     return plan
@@ -124,8 +126,8 @@ def test_plans_are_those_of_the_algorithms_written_out(batch, count, parts, data
     lengths, pairs, packing = batch
     kinds = None
     if data.draw(st.booleans()):
-        own = data.draw(st.lists(st.sampled_from("abc"), min_size=len(lengths), max_size=len(lengths)))
-        kinds = [own[index if pair is None else pairs.index(pair)] for index, pair in enumerate(pairs)]
+        letters = data.draw(st.lists(st.sampled_from("abc"), min_size=len(lengths), max_size=len(lengths)))
+        kinds = [letters[index if pair is None else pairs.index(pair)] for index, pair in enumerate(pairs)]
     budget = data.draw(st.integers(BUDGET, 400))
     plan = plan_micro_batches(lengths, pairs, budget, packing, kinds)
     assert plan == first_fit_written_out(lengths, pairs, budget, packing, kinds)
@@ -144,7 +146,7 @@ class Counted(list):
 
 
 def steps_of(function):
-    """Lines that run, and lengths that are read."""
+    """Count the lines that run and the lengths that are read."""
     lines = 0
 
     def trace(frame, event, argument):
@@ -162,7 +164,7 @@ def steps_of(function):
 
 
 def work(count, packing):
-    """Steps of planning, of splitting to twice as many micro batches, and of sharding, for ``count`` samples."""
+    """Count the steps of planning, of splitting to twice as many micro batches, and of sharding ``count`` samples."""
     lengths = Counted(random.Random(0).randint(1, 1000) for _ in range(count))
     pairs = [index // 2 if index % 4 < 2 else None for index in range(count)]
     plan = plan_micro_batches(lengths, pairs, 4000, packing)

@@ -36,7 +36,7 @@ def test_causal_sample_carries_adapter_and_pair():
     ("make", "message"),
     [
         (lambda: Sample.causal([1]), "at least 2 tokens, got 1"),
-        (lambda: Sample.causal([1, 2], prompt_length=2), r"prompt_length must lie in \[0, 2\), got 2"),
+        (lambda: Sample.causal([1, 2], prompt_length=2), r"prompt_length must be in \[0, 2\), got 2"),
         (lambda: Sample([1, 2], [1], [1.0, 1.0]), "one length"),
         (lambda: Sample([], [], []), "at least one token"),
         (lambda: Sample([1, 2], [2, 3], [1.0, float("nan")]), r"weights\[1\] is nan"),

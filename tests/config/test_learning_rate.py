@@ -15,8 +15,8 @@ def test_constant_with_warmup():
 
 
 def test_linear_reaches_the_minimum_and_stays():
-    found = rates(Schedule(kind="linear", total_steps=4, min_lr=0.2), 6)
-    assert found == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    values = rates(Schedule(kind="linear", total_steps=4, min_lr=0.2), 6)
+    assert values == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 def test_cosine_is_half_way_at_half_time():

@@ -17,7 +17,7 @@ RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
 
 def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
     path = tmp_path / "run.yaml"
-    path.write_text(RUN_FILE + text)
+    path.write_text(RUN_FILE + text, encoding="utf-8")
     return load_config(path, list(overrides))
 
 
@@ -38,12 +38,12 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
 def test_the_schedule_ends_with_the_run_and_what_goes_beyond_it_is_said(tmp_path):
     cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
     assert load(tmp_path, cosine, "steps=50").of_length(8).schedule_remarks() == []
-    [said] = load(tmp_path, cosine, "steps=150").of_length(8).schedule_remarks()
-    assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in said
-    whole = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").of_length(8)
-    assert (whole.schedule.total_steps, whole.schedule_remarks()) == (150, [])
-    [said] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").of_length(8).schedule_remarks()
-    assert "schedule.warmup_steps: 9 is not less than steps: 5" in said
+    [remark] = load(tmp_path, cosine, "steps=150").of_length(8).schedule_remarks()
+    assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in remark
+    without_end = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").of_length(8)
+    assert (without_end.schedule.total_steps, without_end.schedule_remarks()) == (150, [])
+    [remark] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").of_length(8).schedule_remarks()
+    assert "schedule.warmup_steps: 9 is not less than steps: 5" in remark
 
 
 UNHELPFUL: dict[str, str] = {
@@ -74,19 +74,19 @@ def test_names_of_plugins_are_left_to_them(tmp_path):
 
 
 def test_names_are_checked_without_importing_packages(tmp_path):
-    (tmp_path / "run.yaml").write_text(RUN_FILE)
+    (tmp_path / "run.yaml").write_text(RUN_FILE, encoding="utf-8")
     code = (
         "import sys, megascend.config as c\n"
         "try: c.load_config(sys.argv[1], ['engine=fdsp'])\n"
         "except c.run.ConfigError as e: print(e)\n"
         "print([name for name in ('torch', 'transformers', 'megatron', 'wandb') if name in sys.modules])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run.yaml")],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert "engine: there is no 'fdsp'" in done.stdout.splitlines()[0]
-    assert done.stdout.splitlines()[1] == "[]"
+    assert "engine: there is no 'fdsp'" in completed.stdout.splitlines()[0]
+    assert completed.stdout.splitlines()[1] == "[]"

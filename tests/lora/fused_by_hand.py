@@ -39,7 +39,7 @@ HUGGING_FACE["gate_up_proj"] = torch.cat([HUGGING_FACE["gate_proj"], HUGGING_FAC
 
 
 def megatron_layer(tensor, rank):
-    """The four fused weights of one tensor parallel rank, put together head by head."""
+    """Build the four fused weights of one tensor parallel rank, head by head."""
     hf = HUGGING_FACE
     qkv = []
     for group in range(rank * GROUPS // tensor, (rank + 1) * GROUPS // tensor):
@@ -52,9 +52,9 @@ def megatron_layer(tensor, rank):
 
 def layout_of(tensor, rank, names, expert=1, expert_rank=0, model_type="test"):
     topology = SimpleNamespace(tensor=tensor, expert_tensor=tensor, expert=expert, sequence_parallel=False)
-    place = SimpleNamespace(tensor=rank, expert_tensor=rank, expert=expert_rank)
+    coordinates = SimpleNamespace(tensor=rank, expert_tensor=rank, expert=expert_rank)
     config = SimpleNamespace(**vars(CONFIG) | {"hf_model_type": model_type})
-    return ModelLayout(config, topology, place, names, VOCABULARY)
+    return ModelLayout(config, topology, coordinates, names, VOCABULARY)
 
 
 def chunk_of(layer, tensor=1, embedding_and_head=False, tied=False):
@@ -86,16 +86,16 @@ def target_modules_of(tensor=1, rank=0, experts=False, expert=1, expert_rank=0, 
 
 
 def assert_rows_are_in_place(targets, hugging_face):
-    """Every row and column of the targets' weights is the one of Hugging Face's weights that they say; returns their names."""
+    """Compare rows and columns of the targets' weights with those of Hugging Face's; return their names."""
     covered = []
     for target in targets:
         local = getattr(target.module, "weight", None)
         local = target.module.weight0 if local is None else local
         columns = slice(target.in_start, target.in_start + target.in_features)
         for fused_slice in target.slices:
-            whole = hugging_face[fused_slice.name.rsplit(".", 1)[-1]]
-            assert (fused_slice.out_features, target.in_total) == tuple(whole.shape)
-            assert torch.equal(local[fused_slice.local_rows], whole[fused_slice.global_rows][:, columns])
+            weight = hugging_face[fused_slice.name.rsplit(".", 1)[-1]]
+            assert (fused_slice.out_features, target.in_total) == tuple(weight.shape)
+            assert torch.equal(local[fused_slice.local_rows], weight[fused_slice.global_rows][:, columns])
         rows = torch.cat([fused_slice.local_rows for fused_slice in target.slices]).sort().values
         assert torch.equal(rows, torch.arange(target.out_features)), "every row is in exactly one slice"
         covered += [fused_slice.name for fused_slice in target.slices]

@@ -84,24 +84,24 @@ def saved_adapter(**changes):
     return SavedAdapter(lora, factors(0), (factors(1), factors(2)), **fields)
 
 
-def equal(one, other):
+def equal(first, second):
     def same(left, right):
         return left.keys() == right.keys() and all(
             torch.equal(left[n].a, right[n].a) and torch.equal(left[n].b, right[n].b) for n in left
         )
 
-    if (one.moments is None) != (other.moments is None) or not same(one.values, other.values):
+    if (first.moments is None) != (second.moments is None) or not same(first.values, second.values):
         return False
-    return one.moments is None or all(same(*pair) for pair in zip(one.moments, other.moments, strict=True))
+    return first.moments is None or all(same(*pair) for pair in zip(first.moments, second.moments, strict=True))
 
 
 def test_what_is_written_is_read(tmp_path):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(FILES)
-    found = read(tmp_path / "a", optimizer=True)
-    assert equal(found, saved)
-    assert replace(found, values={}, moments=None) == replace(saved, values={}, moments=None)
+    loaded = read(tmp_path / "a", optimizer=True)
+    assert equal(loaded, saved)
+    assert replace(loaded, values={}, moments=None) == replace(saved, values={}, moments=None)
     bare = read(tmp_path / "a", optimizer=False)
     assert (bare.lora, bare.moments, bare.step_count) == (saved.lora, None, 0)
     write(tmp_path / "a", replace(saved, moments=None), "base", list(saved.values))
@@ -126,7 +126,7 @@ def test_missing_and_shortened_files_are_refused(tmp_path):
 
 
 def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
-    """Of every byte of the JSON files: never an error of another class, and never other settings of the factors."""
+    """Flip a bit in every byte of the JSON files: CheckpointError, or the same settings of the factors."""
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     refused = read_anyway = 0
@@ -138,12 +138,12 @@ def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
             flipped[position] ^= 1 << position % 5
             path.write_bytes(flipped)
             try:
-                found = read(tmp_path / "a", optimizer=True)
+                loaded = read(tmp_path / "a", optimizer=True)
             except CheckpointError:
                 refused += 1
             else:
-                assert equal(found, saved), flipped
-                assert (found.lora.rank, found.lora.scaling) == (2, 1.5)
+                assert equal(loaded, saved), flipped
+                assert (loaded.lora.rank, loaded.lora.scaling) == (2, 1.5)
                 read_anyway += 1
         path.write_bytes(content)
     assert refused > read_anyway
@@ -183,8 +183,8 @@ def test_no_flipped_bit_of_a_file_beside_the_state_goes_unnoticed(tmp_path, name
 def test_settings_that_contradict_each_other_are_refused(tmp_path, file, change, message):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
-    content = json.loads((tmp_path / "a" / file).read_text())
-    (tmp_path / "a" / file).write_text(json.dumps(content | change))
+    content = json.loads((tmp_path / "a" / file).read_text(encoding="utf-8"))
+    (tmp_path / "a" / file).write_text(json.dumps(content | change), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path / "a", optimizer=True)
 
@@ -207,7 +207,7 @@ def test_moments_of_another_adapter_are_refused(tmp_path):
 def test_other_peoples_directories_are_not_replaced(tmp_path):
     saved = saved_adapter()
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work", encoding="utf-8")
     for target in (tmp_path / "thesis", tmp_path / "thesis" / "thesis.txt"):
         with pytest.raises(CheckpointError, match="is not an adapter"):
             write(target, saved, "base", [])
@@ -287,17 +287,17 @@ def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, l
 
     expected = run_distributed(first, LAYOUTS[layouts[0]][0], init=False)[0]
     for before, layout in itertools.pairwise(layouts):
-        found = run_distributed(through, LAYOUTS[layout][0], before, layout, init=False)[0]
+        rows = run_distributed(through, LAYOUTS[layout][0], before, layout, init=False)[0]
         for name in loras:
             old, new = tmp_path / before / name, tmp_path / layout / name
             for file in ("adapter_model.safetensors", OPTIMIZER):
-                one, other = load_file(old / file), load_file(new / file)
-                assert one.keys() == other.keys()
-                assert all(torch.equal(one[key], other[key]) for key in one), (layout, file)
+                saved, resaved = load_file(old / file), load_file(new / file)
+                assert saved.keys() == resaved.keys()
+                assert all(torch.equal(saved[key], resaved[key]) for key in saved), (layout, file)
             for file in ("adapter_config.json", STATE):
-                assert (old / file).read_text() == (new / file).read_text()
+                assert (old / file).read_text(encoding="utf-8") == (new / file).read_text(encoding="utf-8")
             # The next step is the same one too, to rounding.
-            loss, norm, lr = found[0][name]
+            loss, norm, lr = rows[0][name]
             assert (loss, norm) == pytest.approx(expected[0][name][:2], rel=2e-5)
             assert lr == expected[0][name][2]
     tensors = load_file(tmp_path / layouts[0] / "b" / OPTIMIZER)
@@ -343,9 +343,9 @@ def test_loading_refuses_what_does_not_fit_on_every_rank_and_adds_nothing(dense,
             backend.load_adapter("a", tmp_path / "wide")
         with pytest.raises(ConfigError, match="'b' exists"):
             backend.load_adapter("b", tmp_path / "whole")
-        with pytest.raises(ConfigError, match="rank 4 and scaling 8; the settings given have 2 and 16"):
+        with pytest.raises(ConfigError, match="rank 4 and scaling 8; the settings passed have 2 and 16"):
             backend.load_adapter("a", tmp_path / "whole", Lora(rank=2))
-        with pytest.raises(ConfigError, match=r"adapts model\.layers\.0\.mlp\.down_proj, unlike the targets given"):
+        with pytest.raises(ConfigError, match=r"adapts model\.layers\.0\.mlp\.down_proj, unlike the targets passed"):
             backend.load_adapter("a", tmp_path / "whole", Lora(rank=4, targets=("q_proj",)))
         assert list(backend.adapters) == ["b"]
         assert torch.equal(backend.adapters["b"].values, before)
@@ -377,13 +377,13 @@ def test_layers_without_factors_are_no_targets_of_a_loaded_adapter(dense, tmp_pa
         return train(backend, 1, "a"), backend.adapters["a"].lora.targets
 
     expected = run_distributed(narrow, 1, init=False)[0]
-    found, targets = run_distributed(broad, 1, init=False)[0]
+    rows, targets = run_distributed(broad, 1, init=False)[0]
     assert targets == tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(2))
-    assert found[0]["a"] == pytest.approx(expected[0]["a"], rel=1e-6)
+    assert rows[0]["a"] == pytest.approx(expected[0]["a"], rel=1e-6)
     for file in ("adapter_model.safetensors", OPTIMIZER):
-        one, other = load_file(tmp_path / "narrow" / file), load_file(tmp_path / "broad" / file)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
+        first, second = load_file(tmp_path / "narrow" / file), load_file(tmp_path / "broad" / file)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
         backend.export_hf(tmp_path / "merged", adapter="a")
         backend.export_hf(tmp_path / "base")
         if backend.rank == 0:
-            (tmp_path / "file").write_text("in the way")
+            (tmp_path / "file").write_text("in the way", encoding="utf-8")
         with pytest.raises(CheckpointError):
             backend.export_hf(tmp_path / "file" / "below", adapter="a")
         after = [p.detach() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
@@ -457,9 +457,9 @@ def test_an_adapter_is_written_where_a_link_leads_and_others_may_read_it(tmp_pat
     link, disk = tmp_path / "link", tmp_path / "disk" / "adapter"
     link.symlink_to(disk)
     for value in (1.0, 2.0):
-        whole, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
+        values, *moments = ({name: Factors(torch.full((2, 4), value), torch.full((4, 2), value))} for _ in range(3))
         saved = SavedAdapter(
-            Lora(rank=2, targets=("q_proj",)), whole, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
+            Lora(rank=2, targets=("q_proj",)), values, (moments[0], moments[1]), taken=1, step_count=1, loss_scale=1.0
         )
         before = os.umask(0o022)
         try:

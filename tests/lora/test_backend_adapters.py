@@ -1,4 +1,4 @@
-"""Adapters on a real model: what a fresh one changes (nothing), and that nothing depends on who else is in the batch."""
+"""Adapters on a real model: fresh ones change nothing, and results do not depend on other tenants in the batch."""
 
 import math
 from dataclasses import replace
@@ -57,18 +57,18 @@ def make_backend(checkpoint, parallel=None, adapters=None, **options):
 
 
 def samples_of(names, lengths=LENGTHS):
-    """One sample a length, for the adapters in turn; None for the base model."""
-    found = causal_samples(token_lists(lengths=lengths))
-    return [replace(sample, adapter=names[index % len(names)]) for index, sample in enumerate(found)]
+    """Build one sample per length, for the adapters in turn; None for the base model."""
+    samples = causal_samples(token_lists(lengths=lengths))
+    return [replace(sample, adapter=names[index % len(names)]) for index, sample in enumerate(samples)]
 
 
 def train(backend, samples, steps=2, loss="cross_entropy"):
-    """Every step's {adapter: (loss, grad norm)}."""
+    """Train and return every step's {adapter: (loss, grad norm)}."""
     rows = []
     for _ in range(steps):
         result = backend.forward_backward(backend.shard(samples), loss)
         outcome = backend.optimizer_step()
-        rows.append({name: (result.adapters[name].loss, one.grad_norm) for name, one in outcome.adapters.items()})
+        rows.append({name: (result.adapters[name].loss, step.grad_norm) for name, step in outcome.adapters.items()})
     return rows
 
 
@@ -77,7 +77,7 @@ def only(rows, name):
 
 
 def assert_close(rows, expected, tolerance=1e-5):
-    """Two lists of (loss, grad norm)."""
+    """Compare two lists of (loss, grad norm)."""
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):
         assert row == pytest.approx(other, rel=tolerance, abs=tolerance)
@@ -121,13 +121,13 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_
 
     expected = run_distributed(without_adapters, world_size, init=False)[0]
     for results, trained, with_a in run_distributed(with_adapters, world_size, init=False):
-        for what, result in results.items():
+        for label, result in results.items():
             for field in ("logprobs", "entropy"):
-                for one, other in zip(getattr(result, field), getattr(expected, field), strict=True):
-                    if what == "fresh, mixed":  # other samples lie beside it, in another order
-                        torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+                for values, expected_values in zip(getattr(result, field), getattr(expected, field), strict=True):
+                    if label == "fresh, mixed":  # other samples lie beside it, in another order
+                        torch.testing.assert_close(values, expected_values, atol=2e-6, rtol=0)
                     else:
-                        assert torch.equal(one, other), what
+                        assert torch.equal(values, expected_values), label
         for index in range(len(LENGTHS)):
             difference = (trained.logprobs[index] - expected.logprobs[index]).abs().max()
             if index % 3 == 1:
@@ -147,13 +147,13 @@ def test_a_batch_without_any_adapter_and_one_with_all_of_them(dense):
             backend.add_adapter(name, Lora(rank=rank, seed=rank))
         train(backend, samples_of(["a", "b", "c"]))
         mixed = samples_of(["c", "a", None, "b"])
-        together = backend.forward(mixed, adapter="b").logprobs
-        alone = [backend.forward([s], adapter="b").logprobs[0] for s in mixed]
-        return together, alone
+        batched = backend.forward(mixed, adapter="b").logprobs
+        separate = [backend.forward([s], adapter="b").logprobs[0] for s in mixed]
+        return batched, separate
 
-    together, alone = run_distributed(on_rank, 1, init=False)[0]
-    for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+    batched, separate = run_distributed(on_rank, 1, init=False)[0]
+    for values, expected in zip(batched, separate, strict=True):
+        torch.testing.assert_close(values, expected, atol=5e-6, rtol=0)
 
 
 # --- what must not matter
@@ -190,11 +190,11 @@ def test_micro_batches_recomputation_and_other_adapters_do_not_matter(dense):
             rows[name] = only(train(backend, [s for s in samples_of(["a", "b", "c"]) if s.adapter == name]), name)
         return rows
 
-    alone = run_distributed(one_by_one, 1, init=False)[0]
-    for way, options in {"mixed": {}, **OTHER_WAYS}.items():
+    separate = run_distributed(one_by_one, 1, init=False)[0]
+    for label, options in {"mixed": {}, **OTHER_WAYS}.items():
         rows = run_distributed(on_rank, 1, options, init=False)[0]
-        for name, expected in alone.items():
-            assert_close(only(rows, name), expected), way
+        for name, expected in separate.items():
+            assert_close(only(rows, name), expected), label
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2 + SP", "CP2", "DP2", "PP2"])
@@ -234,41 +234,41 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
 
         layers.drop = recording
         sample = samples_of([None], lengths=(33,))
-        found = {}
-        for what, name, steps in (("a", "a", 0), ("b", "b", 0), ("c", "c", 0), ("d", "d", 0), ("later", "a", 1)):
+        records = {}
+        for label, name, steps in (("a", "a", 0), ("b", "b", 0), ("c", "c", 0), ("d", "d", 0), ("later", "a", 1)):
             if steps:
                 backend.optimizer_step()
             seen.clear()
             backend.forward_backward(sample, adapter=name)
-            found[what] = list(seen)
+            records[label] = list(seen)
         seen.clear()
         backend.forward(sample, adapter="d")
-        return found, [bool(kept.all()) for _, kept, _ in seen]
+        return records, [bool(mask.all()) for _, mask, _ in seen]
 
-    found, evaluated = run_distributed(on_rank, 1, init=False)[0]
+    records, evaluated = run_distributed(on_rank, 1, init=False)[0]
     assert evaluated
     assert all(evaluated), "no dropout in forward()"
-    for what, rate in (("a", 0.25), ("d", 0.75)):
-        share = torch.cat([kept.flatten() for _, kept, _ in found[what]]).float().mean()
+    for label, rate in (("a", 0.25), ("d", 0.75)):
+        share = torch.cat([mask.flatten() for _, mask, _ in records[label]]).float().mean()
         assert share == pytest.approx(1 - rate, abs=0.01)
-        for _, kept, factor in found[what]:
-            assert kept.float().mean() == pytest.approx(1 - rate, abs=0.06)
+        for _, mask, factor in records[label]:
+            assert mask.float().mean() == pytest.approx(1 - rate, abs=0.06)
             torch.testing.assert_close(factor, torch.full_like(factor, 1 / (1 - rate)))
-            columns, rows = kept.flatten(0, -2).float().mean(0), kept.flatten(0, -2).float().mean(1)
+            columns, rows = mask.flatten(0, -2).float().mean(0), mask.flatten(0, -2).float().mean(1)
             assert columns.std() < 0.15, "no feature is always kept"
             assert rows.std() < 0.15, "no token is always kept"
 
-    def masks(what):
-        return [kept for _, kept, _ in found[what]]
+    def masks(label):
+        return [mask for _, mask, _ in records[label]]
 
-    def agreement(one, other):
-        return torch.stack([(x == y).float().mean() for x, y in zip(one, other, strict=True)]).mean()
+    def agreement(left, right):
+        return torch.stack([(x == y).float().mean() for x, y in zip(left, right, strict=True)]).mean()
 
     independent = 0.75**2 + 0.25**2
     assert agreement(masks("a"), masks("b")) == 1.0, "the same seed, step and sample"
     assert agreement(masks("a"), masks("c")) == pytest.approx(independent, abs=0.02)
     assert agreement(masks("a"), masks("later")) == pytest.approx(independent, abs=0.02)
-    first, second = [[kept for name, kept, _ in found["a"] if f"layers.{layer}." in name] for layer in range(2)]
+    first, second = [[mask for name, mask, _ in records["a"] if f"layers.{layer}." in name] for layer in range(2)]
     assert agreement(first, second) == pytest.approx(independent, abs=0.02)
 
 
@@ -308,10 +308,10 @@ def test_calls_with_other_tenants_add_up_until_each_ones_step(dense):
 
         for name, rank in (("a", 3), ("b", 8), ("c", 12)):
             backend.add_adapter(name, Lora(rank=rank, seed=rank))
-        alone = {}
+        separate = {}
         for name in "abc":
             accumulate(name)
-            alone[name] = gradients(name)
+            separate[name] = gradients(name)
         backend.discard_gradients("abc"[:1])
         backend.discard_gradients(["b", "c"])
         accumulate("a", "b")
@@ -320,19 +320,19 @@ def test_calls_with_other_tenants_add_up_until_each_ones_step(dense):
         accumulate("c")
         before = {name: gradients(name) for name in "ab"}
         backend.optimizer_step("c")
-        kept = all(torch.equal(gradients(name), before[name]) for name in "ab")
+        unchanged = all(torch.equal(gradients(name), before[name]) for name in "ab")
         accumulate("a")
         sums = {name: gradients(name) for name in "ab"}
         norms = backend.optimizer_step(["b", "a", "b"]).adapters
         counts = [backend.adapters[name].step_count for name in "abc"]
-        return alone, sums, kept, {name: one.grad_norm for name, one in norms.items()}, counts
+        return separate, sums, unchanged, {name: step.grad_norm for name, step in norms.items()}, counts
 
-    alone, sums, kept, norms, counts = run_distributed(on_rank, 1, init=False)[0]
-    assert kept
+    separate, sums, unchanged, norms, counts = run_distributed(on_rank, 1, init=False)[0]
+    assert unchanged
     assert counts == [1, 1, 1], "named twice, stepped once"
     for name in "ab":
-        torch.testing.assert_close(sums[name], 2 * alone[name], atol=1e-6, rtol=1e-5)
-        assert norms[name] == pytest.approx(float(2 * alone[name].norm()), rel=1e-5)
+        torch.testing.assert_close(sums[name], 2 * separate[name], atol=1e-6, rtol=1e-5)
+        assert norms[name] == pytest.approx(float(2 * separate[name].norm()), rel=1e-5)
 
 
 def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, tmp_path):
@@ -344,12 +344,12 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
         with make_backend(dense, optimizer=other) as backend:
             backend.add_adapter("a", Lora(rank=4, seed=3))
             backend.forward_backward(backend.shard(samples))
-            wanted, vector = backend.optimizer_step(), backend.adapters["a"].values.detach().clone()
+            expected, vector = backend.optimizer_step(), backend.adapters["a"].values.detach().clone()
         backend = make_backend(dense)
         backend.add_adapter("a", Lora(rank=4, seed=3))
         backend.forward_backward(backend.shard(samples))
         step = backend.optimizer_step("a", adam={"a": other})
-        assert step == wanted
+        assert step == expected
         assert step.lr == other.lr
         values = backend.adapters["a"].values
         assert torch.equal(values, vector)
@@ -397,8 +397,8 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     checkpoint = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
     parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
     everything = samples_of(["a", "b"])
-    of_a, of_b = ([s for s in everything if s.adapter == name] for name in "ab")
-    splits = [[everything, []], [[], everything], [of_a, of_b], [of_b[:1], of_a + of_b[1:]]]
+    samples_a, samples_b = ([s for s in everything if s.adapter == name] for name in "ab")
+    splits = [[everything, []], [[], everything], [samples_a, samples_b], [samples_b[:1], samples_a + samples_b[1:]]]
 
     def on_rank(split, parallel):
         backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=16))
@@ -432,7 +432,7 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     ],
 )
 def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
-    """Of the backend, so that a pipeline stage has no adapted layer at all, or of the adapter; with and without chunks."""
+    """Restrict targets of the backend, leaving a pipeline stage without adapted layers, or of the adapter."""
 
     def on_rank(parallel, path):
         backend = make_backend(deep, parallel, Adapters(targets=limits))
@@ -441,10 +441,10 @@ def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
         rows = train(backend, samples_of(["a", "b"]))
         backend.save_adapter("a", path)
         backend.load_adapter("c", path)
-        both = [
+        states = [
             [*(moment.clone() for moment in x.moments()), x.values.detach()] for x in map(backend.adapters.get, "ac")
         ]
-        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
         return rows
 
     expected = run_distributed(on_rank, 1, Parallel(), tmp_path / "single", init=False)[0]
@@ -484,10 +484,10 @@ def test_a_stage_serves_ever_other_tenants_and_keeps_nothing_of_them(dense):
 
 def policy_samples(names):
     generator = torch.Generator().manual_seed(1)
-    found = []
+    samples = []
     for index, sample in enumerate(samples_of([None], lengths=(9, 14, 7, 12, 11, 8, 10, 13))):
         size = len(sample)
-        found.append(
+        samples.append(
             replace(
                 sample,
                 adapter=names[index // 2 % len(names)],
@@ -498,7 +498,7 @@ def policy_samples(names):
                 ref_logprobs=-5 + torch.randn(size, generator=generator),
             )
         )
-    return found
+    return samples
 
 
 def squared(logprobs, inputs):
@@ -511,7 +511,7 @@ def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
 
     def on_rank():
         backend = make_backend(dense, parallel)
-        found = []
+        results_by_loss = []
         for loss in ("dpo", "ppo", "importance_sampling", squared):
             results = {}
             for names in ("a", "b", "ab"):
@@ -522,13 +522,17 @@ def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
                     result = backend.forward_backward(samples, loss)
                     outcome = backend.optimizer_step().adapters
                 for name in names:
-                    one = result.adapters[name]
-                    figures = {**one.metrics, "loss": one.loss, "grad_norm": outcome[name].grad_norm}
-                    results[names, name] = figures, (one.tokens, one.total_tokens)
+                    outcome_of_adapter = result.adapters[name]
+                    figures = {
+                        **outcome_of_adapter.metrics,
+                        "loss": outcome_of_adapter.loss,
+                        "grad_norm": outcome[name].grad_norm,
+                    }
+                    results[names, name] = figures, (outcome_of_adapter.tokens, outcome_of_adapter.total_tokens)
                 for name in "ab":
                     backend.remove_adapter(name)
-            found.append(results)
-        return found
+            results_by_loss.append(results)
+        return results_by_loss
 
     for results in run_distributed(on_rank, world_size, init=False)[0]:
         for name in "ab":
@@ -552,13 +556,13 @@ def test_misuse_is_an_error_that_says_what_to_do(dense):
                 call()
         with pytest.raises(DataError, match=r"pass adapter=\.\.\. or set Sample\.adapter"):
             backend.forward_backward(samples)
-        with pytest.raises(DataError, match="is for adapter 'a'; there are: none"):
+        with pytest.raises(DataError, match="is for unknown adapter 'a'; adapters: none"):
             backend.forward_backward(samples, adapter="a")
         for name, seed in (("a", 1), ("b", 2), ("ab", 3)):
             backend.add_adapter(name, Lora(rank=2, seed=seed))
-        with pytest.raises(DataError, match=r"is for adapter 'z'; there are: a, ab, b"):
+        with pytest.raises(DataError, match=r"is for unknown adapter 'z'; adapters: a, ab, b"):
             backend.forward(samples, adapter="z")
-        with pytest.raises(DataError, match="all targets have weight 0 in the whole global batch of adapter 'b'"):
+        with pytest.raises(DataError, match="all targets have weight 0 in the global batch of adapter 'b'"):
             backend.forward_backward([*samples_of(["a"]), Sample([1, 2], [2, 3], [0.0, 0.0], adapter="b")])
         assert not any(adapter.accumulated for adapter in backend.adapters.values())
 
@@ -575,7 +579,7 @@ def test_misuse_is_an_error_that_says_what_to_do(dense):
         )
         with pytest.raises(ConfigError, match="adapter 'ab' has gradients"):
             backend.optimizer_step(["a", "ab"])
-        with pytest.raises(ConfigError, match="there is no adapter 'z'"):
+        with pytest.raises(ConfigError, match="unknown adapter 'z'"):
             backend.optimizer_step(["a", "z"])
         assert [adapter.step_count for adapter in backend.adapters.values()] == [0, 0, 0]
         assert list(backend.optimizer_step().adapters) == ["a", "b"]

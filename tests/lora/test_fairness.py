@@ -14,14 +14,14 @@ KINDS = ("forward_backward", "forward_backward", "optimizer_step", "forward")
 
 
 def make(adapter, number, kind="forward_backward", tokens=10, loss=None):
-    """A request, with the fields that do not matter for its kind left out."""
+    """Build a request with only the fields that matter for its kind."""
     is_step, is_loss = kind == "optimizer_step", kind == "forward_backward"
     return Request(adapter, kind, number, 0 if is_step else tokens, (loss or "ce") if is_loss else None)
 
 
 @st.composite
 def workloads(draw, kinds=KINDS):
-    """Requests in order of submission; some are larger than the budget."""
+    """Draw requests in order of submission; some are larger than the budget."""
     count = draw(st.integers(1, 40))
     return [
         make(
@@ -133,8 +133,8 @@ def test_tenants_that_always_have_work_differ_by_one_batch_and_one_request(tenan
     losses = {str(index): loss for index, (_, loss) in enumerate(tenants)}
     sizes = {name: lambda top=size: generator.randint(1, top) for name, size in largest.items()}
     for served in served_while_backlogged(sizes, losses, 200):
-        for ahead in largest:
-            assert all(served[ahead] - served[behind] <= BUDGET + largest[ahead] for behind in largest)
+        for leader in largest:
+            assert all(served[leader] - served[follower] <= BUDGET + largest[leader] for follower in largest)
 
 
 def test_equal_tenants_share_every_batch():
@@ -209,17 +209,17 @@ def test_what_others_are_served_while_a_request_waits_is_bounded(requests):
     """At most its own lead + one batch + their own largest request, each."""
     lines, ledger = line_up(requests), Ledger()
     largest = {name: max(r.tokens for r in line) for name, line in lines.items()}
-    lead, others = {}, {}
+    lead, served = {}, {}
     while any(lines.values()):
         for line in lines.values():
             if line and line[0].kind != "optimizer_step" and line[0].number not in lead:
                 lead[line[0].number] = ledger.start(line[0].adapter) - ledger.now
-                others[line[0].number] = Counter()
+                served[line[0].number] = Counter()
         waiting = [line[0].number for line in lines.values() if line and line[0].number in lead]
         unit, ledger = serve(lines, ledger)
         for number in set(waiting) - {request.number for request in unit}:
-            others[number].update({request.adapter: request.tokens for request in unit})
-            assert all(got <= lead[number] + BUDGET + largest[name] for name, got in others[number].items())
+            served[number].update({request.adapter: request.tokens for request in unit})
+            assert all(tokens <= lead[number] + BUDGET + largest[name] for name, tokens in served[number].items())
 
 
 def test_a_flood_of_optimizer_steps_takes_every_other_unit_at_most():

@@ -1,4 +1,4 @@
-"""Runs of rows against one matrix each, and which rows belong to whom, against plain loops."""
+"""Grouped products and segments of rows, against plain loops."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9], [0, 0]])
-@pytest.mark.parametrize("known", [True, False])
-def test_products_of_runs(counts, known):
+@pytest.mark.parametrize("counts_on_host", [True, False])
+def test_products_of_runs(counts, counts_on_host):
     rows, weights = torch.randn(sum(counts), 4), torch.randn(len(counts), 4, 6)
     segments = Segments.of(counts, CPU)
-    segments = segments if known else Segments(segments.ends)
+    segments = segments if counts_on_host else Segments(segments.ends)
     owner = [g for g, count in enumerate(counts) for _ in range(count)]
     expected = (
         torch.stack([row @ weights[g] for row, g in zip(rows, owner, strict=True)]) if owner else rows @ weights[0]
@@ -50,21 +50,21 @@ def test_gradients_equal_autograds(counts, with_base):
     weights, base = torch.randn(count, 4, 3), torch.randn(5, 3, requires_grad=True) if with_base else None
     grads, grad = torch.full((count, 4, 3), 0.5), torch.randn(5, 3)
     GroupedLinear.apply(rows, weights, grads, segments, base).backward(grad)
-    found = rows.grad, None if base is None else base.grad
+    gradients = rows.grad, None if base is None else base.grad
 
     rows.grad = None
     leaf = weights.clone().requires_grad_()
     owner = [0] * 5 if counts is None else [g for g, c in enumerate(counts) for _ in range(c)]
     torch.stack([row @ leaf[g] for row, g in zip(rows, owner, strict=True)]).backward(grad)
-    torch.testing.assert_close(found[0], rows.grad)
+    torch.testing.assert_close(gradients[0], rows.grad)
     torch.testing.assert_close(grads, 0.5 + leaf.grad)
     if base is not None:
-        assert torch.equal(found[1], grad)
+        assert torch.equal(gradients[1], grad)
 
 
 @pytest.mark.parametrize("kernel", [None, "torch"])
 def test_matrices_by_two_numbers(kernel, monkeypatch):
-    """Of segment (outer, inner), in memory the other way round: adapters of experts."""
+    """Multiply by matrices of segments (outer, inner) that are stored as [inner, outer], as adapters of experts are."""
     monkeypatch.setattr(grouped, "kernel_of", lambda device: kernel)
     counts, base = [3, 0, 5, 1, 2, 0], torch.randn(11, 8).bfloat16()
     segments = Segments.of(counts, CPU)
@@ -73,9 +73,9 @@ def test_matrices_by_two_numbers(kernel, monkeypatch):
     flat, total, start = weights.flatten(0, 1), into.clone(), 0
     expected = torch.empty(11, 8)
     for g, count in enumerate(counts):
-        own = slice(start, start + count)
-        expected[own] = base[own].float() + rows[own].float() @ flat[g].float()
-        total[g // 2, g % 2] += rows[own].float().T @ grad[own].float()
+        part = slice(start, start + count)
+        expected[part] = base[part].float() + rows[part].float() @ flat[g].float()
+        total[g // 2, g % 2] += rows[part].float().T @ grad[part].float()
         start += count
     assert not weights.is_contiguous()
     torch.testing.assert_close(product(rows, weights, segments, base).float(), expected, rtol=2e-2, atol=2e-2)
@@ -90,12 +90,12 @@ def test_rows_by_expert_and_adapter(in_order):
     rows = by_expert_and_adapter(expert, adapter, 3, 2, in_order=in_order)
     assert rows.segments.sizes() == ([1, 2, 0, 0, 2, 2])
     if in_order:
-        assert rows.order is rows.place is None
-        with pytest.raises(RuntimeError, match="do not lie by expert and adapter"):
+        assert rows.order is rows.inverse is None
+        with pytest.raises(RuntimeError, match="are not sorted by expert and adapter"):
             by_expert_and_adapter(expert, adapter.flip(0), 3, 2, in_order=True)
     else:
         assert rows.order.tolist() == [1, 0, 2, 4, 5, 3, 6]
-        assert rows.order[rows.place].tolist() == list(range(7))
+        assert rows.order[rows.inverse].tolist() == list(range(7))
 
 
 def test_one_runs_values_do_not_reach_anothers():
@@ -109,8 +109,8 @@ def test_one_runs_values_do_not_reach_anothers():
     spoiled = product(rows, weights, Segments.of(counts, CPU))
     spoiled_grads = torch.zeros(3, 4, 6)
     accumulate(spoiled_grads, rows, grad, Segments.of(counts, CPU))
-    for whole, other, own in ((clean, spoiled, [0, 1, 2, 5, 6, 7, 8]), (clean_grads, spoiled_grads, [0, 2])):
-        assert torch.equal(whole[own], other[own])
+    for expected, actual, rows_kept in ((clean, spoiled, [0, 1, 2, 5, 6, 7, 8]), (clean_grads, spoiled_grads, [0, 2])):
+        assert torch.equal(expected[rows_kept], actual[rows_kept])
 
 
 def test_run_lengths():
@@ -124,19 +124,19 @@ def test_cut_and_route_agree_with_counting(counts, ranks):
     adapter_index = torch.tensor([index for index, count in enumerate(counts) for _ in range(count)])
     size = len(adapter_index) // ranks
     for rank in range(ranks):
-        mine = adapter_index[rank * size : (rank + 1) * size]
-        expected = [int((mine == index).sum()) for index in range(len(counts))]
+        local = adapter_index[rank * size : (rank + 1) * size]
+        expected = [int((local == index).sum()) for index in range(len(counts))]
         assert cut(counts, rank * size, (rank + 1) * size) == expected
-        found = token_segments(adapter_index, counts, None, (rank, ranks), CPU)
-        assert torch.equal(found.adapter_index[found.mine], mine)
+        result = token_segments(adapter_index, counts, None, (rank, ranks), CPU)
+        assert torch.equal(result.adapter_index[result.local_slice], local)
         if len(counts) - counts.count(0) == 1:
-            assert found.single == int(adapter_index[0])
-            assert found.whole is None
-            assert found.local is None
+            assert result.single == int(adapter_index[0])
+            assert result.full is None
+            assert result.local is None
         else:
-            assert found.single is None
-            assert found.whole.sizes() == counts
-            assert found.local.sizes() == expected
+            assert result.single is None
+            assert result.full.sizes() == counts
+            assert result.local.sizes() == expected
 
 
 @pytest.mark.parametrize(

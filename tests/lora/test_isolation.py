@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 )
 def test_mixed_training_equals_training_alone(case: Case, tenants, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch)
-    found = run_distributed(
+    differences = run_distributed(
         differences_from_alone, case.world_size, case, checkpoint, tenants, STEPS, init=False, timeout_s=200
     )
-    print(*found, sep="\n")
-    assert max(difference.value for difference in found) <= VALUE, found
-    assert max(difference.movement for difference in found) <= MOVEMENT, found
+    print(*differences, sep="\n")
+    assert max(difference.value for difference in differences) <= VALUE, differences
+    assert max(difference.movement for difference in differences) <= MOVEMENT, differences

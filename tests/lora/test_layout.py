@@ -41,14 +41,14 @@ def model():
 
 
 def test_target_modules_of_one_shape_form_a_group_in_the_models_order():
-    found = shape_groups(model())
-    assert [[s.slices[0].name for s in shape_group.target_modules] for shape_group in found] == [
+    groups = shape_groups(model())
+    assert [[s.slices[0].name for s in shape_group.target_modules] for shape_group in groups] == [
         [f"model.layers.{layer}.q_proj" for layer in range(3)],
         [f"model.layers.{layer}.o_proj" for layer in range(3)],
         ["model.layers.1.gate_up_proj"],
         ["model.layers.1.down_proj"],
     ]
-    assert [(f.sharding("a"), f.sharding("b")) for f in found] == [
+    assert [(f.sharding("a"), f.sharding("b")) for f in groups] == [
         ("copied", "split"),
         ("split", "copied"),
         ("expert_copied", "expert_split"),
@@ -58,13 +58,13 @@ def test_target_modules_of_one_shape_form_a_group_in_the_models_order():
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_spans_fill_the_vector_once_and_shardings_lie_together(rank):
-    found = shape_groups(model())
-    layout = flat_layout(found, rank)
+    groups = shape_groups(model())
+    layout = flat_layout(groups, rank)
     claimed = torch.zeros(layout.size, dtype=torch.int)
     for span in layout.spans:
         claimed[span.start : span.stop] += 1
-        assert span.shape == found[span.shape_group].shape(span.factor, rank)
-        start, stop = layout.ranges[found[span.shape_group].sharding(span.factor)]
+        assert span.shape == groups[span.shape_group].shape(span.factor, rank)
+        start, stop = layout.ranges[groups[span.shape_group].sharding(span.factor)]
         assert start <= span.start
         assert span.stop <= stop
     assert bool((claimed == 1).all())

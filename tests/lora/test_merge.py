@@ -29,11 +29,11 @@ def by_hand(name, expert=None):
 
 def test_deltas_find_their_weights():
     experts = "model.layers.1.mlp.experts"
-    whole, eleventh = by_hand(f"{experts}.gate_up_proj"), by_hand(f"{experts}.gate_up_proj", 11)
+    fused, eleventh = by_hand(f"{experts}.gate_up_proj"), by_hand(f"{experts}.gate_up_proj", 11)
     expected = {
         "model.layers.1.self_attn.q_proj.weight": by_hand("model.layers.1.self_attn.q_proj"),
         "model.embed_tokens.weight": by_hand("model.embed_tokens").T,
-        f"{experts}.gate_up_proj": whole,
+        f"{experts}.gate_up_proj": fused,
         f"{experts}.11.gate_proj.weight": eleventh[:4],
         f"{experts}.11.up_proj.weight": eleventh[4:],
         f"{experts}.11.gate_up_proj.weight": eleventh,
@@ -64,10 +64,10 @@ def test_other_weights_stay_the_very_same_tensor(name):
 
 def test_sums_are_formed_in_float32():
     weight = torch.randn(4, 3).bfloat16()
-    found = merged((LORA, FACTORS))("model.layers.1.self_attn.q_proj.weight", weight)
-    assert found.dtype == torch.bfloat16
+    result = merged((LORA, FACTORS))("model.layers.1.self_attn.q_proj.weight", weight)
+    assert result.dtype == torch.bfloat16
     exact = weight.float() + by_hand("model.layers.1.self_attn.q_proj")
-    assert bool(((found.float() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()), "rounded once"
+    assert bool(((result.float() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()), "rounded once"
     assert merged(None) is None
 
 

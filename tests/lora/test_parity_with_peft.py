@@ -52,10 +52,10 @@ def test_the_short_list_names_cases():
 def test_trajectory_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)
-    mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
-    found = adapter_differences(mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
+    difference = adapter_differences(run, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
     if case.precision == "fp32":
-        assert found.factors <= FACTORS_BOUND, found
-        assert found.logits is None or found.logits <= LOGITS_BOUND, found
+        assert difference.factors <= FACTORS_BOUND, difference
+        assert difference.logits is None or difference.logits <= LOGITS_BOUND, difference

@@ -81,8 +81,8 @@ save_file(result, job["result"])
 
 
 @dataclass(frozen=True)
-class Written:
-    """An adapter that we write and peft loads: of which layers of which model."""
+class WriteCase:
+    """Case of an adapter that we write and peft loads: model, layers and settings."""
 
     arch: str
     lora: Lora
@@ -92,65 +92,65 @@ class Written:
     target_parameters: list[str] | None = None
 
 
-def of_layers(*ends: str) -> Callable[[str], bool]:
-    """Layers by the ends of their names."""
+def with_suffix(*ends: str) -> Callable[[str], bool]:
+    """Return a predicate for layers by the last components of their names."""
     return lambda name: f".{name}".endswith(tuple(f".{end}" for end in ends))
 
 
-WRITTEN = {
-    "qwen3, all layers": Written(
+WRITE_CASES = {
+    "qwen3, all layers": WriteCase(
         "qwen3",
         Lora(rank=4, alpha=6.5, dropout=0.1),
-        of_layers(*ATTENTION, *MLP),
+        with_suffix(*ATTENTION, *MLP),
         target_modules=sorted(ATTENTION + MLP),
     ),
-    "qwen3, two layers, rslora": Written(
+    "qwen3, two layers, rslora": WriteCase(
         "qwen3",
         Lora(rank=3, alpha=6, rslora=True),
-        of_layers("1.self_attn.q_proj", "2.mlp.down_proj"),
+        with_suffix("1.self_attn.q_proj", "2.mlp.down_proj"),
         target_modules=["model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"],
     ),
-    "qwen2, model not known": Written(
+    "qwen2, model not known": WriteCase(
         "qwen2",
         Lora(rank=2, alpha=4),
-        of_layers("v_proj"),
+        with_suffix("v_proj"),
         know_model=False,
         target_modules=[f"model.layers.{layer}.self_attn.v_proj" for layer in range(4)],
     ),
-    "experts, attention and a dense layer": Written(
+    "experts, attention and a dense layer": WriteCase(
         "qwen3_moe",
         Lora(rank=3, alpha=6, dropout=0.1),
-        of_layers(*ATTENTION, *MLP, *EXPERTS),
+        with_suffix(*ATTENTION, *MLP, *EXPERTS),
         target_modules=sorted(ATTENTION),
         target_parameters=[
             *("experts.down_proj", "experts.gate_up_proj"),
             *("mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         ],
     ),
-    "embedding and head": Written(
+    "embedding and head": WriteCase(
         "qwen3",
         Lora(rank=3, alpha=4.5),
-        of_layers("q_proj", "lm_head", "embed_tokens"),
+        with_suffix("q_proj", "lm_head", "embed_tokens"),
         target_modules=["embed_tokens", "lm_head", "q_proj"],
     ),
-    "only gate_up_proj": Written(
+    "only gate_up_proj": WriteCase(
         "qwen3_moe",
         Lora(rank=2, alpha=2),
-        of_layers("experts.gate_up_proj"),
+        with_suffix("experts.gate_up_proj"),
         target_modules=[],
         target_parameters=["experts.gate_up_proj"],
     ),
-    "only down_proj, of one layer": Written(
+    "only down_proj, of one layer": WriteCase(
         "qwen3_moe",
         Lora(rank=5, alpha=5, rslora=True),
-        of_layers("2.mlp.experts.down_proj"),
+        with_suffix("2.mlp.experts.down_proj"),
         target_modules=[],
         target_parameters=["model.layers.2.mlp.experts.down_proj"],
     ),
-    "other experts in every layer": Written(
+    "other experts in every layer": WriteCase(
         "qwen3_moe",
         Lora(rank=3, alpha=3),
-        of_layers("1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj", "2.mlp.experts.down_proj", "k_proj"),
+        with_suffix("1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj", "2.mlp.experts.down_proj", "k_proj"),
         know_model=False,
         target_modules=[f"model.layers.{layer}.self_attn.k_proj" for layer in range(4)],
         target_parameters=[DOWN, GATE_UP, "model.layers.2.mlp.experts.down_proj"],
@@ -194,7 +194,7 @@ SAVED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # model, peft
 
 def projections(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every layer by name; of experts fused, as transformers 5 keeps them in memory; of the embedding [h, v]."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_by_name: dict[str, tuple[int, ...]] = {}
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     experts = {key.split(".")[5] for key in shapes if ".experts." in key}
@@ -204,33 +204,37 @@ def projections(checkpoint: Path) -> dict[str, tuple[int, ...]]:
             stem, _, projection = name.partition(".experts.0.")
             if projection in ("gate_proj", "down_proj"):
                 fused = "gate_up_proj" if projection == "gate_proj" else projection
-                found[f"{stem}.experts.{fused}"] = (len(experts), out * (1 + (projection == "gate_proj")), *rest)
+                shapes_by_name[f"{stem}.experts.{fused}"] = (
+                    len(experts),
+                    out * (1 + (projection == "gate_proj")),
+                    *rest,
+                )
         elif name.endswith(("_proj", "lm_head")):
-            found[name] = (out, *rest)
+            shapes_by_name[name] = (out, *rest)
         elif name.endswith("embed_tokens"):
-            found[name] = (*rest, out)
-    return found
+            shapes_by_name[name] = (*rest, out)
+    return shapes_by_name
 
 
 def random_factors(shapes: dict[str, tuple[int, ...]], rank: int) -> dict[str, Factors]:
     """Factors whose product changes the logits by about a tenth."""
     generator = torch.Generator().manual_seed(11)
-    found = {}
+    factors = {}
     for name, (*experts, out, into) in shapes.items():
         a = torch.randn(*experts, rank, into, generator=generator) / into**0.5
-        found[name] = Factors(a, 0.1 * torch.randn(*experts, out, rank, generator=generator))
-    return found
+        factors[name] = Factors(a, 0.1 * torch.randn(*experts, out, rank, generator=generator))
+    return factors
 
 
 def parameter(name: str) -> str:
-    """The Hugging Face parameter that a projection multiplies by."""
+    """Return the name of a projection's Hugging Face parameter."""
     return name if ".experts." in name else f"{name}.weight"
 
 
 def product(name: str, pair: Factors) -> Tensor:
-    """B A in the shape of the parameter."""
-    found = pair.b @ pair.a
-    return found.T.contiguous() if name.endswith("embed_tokens") else found
+    """Compute B A in the shape of the parameter."""
+    delta = pair.b @ pair.a
+    return delta.T.contiguous() if name.endswith("embed_tokens") else delta
 
 
 def arch_checkpoint(folder: Path, arch: str) -> Path:
@@ -239,21 +243,21 @@ def arch_checkpoint(folder: Path, arch: str) -> Path:
 
 @dataclass(frozen=True)
 class Peft:
-    """What peft made of all adapters of this module, in one process."""
+    """Results of peft for all adapters of this module, from one process."""
 
     folder: Path
     factors: dict[str, dict[str, Factors]]
-    found: dict[str, Tensor]
+    tensors: dict[str, Tensor]
 
     def all(self, prefix: str) -> dict[str, Tensor]:
-        return {key.removeprefix(prefix): value for key, value in self.found.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)}
 
 
 @pytest.fixture(scope="module")
 def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
     folder = tmp_path_factory.mktemp("peft")
     load, factors = {}, {}
-    for name, case in WRITTEN.items():
+    for name, case in WRITE_CASES.items():
         checkpoint = arch_checkpoint(parity_folder, case.arch)
         shapes = projections(checkpoint)
         chosen = {key: shape for key, shape in shapes.items() if case.chosen(key)}
@@ -278,32 +282,32 @@ def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
         for name, (arch, config, _) in SAVED.items()
     }
     job = {"tokens": TOKENS, "load": load, "save": save, "result": str(folder / "result.safetensors")}
-    done = run_reference(WORKER, stdin=json.dumps(job))
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed = run_reference(WORKER, stdin=json.dumps(job))
+    assert completed.returncode == 0, completed.stderr[-4000:]
     return Peft(folder, factors, load_file(folder / "result.safetensors"))
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", WRITE_CASES)
 def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
     loaded = peft.all(f"{name}/adapter/")
     bases = {key for key in loaded if peft_tensors.base_layer(key)}  # would be saved as well
     assert len(bases) == (2 if name == "embedding and head" else 0)
     loaded = {key: value for key, value in loaded.items() if key not in bases}
-    written = load_file(peft.folder / f"written, {name}" / peft_tensors.WEIGHTS)
-    assert loaded.keys() == written.keys()
-    for key, value in written.items():
+    saved = load_file(peft.folder / f"written, {name}" / peft_tensors.WEIGHTS)
+    assert loaded.keys() == saved.keys()
+    for key, value in saved.items():
         assert torch.equal(loaded[key], value), key
     logits = peft.all(f"{name}/logits/")
     assert float((logits["merged"] - logits["base"]).abs().max()) > 0.01
     assert float((logits["peft"] - logits["merged"]).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", WRITE_CASES)
 def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
-    case = WRITTEN[name]
+    case = WRITE_CASES[name]
     folder = peft.folder / f"written, {name}"
     lora, factors = peft_format.read(folder)
-    config = json.loads((folder / peft_format.CONFIG).read_text())
+    config = json.loads((folder / peft_format.CONFIG).read_text(encoding="utf-8"))
     assert config["target_modules"] == case.target_modules
     assert config.get("target_parameters") == case.target_parameters
     targets = [*config["target_modules"], *config.get("target_parameters", [])]
@@ -364,23 +368,23 @@ def test_the_reference_trains_the_adapter_alone(peft: Peft, parity_folder: Path)
     def train() -> Any:
         return peft_reference(peft.folder, checkpoint, adapter, TOKENS, 2, weight_decay=decay, learning_rates=rates)
 
-    found = train()
-    assert len(found.grad_norms) == 2
-    rows = peft.found[f"{name}/logits/peft"].split([len(ids) for ids in TOKENS])
+    run = train()
+    assert len(run.grad_norms) == 2
+    rows = peft.tensors[f"{name}/logits/peft"].split([len(ids) for ids in TOKENS])
     losses = []
-    for ids, expected, logits in zip(TOKENS, rows, found.logits, strict=True):
+    for ids, expected, logits in zip(TOKENS, rows, run.logits, strict=True):
         torch.testing.assert_close(logits, expected[:-1], atol=1e-5, rtol=0)
         values = torch.nn.functional.cross_entropy(expected[:-1], torch.tensor(ids[1:]), reduction="none")
         losses.append(values[PROMPT - 1 :])
-    assert found.losses[0] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
-    assert found.losses[1] < found.losses[0] - 0.01
+    assert run.losses[0] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+    assert run.losses[1] < run.losses[0] - 0.01
     for key, pair in peft.factors[name].items():  # Adam's first step is as long as the learning rate, for every value
-        for before, after in ((pair.a, found.factors[key].a), (pair.b, found.factors[key].b)):
+        for before, after in ((pair.a, run.factors[key].a), (pair.b, run.factors[key].b)):
             step = after - before * (1 - rates[0] * decay)
             assert float(step.abs().max()) == pytest.approx(rates[0], rel=1e-2)
-    written = {path: path.stat().st_mtime_ns for path in peft.folder.glob("peft-*.safetensors")}
-    assert train().losses == found.losses
-    assert written == {path: path.stat().st_mtime_ns for path in peft.folder.glob("peft-*.safetensors")}
+    file_times = {path: path.stat().st_mtime_ns for path in peft.folder.glob("peft-*.safetensors")}
+    assert train().losses == run.losses
+    assert file_times == {path: path.stat().st_mtime_ns for path in peft.folder.glob("peft-*.safetensors")}
 
 
 # -- files without peft
@@ -394,7 +398,7 @@ class Files:
     tensors: dict[str, Tensor]
 
     def read(self, folder: Path) -> tuple[Lora, dict[str, Factors]]:
-        (folder / peft_format.CONFIG).write_text(json.dumps(self.config))
+        (folder / peft_format.CONFIG).write_text(json.dumps(self.config), encoding="utf-8")
         save_file(self.tensors, folder / peft_tensors.WEIGHTS)
         return peft_format.read(folder)
 
@@ -404,11 +408,11 @@ def files(factors: dict[str, Factors], rank: int = 2) -> Files:
     return Files(peft_format.to_config(lora, factors, "org/base"), peft_tensors.to_tensors(factors, rank))
 
 
-def assert_equal(found: dict[str, Factors], expected: dict[str, Factors]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, Factors], expected: dict[str, Factors]) -> None:
+    assert actual.keys() == expected.keys()
     for name, pair in expected.items():
-        assert torch.equal(found[name].a, pair.a), name
-        assert torch.equal(found[name].b, pair.b), name
+        assert torch.equal(actual[name].a, pair.a), name
+        assert torch.equal(actual[name].b, pair.b), name
 
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
@@ -497,7 +501,7 @@ def drop(key: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.pop(key)
 
 
-def put(key: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+def put_tensor(key: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.update({key: tensor})
 
 
@@ -507,22 +511,28 @@ def put(key: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
         (drop(Q_A), rf"lora_B of {Q}, but no lora_A"),
         (drop(Q_B), rf"lora_A of {Q}, but no lora_B"),
         (
-            put(Q_A, torch.ones(3, 4)),
+            put_tensor(Q_A, torch.ones(3, 4)),
             rf"{peft_tensors.WEIGHTS}: {Q}: A and B are \[3, 4\] and \[6, 2\], but the rank is 2",
         ),
-        (put(Q_B, torch.ones(6, 1)), rf"{Q}: A and B are \[2, 4\] and \[6, 1\], but the rank is 2"),
-        (put(Q_B, torch.ones(6, 2, 1)), r"must be a matrix .*\[6, 2, 1\]"),
-        (put(Q_A, torch.ones(2, 4, dtype=torch.int64)), r"must be a matrix .*torch.int64"),
-        (put(Q_A, torch.full((2, 4), math.nan)), rf"{Q}: 8 of 8 values of A are NaN or infinite"),
-        (put(Q_B, torch.tensor([[math.inf, 1.0]] * 6)), rf"{Q}: 6 of 12 values of B are NaN or infinite"),
-        (put(f"{PREFIX}{Q}.lora_magnitude_vector", torch.ones(6)), "lora_magnitude_vector, which is not a factor of"),
-        (put(f"{PREFIX}lm_head.weight", torch.ones(6, 4)), "lm_head.weight, which is not a factor of"),
-        (put(f"{PREFIX}{Q}.lora_B.bias", torch.ones(6)), "lora_B.bias, which is not a factor of"),
-        (put(f"{PREFIX}model.embed_tokens.lora_embedding_A", torch.ones(2, 9)), "embed_tokens, but no lora_B"),
-        (put(f"{PREFIX}model.embed_tokens.lora_A.weight", torch.ones(2, 9)), "are those of embed_tokens"),
-        (put(f"{PREFIX}model.wte.lora_embedding_A", torch.ones(2, 9)), "are those of embed_tokens"),
-        (put(f"{PREFIX}{Q}.base_layer.weight", torch.ones(6, 4)), "which is not a factor of"),
-        (put(Q_A.removeprefix(PREFIX), torch.ones(2, 4)), "which is not a factor of"),
+        (put_tensor(Q_B, torch.ones(6, 1)), rf"{Q}: A and B are \[2, 4\] and \[6, 1\], but the rank is 2"),
+        (put_tensor(Q_B, torch.ones(6, 2, 1)), r"must be a matrix .*\[6, 2, 1\]"),
+        (put_tensor(Q_A, torch.ones(2, 4, dtype=torch.int64)), r"must be a matrix .*torch.int64"),
+        (put_tensor(Q_A, torch.full((2, 4), math.nan)), rf"{Q}: 8 of 8 values of A are NaN or infinite"),
+        (put_tensor(Q_B, torch.tensor([[math.inf, 1.0]] * 6)), rf"{Q}: 6 of 12 values of B are NaN or infinite"),
+        (
+            put_tensor(f"{PREFIX}{Q}.lora_magnitude_vector", torch.ones(6)),
+            "lora_magnitude_vector, which is not a factor of",
+        ),
+        (put_tensor(f"{PREFIX}lm_head.weight", torch.ones(6, 4)), "lm_head.weight, which is not a factor of"),
+        (put_tensor(f"{PREFIX}{Q}.lora_B.bias", torch.ones(6)), "lora_B.bias, which is not a factor of"),
+        (put_tensor(f"{PREFIX}model.embed_tokens.lora_embedding_A", torch.ones(2, 9)), "embed_tokens, but no lora_B"),
+        (
+            put_tensor(f"{PREFIX}model.embed_tokens.lora_A.weight", torch.ones(2, 9)),
+            "are supported for embed_tokens only",
+        ),
+        (put_tensor(f"{PREFIX}model.wte.lora_embedding_A", torch.ones(2, 9)), "are supported for embed_tokens only"),
+        (put_tensor(f"{PREFIX}{Q}.base_layer.weight", torch.ones(6, 4)), "which is not a factor of"),
+        (put_tensor(Q_A.removeprefix(PREFIX), torch.ones(2, 4)), "which is not a factor of"),
         (dict.clear, "holds no tensor"),
     ],
 )
@@ -541,7 +551,7 @@ def test_an_adapter_inside_another_layer_is_refused(dense: Files, tmp_path: Path
 
 
 def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no adapter_config\.json"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
         peft_format.read(tmp_path)
     dense.read(tmp_path)
     weights, config = tmp_path / peft_tensors.WEIGHTS, tmp_path / peft_format.CONFIG
@@ -549,13 +559,13 @@ def test_files_that_are_missing_or_damaged(dense: Files, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         peft_format.read(tmp_path)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"there is no adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
         peft_format.read(tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin, a pickle.*safe_serialization=True"):
         peft_format.read(tmp_path)
     for text, message in (("{", "not valid JSON"), ("[]", "must hold an object, found list")):
-        config.write_text(text)
+        config.write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=message):
             peft_format.read(tmp_path)
 
@@ -575,14 +585,14 @@ def test_the_layout_of_experts() -> None:
     a = torch.arange(3 * 2 * 4.0).reshape(3, 2, 4)
     b = torch.arange(3 * 10 * 2.0).reshape(3, 10, 2)
     stem = f"{PREFIX}model.layers.1.mlp.experts"
-    alone = peft_tensors.to_tensors({GATE_UP: Factors(a, b)}, 2)
-    assert alone.keys() == {f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"}
+    single = peft_tensors.to_tensors({GATE_UP: Factors(a, b)}, 2)
+    assert single.keys() == {f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"}
     for expert in range(3):
         for rank in range(2):
-            assert torch.equal(alone[f"{stem}.lora_A.weight"][expert * 2 + rank], a[expert, rank])
-            assert torch.equal(alone[f"{stem}.lora_B.weight"][:, rank * 3 + expert], b[expert, :, rank])
-    both = random_factors({GATE_UP: (3, 10, 4), DOWN: (3, 4, 5)}, 2)
-    shapes = {key.removeprefix(stem): list(value.shape) for key, value in peft_tensors.to_tensors(both, 2).items()}
+            assert torch.equal(single[f"{stem}.lora_A.weight"][expert * 2 + rank], a[expert, rank])
+            assert torch.equal(single[f"{stem}.lora_B.weight"][:, rank * 3 + expert], b[expert, :, rank])
+    pair = random_factors({GATE_UP: (3, 10, 4), DOWN: (3, 4, 5)}, 2)
+    shapes = {key.removeprefix(stem): list(value.shape) for key, value in peft_tensors.to_tensors(pair, 2).items()}
     assert shapes == {
         ".base_layer.lora_A.weight": [6, 4],
         ".base_layer.lora_B.weight": [10, 6],
@@ -659,7 +669,7 @@ def test_single_experts_become_fused_ones(moe: Files, tmp_path: Path) -> None:
     [
         ("another A", r"experts\.1, .*, with a different A for each"),
         ("no up_proj", r"experts\.0, .* only one of gate_proj and up_proj"),
-        ("an expert missing", r"no down_proj of experts \[1\] of"),
+        ("an expert missing", r"lacks down_proj of experts \[1\] of"),
         ("fused too", "both fused and one by one"),
     ],
 )
@@ -672,8 +682,8 @@ def test_single_experts_that_cannot_be_fused(moe: Files, tmp_path: Path, change:
     elif change == "fused too":
         moe.tensors |= fused
     else:
-        gone = ".up_proj." if change == "no up_proj" else ".1.down_proj."
-        moe.tensors = {key: value for key, value in moe.tensors.items() if gone not in key}
+        removed = ".up_proj." if change == "no up_proj" else ".1.down_proj."
+        moe.tensors = {key: value for key, value in moe.tensors.items() if removed not in key}
     with pytest.raises(CheckpointError, match=message):
         moe.read(tmp_path)
 
@@ -684,7 +694,7 @@ def test_single_experts_that_cannot_be_fused(moe: Files, tmp_path: Path, change:
 @pytest.mark.parametrize(
     ("factors", "message"),
     [
-        ({}, "an adapter of no layer"),
+        ({}, "an adapter without layers"),
         (random_factors({Q: (6, 4)}, 3), "the rank is 2"),
         ({Q: Factors(torch.full((2, 4), math.nan), torch.ones(6, 2))}, "8 of 8 values of A are NaN"),
         (random_factors({Q: (3, 6, 4)}, 2), "A and B need 2 dimensions"),
@@ -704,7 +714,7 @@ def test_writing_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_projections_may_share_one_a(tmp_path: Path) -> None:
-    """As where one layer computes queries, keys and values."""
+    """Write factors that share A, as those of a fused layer of queries, keys and values do."""
     pairs = random_factors({Q: (6, 4), UP: (8, 4)}, 2)
     pairs[UP] = replace(pairs[UP], a=pairs[Q].a)
     peft_format.write(tmp_path, Lora(rank=2), pairs, "org/base")
@@ -712,9 +722,9 @@ def test_projections_may_share_one_a(tmp_path: Path) -> None:
 
 
 def test_names_are_short_where_that_is_exact() -> None:
-    known = [f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ("self_attn.q_proj", "mlp.up_proj")]
-    adapted = [*known[:3]]
-    config = peft_format.to_config(Lora(), adapted, "org/base", known)
+    adaptable = [f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ("self_attn.q_proj", "mlp.up_proj")]
+    adapted = [*adaptable[:3]]
+    config = peft_format.to_config(Lora(), adapted, "org/base", adaptable)
     assert config["target_modules"] == ["model.layers.0.mlp.up_proj", "q_proj"]
     assert "target_parameters" not in config
 
@@ -763,13 +773,13 @@ def test_targeted_is_what_peft_would_adapt(config, expected):
 
 def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
     """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
-    (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}))
+    (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}), encoding="utf-8")
     every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]
     peft_format.check_complete(tmp_path, every, ADAPTABLE)
     with pytest.raises(CheckpointError) as raised:
         peft_format.check_complete(tmp_path, every[:3] + every[4:], ADAPTABLE)
     assert f"has no factors of {LAYER(1, 'v_proj')}, which adapter_config.json targets" in str(raised.value)
     (tmp_path / peft_format.CONFIG).write_text(
-        json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]})
+        json.dumps({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]}), encoding="utf-8"
     )
     peft_format.check_complete(tmp_path, every[:2] + every[4:], ADAPTABLE)

@@ -84,8 +84,8 @@ class Backend:
         for name in sums:
             self.adapters[name].grad += sums[name] / counts[name]
             self.adapters[name].grads_seen += 1
-        found = {n: AdapterLoss(sums[n] / counts[n], counts[n], counts[n], {}) for n in sorted(sums)}
-        return SimpleNamespace(adapters=found)
+        losses = {n: AdapterLoss(sums[n] / counts[n], counts[n], counts[n], {}) for n in sorted(sums)}
+        return SimpleNamespace(adapters=losses)
 
     def optimizer_step(self, adapters):
         for name in adapters:
@@ -125,12 +125,12 @@ class Backend:
         return [(s.adapter, float(s.weights.sum()), len(s)) for s in samples]
 
     def _exchange(self, samples, check):
-        """All ranks' reports, or the same DataError on all ranks."""
+        """Exchange all ranks' reports; raise the same DataError on all ranks if one is an error."""
         try:
-            mine = check()
+            report = check()
         except DataError as error:
-            mine = str(error)
-        reports = self._world.gather(self._rank, mine)
+            report = str(error)
+        reports = self._world.gather(self._rank, report)
         problems = [report for report in reports if isinstance(report, str)]
         if problems:
             raise DataError(problems[0])
@@ -248,12 +248,12 @@ def test_forward_gives_every_tenant_its_own_in_order(queue):
 def test_the_callers_samples_stay_as_they_are_and_pairs_of_tenants_stay_apart(queue, backend):
     seen = []
     backend.check_samples = seen.extend
-    mine = sample(1, pair=0, chosen=True)
-    batch = [mine]
+    original = sample(1, pair=0, chosen=True)
+    batch = [original]
     queue.forward_backward("a", batch)
     queue.forward_backward("b", batch)
     batch.clear()
-    assert (mine.adapter, mine.pair) == (None, 0)
+    assert (original.adapter, original.pair) == (None, 0)
     assert [(s.adapter, s.chosen) for s in seen] == [("a", True), ("b", True)]
     assert seen[0].pair != seen[1].pair
     queue.drain()
@@ -277,7 +277,7 @@ def test_the_callers_samples_stay_as_they_are_and_pairs_of_tenants_stay_apart(qu
 def test_bad_requests_fail_alone(queue, backend, samples, loss, expected):
     """With the steps that would have used their gradients; others share a batch or not, but get all of theirs."""
     bad, bad_step = queue.forward_backward("a", samples, loss), queue.optimizer_step("a")
-    others = {
+    healthy = {
         name: (queue.forward_backward(name, [policy_sample(1)], "ppo"), queue.optimizer_step(name)) for name in "bc"
     }
     queue.drain()
@@ -285,7 +285,7 @@ def test_bad_requests_fail_alone(queue, backend, samples, loss, expected):
         bad.result()
     with pytest.raises(MegascendError, match=r"optimizer_step of adapter 'a' did not run.*gradients are incomplete"):
         bad_step.result()
-    for loss_future, step in others.values():
+    for loss_future, step in healthy.values():
         assert (loss_future.result().loss, step.result().grad_norm) == (1.0, 1.0)
     assert {name: a.value for name, a in backend.adapters.items()} == {"a": 0.0, "b": 1.0, "c": 1.0}
 
@@ -414,7 +414,7 @@ def test_a_step_without_gradients_fails_and_does_not_hold_up_the_others(queue):
 def test_an_unknown_adapter_is_an_error_of_the_future(queue, backend):
     for future in (queue.forward_backward("x", [sample(1)]), queue.optimizer_step("x"), queue.forward("x", [])):
         assert future.done()
-        with pytest.raises(ConfigError, match=r"there is no adapter 'x'; there are: 'a', 'b', 'c'"):
+        with pytest.raises(ConfigError, match=r"unknown adapter 'x'; adapters: 'a', 'b', 'c'"):
             future.result()
     assert queue.pending("x") == 0
     assert queue.run_once() is False
@@ -475,8 +475,8 @@ def test_result_from_inside_the_queue_is_an_error_not_a_hang(queue, backend):
 
 
 def test_cancel_fails_only_that_adapter(queue, backend):
-    done = queue.forward_backward("a", [sample(1, weight=50.0)])
-    done.result()
+    finished = queue.forward_backward("a", [sample(1, weight=50.0)])
+    finished.result()
     cancelled = [queue.forward_backward("a", [sample(1)]), queue.optimizer_step("a")]
     other = queue.forward_backward("b", [sample(1)])
     queue.cancel("a")
@@ -485,7 +485,7 @@ def test_cancel_fails_only_that_adapter(queue, backend):
         with pytest.raises(MegascendError, match="of adapter 'a' was cancelled"):
             future.result()
     assert queue.pending("a") == 0
-    assert done.result().loss == 50.0
+    assert finished.result().loss == 50.0
     assert other.result().loss == 1.0
     queue.forward_backward("a", [sample(1, weight=3.0)])
     assert queue.optimizer_step("a").result().grad_norm == 3.0  # nothing is left of what was cancelled
@@ -535,17 +535,17 @@ def test_all_ranks_run_the_same_and_hear_everything(count):
                 futures.append(queue.forward(name, samples))
                 futures.append(queue.forward_backward(name, HIDDEN if (turn, name) == (1, "b") else samples))
                 futures.append(queue.optimizer_step(name))
-        one = queue.forward("a", [sample(1, 2, 3)])  # fewer samples than ranks
+        single = queue.forward("a", [sample(1, 2, 3)])  # fewer samples than ranks
         queue.drain()
-        assert one.done()
-        found = []
+        assert single.done()
+        outcomes = []
         for future in futures:
             try:
-                found.append(str(future.result()))
+                outcomes.append(str(future.result()))
             except MegascendError as error:
-                found.append(str(error))
+                outcomes.append(str(error))
         shared = [call for call in backend.calls if call[0] != "forward"]  # ranks see their own shares of a forward
-        return shared, found, backend.adapters
+        return shared, outcomes, backend.adapters
 
     outcomes = on_ranks(count, script)
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -593,7 +593,7 @@ def test_requests_behind_a_call_that_fails_to_create_their_adapter_fail_alone(qu
     assert other.result().loss == 1.0
     with pytest.raises(ConfigError, match="rank 65"):
         created.result()
-    with pytest.raises(ConfigError, match="there is no adapter 'new'"):
+    with pytest.raises(ConfigError, match="unknown adapter 'new'"):
         loss.result()
     assert queue.pending("new") == 0
     backend.adapters["new"] = Adapter()
@@ -628,7 +628,7 @@ def test_a_few_calls_run_between_two_units_those_of_all_adapters_in_turns(backen
     queue, order = AdapterQueue(backend), []
     for turn in range(CALLS_AT_ONCE):
         for name in "ab":
-            queue.call(name, lambda each=(name, turn): order.append(each))
+            queue.call(name, lambda entry=(name, turn): order.append(entry))
     unit = queue.forward_backward("c", [sample(1)])
     queue.run_once()
     assert unit.done()

@@ -32,10 +32,10 @@ def embedding(in_start=0, in_features=9):
 
 
 def make_registry(limits=None, target_modules=None, **options):
-    of = shape_groups(target_modules or [make_target(0), make_target(1)])
-    names = [each.name for group in of for target in group.target_modules for each in target.slices]
+    groups = shape_groups(target_modules or [make_target(0), make_target(1)])
+    names = [part.name for group in groups for target in group.target_modules for part in target.slices]
     settings = {"adam": Adam(), "schedule": Schedule(), "seed": 3, "scales_loss": False} | options
-    return AdapterRegistry(limits or Adapters(), of, names, device=torch.device("cpu"), **settings)
+    return AdapterRegistry(limits or Adapters(), groups, names, device=torch.device("cpu"), **settings)
 
 
 def add(registry, name, lora=None):
@@ -59,11 +59,11 @@ def test_plain_names_are_taken(name):
 def test_refusals_name_the_setting_and_change_nothing():
     registry = make_registry(Adapters(max_count=2, max_rank=8))
     add(registry, "a")
-    kept = registry["a"]
-    before = kept.values.detach().clone()
+    first = registry["a"]
+    before = first.values.detach().clone()
     for name, lora, message in [
         ("a", Lora(rank=2), r"adapter 'a' exists"),
-        ("b", Lora(rank=9), r"adapters\.max_rank: 8"),
+        ("b", Lora(rank=9), r"rank 9 exceeds adapters\.max_rank \(8\)"),
         ("b", Lora(rank=2, targets=("q_proj",)), r"adapter 'b' targets 'q_proj'.*those are down_proj"),
         ("b", Lora(rank=2, targets=("down_proj", "lm_head")), r"targets 'lm_head'"),
         ("b", Lora(rank=2, targets=("own_proj",)), r"targets 'own_proj'"),
@@ -71,17 +71,17 @@ def test_refusals_name_the_setting_and_change_nothing():
         with pytest.raises(ConfigError, match=message):
             add(registry, name, lora)
         assert list(registry) == ["a"]
-        assert registry["a"] is kept
+        assert registry["a"] is first
     add(registry, "b", Lora(rank=8))
-    with pytest.raises(ConfigError, match=r"adapters\.max_count: 2"):
+    with pytest.raises(ConfigError, match=r"exceeds adapters\.max_count \(2\)"):
         add(registry, "c")
     for name in ("c", "A", ""):
-        with pytest.raises(ConfigError, match=r"there is no adapter .*; there are: a, b"):
+        with pytest.raises(ConfigError, match=r"unknown adapter .*; adapters: a, b"):
             registry.remove(name)
     assert list(registry) == ["a", "b"]
-    assert torch.equal(kept.values, before)
+    assert torch.equal(first.values, before)
     registry.remove("a")
-    with pytest.raises(ConfigError, match="there are: b"):
+    with pytest.raises(ConfigError, match="adapters: b"):
         registry["a"]
     add(registry, "c")
 
@@ -103,52 +103,52 @@ def test_dropout_on_experts_is_refused():
 
 def test_first_values_are_pefts_and_the_same_in_every_layout():
     registry = make_registry()
-    whole = registry.create("a", Lora(rank=64))
-    views = {span.factor: values for span, values in whole.views(whole.values.detach())}
+    reference = registry.create("a", Lora(rank=64))
+    views = {span.factor: values for span, values in reference.views(reference.values.detach())}
     assert not views["b"].any()
     bound = 1 / math.sqrt(6)
     assert views["a"].abs().max() <= bound
     assert views["a"].std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
     assert not torch.equal(views["a"][0], views["a"][1]), "two layers draw differently"
     other = registry.create("b", Lora(rank=64, seed=4))
-    assert not torch.equal(other.values, whole.values)
-    assert torch.equal(registry.create("c", Lora(rank=64, seed=3)).values, whole.values)
+    assert not torch.equal(other.values, reference.values)
+    assert torch.equal(registry.create("c", Lora(rank=64, seed=3)).values, reference.values)
 
     for rank in range(2):  # the input's columns divided over two ranks; only layer 1 on this pipeline stage
         part = make_registry(target_modules=[make_target(1, in_start=3 * rank, in_features=3)]).create(
             "a", Lora(rank=64)
         )
-        mine = next(values for span, values in part.views(part.values.detach()) if span.factor == "a")
-        assert torch.equal(mine[0], views["a"][1, ..., 3 * rank : 3 * rank + 3])
+        shard = next(values for span, values in part.views(part.values.detach()) if span.factor == "a")
+        assert torch.equal(shard[0], views["a"][1, ..., 3 * rank : 3 * rank + 3])
 
 
 def test_experts_draw_by_their_number_in_the_model():
-    whole = make_registry(target_modules=[make_target(experts=4, count=4)]).create("a", Lora(rank=2))
+    full = make_registry(target_modules=[make_target(experts=4, count=4)]).create("a", Lora(rank=2))
     half = make_registry(target_modules=[make_target(experts=2, start=2, count=4)]).create("a", Lora(rank=2))
-    of = [next(v for s, v in x.views(x.values.detach()) if s.factor == "a") for x in (whole, half)]
-    assert torch.equal(of[0][0, 2:], of[1][0])
-    assert len({tuple(expert.flatten().tolist()) for expert in of[0][0]}) == 4
+    values = [next(v for s, v in x.views(x.values.detach()) if s.factor == "a") for x in (full, half)]
+    assert torch.equal(values[0][0, 2:], values[1][0])
+    assert len({tuple(expert.flatten().tolist()) for expert in values[0][0]}) == 4
 
 
 def test_only_targets_get_values():
     target_modules = [make_target(0), make_target(1)]
-    made = make_registry(target_modules=target_modules).create(
+    adapter = make_registry(target_modules=target_modules).create(
         "a", Lora(rank=2, targets=("model.layers.1.mlp.down_proj",))
     )
-    a = next(values for span, values in made.views(made.values.detach()) if span.factor == "a")
-    assert not a[0].any()
-    assert a[1].all()
-    assert restrict(target_modules[0], made.lora.targets) is None
+    a_values = next(span_values for span, span_values in adapter.views(adapter.values.detach()) if span.factor == "a")
+    assert not a_values[0].any()
+    assert a_values[1].all()
+    assert restrict(target_modules[0], adapter.lora.targets) is None
 
 
 def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
     registry = make_registry(adam=Adam(lr=0.5), schedule=Schedule(warmup_steps=4))
-    own = registry.create("own", Lora(rank=2, optimizer=Adam(lr=2.0, max_grad_norm=0.0), schedule=Schedule()))
+    custom = registry.create("own", Lora(rank=2, optimizer=Adam(lr=2.0, max_grad_norm=0.0), schedule=Schedule()))
     plain = registry.create("plain", Lora(rank=2))
     lrs = {}
-    for made in (own, plain):
-        made.grads.fill_(3.0)
-        lrs[made.name] = [update([made], [3.0], {})[made.name].lr for _ in range(3)]
+    for adapter in (custom, plain):
+        adapter.grads.fill_(3.0)
+        lrs[adapter.name] = [update([adapter], [3.0], {})[adapter.name].lr for _ in range(3)]
     assert lrs == {"own": [2.0, 2.0, 2.0], "plain": pytest.approx([0.125, 0.25, 0.375])}
 
 
@@ -162,35 +162,35 @@ def test_adapters_that_step_together_equal_adamw_on_each_alone():
         "other-moments": Adam(lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=0.5),
         "not-finite": None,
     }
-    made = [
+    adapters = [
         registry.create(name, Lora(rank=number + 1, optimizer=adam))
         for number, (name, adam) in enumerate(settings.items())
     ]
     references = {}
-    for adapter in made:
+    for adapter in adapters:
         adam = settings[adapter.name] or Adam(lr=0.1, max_grad_norm=0.5)
-        own = torch.nn.Parameter(adapter.values.detach().clone())
+        parameter = torch.nn.Parameter(adapter.values.detach().clone())
         references[adapter.name] = (
-            own,
+            parameter,
             adam,
-            torch.optim.AdamW([own], lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay),
+            torch.optim.AdamW([parameter], lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay),
         )
     for number in range(3):
         norms = []
-        for adapter in made:
+        for adapter in adapters:
             adapter.grads.normal_(generator=torch.Generator().manual_seed(number))
-            own, adam, adamw = references[adapter.name]
-            own.grad = adapter.grads.clone()
-            norms.append(float(own.grad.norm()))
+            parameter, adam, adamw = references[adapter.name]
+            parameter.grad = adapter.grads.clone()
+            norms.append(float(parameter.grad.norm()))
             if adapter.name == "not-finite" and number == 1:
                 norms[-1] = math.inf
                 continue
             if adam.max_grad_norm:
-                own.grad.mul_(min(1.0, adam.max_grad_norm / (norms[-1] + 1e-6)))
+                parameter.grad.mul_(min(1.0, adam.max_grad_norm / (norms[-1] + 1e-6)))
             adamw.step()
-        results = update(made, norms, {})
+        results = update(adapters, norms, {})
         assert [name for name, result in results.items() if result.skipped] == (["not-finite"] if number == 1 else [])
-    for adapter in made:
+    for adapter in adapters:
         assert torch.equal(adapter.values, references[adapter.name][0]), adapter.name
         assert adapter.taken == (2 if adapter.name == "not-finite" else 3)
         assert not adapter.grads.any()
@@ -198,16 +198,16 @@ def test_adapters_that_step_together_equal_adamw_on_each_alone():
 
 def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
     registry = make_registry(adam=Adam(lr=0.1, weight_decay=0.2, max_grad_norm=1.0), scales_loss=True)
-    made = registry.create("a", Lora(rank=2))
-    reference = torch.nn.Parameter(made.values.detach().clone())
+    adapter = registry.create("a", Lora(rank=2))
+    reference = torch.nn.Parameter(adapter.values.detach().clone())
     adamw = torch.optim.AdamW([reference], lr=0.1, weight_decay=0.2)
     scales = []
     for number, finite in enumerate([True, False, False, True, True]):
-        gradient = torch.randn(made.layout.size, generator=torch.Generator().manual_seed(number))
-        made.grads.copy_(gradient * made.loss_scale)
-        made.accumulated = True
+        gradient = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(number))
+        adapter.grads.copy_(gradient * adapter.loss_scale)
+        adapter.accumulated = True
         norm = float(gradient.norm())
-        result = update([made], [norm * made.loss_scale if finite else math.nan], {})["a"]
+        result = update([adapter], [norm * adapter.loss_scale if finite else math.nan], {})["a"]
         scales.append((result.loss_scale, result.skipped, result.skipped_in_a_row))
         if finite:
             reference.grad = gradient * min(1.0, 1 / (norm + 1e-6))
@@ -215,9 +215,9 @@ def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
             assert result.grad_norm == pytest.approx(norm)
         else:
             assert result.grad_norm == math.inf
-        torch.testing.assert_close(made.values, reference)
-        assert not made.grads.any()
-        assert not made.accumulated
+        torch.testing.assert_close(adapter.values, reference)
+        assert not adapter.grads.any()
+        assert not adapter.accumulated
     assert scales == [
         (2.0**16, False, 0),
         (2.0**16, True, 1),
@@ -225,16 +225,18 @@ def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
         (2.0**14, False, 0),
         (2.0**14, False, 0),
     ]
-    assert (made.step_count, made.taken) == (5, 3)
+    assert (adapter.step_count, adapter.taken) == (5, 3)
 
 
 def test_an_embedding_starts_with_a_zero_and_b_normal_as_in_peft():
     lora = Lora(rank=5, targets=("embed_tokens",))
     limits = Adapters(targets=("embed_tokens", "down_proj"))
-    made = make_registry(limits, [embedding(), make_target(0)]).create("a", lora)
-    found = {(span.shape_group, span.factor): values for span, values in made.views(made.values.detach())}
-    b = found[0, "b"]
+    adapter = make_registry(limits, [embedding(), make_target(0)]).create("a", lora)
+    values_by_span = {
+        (span.shape_group, span.factor): values for span, values in adapter.views(adapter.values.detach())
+    }
+    b = values_by_span[0, "b"]
     assert (float(b.mean()), float(b.std())) == (pytest.approx(0, abs=0.1), pytest.approx(1, abs=0.1))
-    assert not any(values.any() for which, values in found.items() if which != (0, "b"))
+    assert not any(values.any() for span_key, values in values_by_span.items() if span_key != (0, "b"))
     shard = make_registry(limits, [embedding(5, 4), make_target(0)]).create("a", lora)
     assert torch.equal(next(v for s, v in shard.views(shard.values) if (s.shape_group, s.factor) == (0, "b")), b)

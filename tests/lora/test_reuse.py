@@ -24,7 +24,7 @@ def resident_mib():
 
 def live_tensors():
     gc.collect()
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
 
 
 @pytest.mark.nightly
@@ -56,7 +56,7 @@ def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
             ]
 
         def life(name, lora, steps, mixed):
-            """Added, trained and removed; returns what it became."""
+            """Add, train and remove an adapter; return its final state."""
             backend.add_adapter(name, lora)
             for _ in range(steps):
                 backend.forward_backward(batch(name)[: 1 + mixed])
@@ -78,7 +78,9 @@ def test_a_thousand_adapters_leave_nothing_behind(parity_folder, arch):
             life(f"tenant-{number}", Lora(rank=RANKS[number % len(RANKS)], seed=number), 1, bool(number % 2))
         last = [life("probe", probe, 3, mixed) for mixed in (False, True)]
         same = [
-            torch.equal(*pair) for one, other in zip(first, last, strict=True) for pair in zip(one, other, strict=True)
+            torch.equal(*pair)
+            for before, after in zip(first, last, strict=True)
+            for pair in zip(before, after, strict=True)
         ]
         return memory, tensors, same, list(backend.adapters)
 

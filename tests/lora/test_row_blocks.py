@@ -11,8 +11,8 @@ from megascend.lora.stacked_adapters import RowBlocks, row_blocks
 @given(st.sets(st.integers(0, 60), min_size=1).map(sorted))
 def test_any_rows(rows):
     tensor = torch.arange(2 * 61).view(2, 61)
-    found = torch.cat([block.of(tensor).flatten(1) for block in row_blocks(torch.tensor(rows))], dim=1)
-    assert torch.equal(found, tensor[:, rows])
+    result = torch.cat([block.view(tensor).flatten(1) for block in row_blocks(torch.tensor(rows))], dim=1)
+    assert torch.equal(result, tensor[:, rows])
 
 
 @given(groups=st.integers(1, 4), heads=st.integers(1, 3), width=st.integers(1, 5))
@@ -24,7 +24,7 @@ def test_q_k_and_v_are_one_block_each(groups, heads, width):
 
 def test_what_is_written_through_a_view_arrives():
     tensor = torch.zeros(3, 12)
-    RowBlocks(start=1, length=2, step=4, count=3).of(tensor).add_(1.0)
+    RowBlocks(start=1, length=2, step=4, count=3).view(tensor).add_(1.0)
     assert tensor[0].tolist() == [0, 1, 1, 0] * 3
 
 

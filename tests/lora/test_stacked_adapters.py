@@ -1,4 +1,4 @@
-"""Adapters side by side: what the layers would compute with the stacked copies is W x + scaling * B A x of each adapter."""
+"""Stacked adapters: products of the stacked copies equal scaling * B A x of each adapter."""
 
 import pytest
 import torch
@@ -15,31 +15,38 @@ ROWS = {"q_proj": [0, 1, 4, 5], "k_proj": [2, 6], "v_proj": [3, 7, 8]}
 
 
 def target_modules():
-    found = []
+    targets = []
     for layer in range(2):
         name = f"model.layers.{layer}"
         parts = tuple(
             FusedSlice(f"{name}.self_attn.{part}", len(rows), torch.tensor(rows), torch.arange(len(rows)))
             for part, rows in ROWS.items()
         )
-        found.append(TargetModule(None, "column", parts, IN, OUT, 0, IN))
+        targets.append(TargetModule(None, "column", parts, IN, OUT, 0, IN))
         down = FusedSlice(f"{name}.mlp.experts.down_proj", OUT, torch.arange(OUT), torch.arange(OUT))
-        found.append(TargetModule(None, "row", (down,), IN, OUT, 0, IN, experts=EXPERTS, expert_total=EXPERTS))
-    return shape_groups(found)
+        targets.append(TargetModule(None, "row", (down,), IN, OUT, 0, IN, experts=EXPERTS, expert_total=EXPERTS))
+    return shape_groups(targets)
 
 
-def make_registry(of):
-    names = [each.name for group in of for target in group.target_modules for each in target.slices]
+def make_registry(groups):
+    names = [part.name for group in groups for target in group.target_modules for part in target.slices]
     return AdapterRegistry(
-        Adapters(), of, names, adam=Adam(), schedule=Schedule(), seed=0, scales_loss=False, device=torch.device("cpu")
+        Adapters(),
+        groups,
+        names,
+        adam=Adam(),
+        schedule=Schedule(),
+        seed=0,
+        scales_loss=False,
+        device=torch.device("cpu"),
     )
 
 
 def adapter(registry, name, lora):
-    """With every value drawn, where the adapter has a target."""
-    made = registry.create(name, lora)
+    """Create an adapter with random values in all of its targets."""
+    result = registry.create(name, lora)
     generator = torch.Generator().manual_seed(len(name))
-    for span, values in made.views(made.values.detach()):
+    for span, values in result.views(result.values.detach()):
         if span.factor == "a":
             continue
         for layer, target in enumerate(registry.shape_groups[span.shape_group].target_modules):
@@ -47,19 +54,19 @@ def adapter(registry, name, lora):
                 if lora.targets == "all-linear" or part.name.endswith(tuple(lora.targets)):
                     shape = values[layer][..., part.local_rows].shape
                     values[layer][..., part.local_rows] = torch.randn(shape, generator=generator)
-    return made
+    return result
 
 
-def by_hand(registry, made, shape_group, layer, expert):
-    """(A, B) of every slice, as tensors that autograd follows, and the delta's matrix [in, out]."""
+def by_hand(registry, owner, shape_group, layer, expert):
+    """Return (A, B) of every slice as autograd leaves, and the delta's matrix [in, out]."""
     target = registry.shape_groups[shape_group].target_modules[layer]
-    a_values = next(v for s, v in made.views(made.values.detach()) if (s.shape_group, s.factor) == (shape_group, "a"))
-    b_values = next(v for s, v in made.views(made.values.detach()) if (s.shape_group, s.factor) == (shape_group, "b"))
+    a_values = next(v for s, v in owner.views(owner.values.detach()) if (s.shape_group, s.factor) == (shape_group, "a"))
+    b_values = next(v for s, v in owner.views(owner.values.detach()) if (s.shape_group, s.factor) == (shape_group, "b"))
     leaves, delta = [], torch.zeros(IN, OUT)
     for number, part in enumerate(target.slices):
         a = a_values[layer, expert, number].clone().requires_grad_()
         b = b_values[layer, expert][:, part.local_rows].clone().requires_grad_()
-        delta = delta.index_add(1, part.local_rows, made.lora.scaling * a.T @ b)
+        delta = delta.index_add(1, part.local_rows, owner.lora.scaling * a.T @ b)
         leaves.append((a, b))
     return leaves, delta
 
@@ -73,13 +80,13 @@ LORAS = {
 
 @pytest.mark.parametrize("names", [["wide"], ["narrow"], ["wide", "", "narrow", "stable"]])
 def test_values_and_gradients_round_trip(names):
-    of = target_modules()
-    registry = make_registry(of)
+    groups = target_modules()
+    registry = make_registry(groups)
     adapters = [adapter(registry, name, LORAS[name]) if name else None for name in names]
-    stacked = StackedAdapters(adapters, of, torch.float32, torch.device("cpu"))
+    stacked = StackedAdapters(adapters, groups, torch.float32, torch.device("cpu"))
     stacked.fill()
     grad = {}
-    for shape_group, group in enumerate(of):
+    for shape_group, group in enumerate(groups):
         for layer in range(2):
             a, a_grads, b, b_grads = stacked.factors(shape_group, layer, None)
             # What a layer's backward pass leaves there if the loss is sum(grad * (A B)).
@@ -87,35 +94,38 @@ def test_values_and_gradients_round_trip(names):
             a_grads += grad[shape_group, layer] @ b.transpose(1, 2)
             b_grads += a.transpose(1, 2) @ grad[shape_group, layer]
             if len(adapters) > 1 and group.first.is_expert is False:
-                one = stacked.factors(shape_group, layer, 2)
-                assert all(torch.equal(x, whole[2:3]) for x, whole in zip(one, (a, a_grads, b, b_grads), strict=True))
-    for made in filter(None, adapters):
-        made.grads.fill_(1.0)  # of an earlier call
+                single = stacked.factors(shape_group, layer, 2)
+                assert all(
+                    torch.equal(x, stacked_tensor[2:3])
+                    for x, stacked_tensor in zip(single, (a, a_grads, b, b_grads), strict=True)
+                )
+    for member in filter(None, adapters):
+        member.grads.fill_(1.0)  # of an earlier call
     stacked.collect()
 
-    for index, made in enumerate(adapters):
-        if made is None:
+    for index, member in enumerate(adapters):
+        if member is None:
             continue
-        assert made.accumulated
-        for shape_group, group in enumerate(of):
-            found = {s.factor: v - 1.0 for s, v in made.views(made.grads) if s.shape_group == shape_group}
+        assert member.accumulated
+        for shape_group, group in enumerate(groups):
+            gradients = {s.factor: v - 1.0 for s, v in member.views(member.grads) if s.shape_group == shape_group}
             for layer, target in enumerate(group.target_modules):
                 for expert in range(target.experts):
-                    leaves, delta = by_hand(registry, made, shape_group, layer, expert)
+                    leaves, delta = by_hand(registry, member, shape_group, layer, expert)
                     row = index * target.experts + expert
                     a, _, b, _ = stacked.factors(shape_group, layer, None)
                     torch.testing.assert_close(a[row] @ b[row], delta.detach())
                     (delta * grad[shape_group, layer][row]).sum().backward()
-                    for number, (part, (of_a, of_b)) in enumerate(zip(target.slices, leaves, strict=True)):
-                        torch.testing.assert_close(found["a"][layer, expert, number], of_a.grad)
-                        torch.testing.assert_close(found["b"][layer, expert][:, part.local_rows], of_b.grad)
+                    for number, (part, (leaf_a, leaf_b)) in enumerate(zip(target.slices, leaves, strict=True)):
+                        torch.testing.assert_close(gradients["a"][layer, expert, number], leaf_a.grad)
+                        torch.testing.assert_close(gradients["b"][layer, expert][:, part.local_rows], leaf_b.grad)
 
 
 def test_what_an_adapter_does_not_target_has_no_values_and_gets_no_gradient():
-    of = target_modules()
-    registry = make_registry(of)
-    made = adapter(registry, "narrow", LORAS["narrow"])
-    stacked = StackedAdapters([made, None], of, torch.float32, torch.device("cpu"))
+    groups = target_modules()
+    registry = make_registry(groups)
+    narrow = adapter(registry, "narrow", LORAS["narrow"])
+    stacked = StackedAdapters([narrow, None], groups, torch.float32, torch.device("cpu"))
     stacked.fill()
     a, a_grads, b, b_grads = stacked.factors(0, 0, 0)
     rank, k_rows = stacked.rank, ROWS["k_proj"]
@@ -125,7 +135,7 @@ def test_what_an_adapter_does_not_target_has_no_values_and_gets_no_gradient():
     a_grads[0] += grad @ b[0].T
     b_grads[0] += a[0].T @ grad
     stacked.collect()
-    for span, grads in made.views(made.grads):
+    for span, grads in narrow.views(narrow.grads):
         if span.shape_group != 0:
             assert not grads.any()
         elif span.factor == "a":
@@ -137,23 +147,23 @@ def test_what_an_adapter_does_not_target_has_no_values_and_gets_no_gradient():
 
 def test_another_set_of_adapters_finds_nothing_of_the_last_one():
     """The memory is reused for adapters of lower ranks and other targets: bit for bit what new memory would hold."""
-    of = target_modules()
-    registry = make_registry(of)
+    groups = target_modules()
+    registry = make_registry(groups)
     first = [adapter(registry, "wide", LORAS["wide"]), adapter(registry, "wider", Lora(rank=8))]
     first[0].values.detach().fill_(torch.nan)
-    used = StackedAdapters(first, of, torch.float32, torch.device("cpu"))
+    used = StackedAdapters(first, groups, torch.float32, torch.device("cpu"))
     used.fill()
     for stack in used.stacks:
         stack.a_grads.fill_(torch.nan)
         stack.b_grads.fill_(torch.inf)
     second = [adapter(registry, "narrow", LORAS["narrow"]), None]
     assert used.take(second)
-    new = StackedAdapters(second, of, torch.float32, torch.device("cpu"))
+    new = StackedAdapters(second, groups, torch.float32, torch.device("cpu"))
     for stacked in (used, new):
         stacked.fill()
-    for mine, other in zip(used.stacks, new.stacks, strict=True):
+    for reused, fresh in zip(used.stacks, new.stacks, strict=True):
         for name in ("a", "a_grads", "b", "b_grads"):
-            assert torch.equal(getattr(mine, name), getattr(other, name))
+            assert torch.equal(getattr(reused, name), getattr(fresh, name))
     assert not used.take([second[0]]), "fewer adapters need memory of another shape"
     assert not used.take([adapter(registry, "broad", Lora(rank=9)), None]), "so does a higher rank"
     assert used.adapters == tuple(second)

@@ -48,10 +48,10 @@ OUTSIDE = """
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """A folder with a package ``outside_targets``, which registers two maps when it is imported."""
+    """Create a package ``outside_targets``, which registers two maps when it is imported; yield its parent folder."""
     package = tmp_path / "outside_targets"
     package.mkdir()
-    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE))
+    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE), encoding="utf-8")
     monkeypatch.setattr("megascend.lora.target_maps._by_model_type", {})
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -64,12 +64,12 @@ def test_a_registered_map_says_where_each_row_is(outside, tensor, rank):
     qkv, proj, *_ = (SimpleNamespace(weight=weight) for weight in megatron_layer(tensor, rank))
     layer = SimpleNamespace(layer_number=3, self_attention=SimpleNamespace(linear_qkv=qkv, linear_proj=proj))
     names = [f"model.layers.2.attention.{name}.weight" for name in ("query_key_value", "dense")]
-    found = find_target_modules([chunk_of(layer, tensor)], layout_of(tensor, rank, names, model_type="outside"))
+    targets = find_target_modules([chunk_of(layer, tensor)], layout_of(tensor, rank, names, model_type="outside"))
     hugging_face = {
         "query_key_value": torch.cat([HUGGING_FACE[name] for name in ("q_proj", "k_proj", "v_proj")]),
         "dense": HUGGING_FACE["o_proj"],
     }
-    assert [f"{name}.weight" for name in assert_rows_are_in_place(found, hugging_face)] == names
+    assert [f"{name}.weight" for name in assert_rows_are_in_place(targets, hugging_face)] == names
 
 
 def test_an_architecture_has_one_map(outside):

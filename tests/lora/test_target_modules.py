@@ -68,11 +68,11 @@ def test_an_embedding_and_a_head_that_share_a_weight_are_not_adapted():
 
 def test_restriction_keeps_the_targeted_slices():
     qkv, proj, *_ = target_modules_of()
-    kept = restrict(qkv, ("v_proj", "q_proj"))
-    assert [each.name.rsplit(".", 1)[-1] for each in kept.slices] == ["q_proj", "v_proj"]
-    assert kept.out_features == qkv.out_features
+    restricted = restrict(qkv, ("v_proj", "q_proj"))
+    assert [part.name.rsplit(".", 1)[-1] for part in restricted.slices] == ["q_proj", "v_proj"]
+    assert restricted.out_features == qkv.out_features
     assert restrict(proj, ("v_proj", "q_proj")) is None
-    assert kept.shape_key != qkv.shape_key
+    assert restricted.shape_key != qkv.shape_key
 
 
 @pytest.mark.parametrize("gated", [False, True])

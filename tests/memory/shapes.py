@@ -41,7 +41,7 @@ SIX_LAYERS_OF_30B_A3B = QWEN3_1_7B | {
 
 
 def info_of(config: dict[str, Any]) -> ModelInfo:
-    """What :func:`megascend.huggingface.info.inspect_checkpoint` says of a Qwen3 or Qwen3-MoE checkpoint."""
+    """Build the result of ``inspect_checkpoint`` for a Qwen3 or Qwen3-MoE checkpoint."""
     hidden, head, experts = config["hidden_size"], config["head_dim"], config.get("num_experts", 0)
     query, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {

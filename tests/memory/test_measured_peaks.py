@@ -54,7 +54,7 @@ def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType
 @pytest.mark.nightly
 def test_every_case_of_every_engine(tmp_path: Path):
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(SCRIPT), "--json", str(tmp_path / "found.json")],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -62,6 +62,6 @@ def test_every_case_of_every_engine(tmp_path: Path):
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {"dense", "fsdp moe", "single lora", "pp2"} <= found.keys()
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {"dense", "fsdp moe", "single lora", "pp2"} <= results.keys()

@@ -33,9 +33,9 @@ def estimated(
     config = RunConfig(**USUAL | settings)
     info = info_of(model)
     topology = plan(config.parallel, world_size, info.shape)
-    found = estimate(config, info, model, topology, Workload(tokens, micro_batches, packed, longest), kernels)
-    assert found is not None
-    return found
+    result = estimate(config, info, model, topology, Workload(tokens, micro_batches, packed, longest), kernels)
+    assert result is not None
+    return result
 
 
 # Peaks of torch's allocator that docs/benchmarks.md and docs/measurements.md have; the mixture of experts: the same script.
@@ -52,9 +52,9 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "model", "tokens", "settings", "gib"), MEASURED, ids=[case[0] for case in MEASURED])
 def test_peaks_measured_on_an_h200(name: str, model: dict[str, Any], tokens: int, settings: dict[str, Any], gib: float):
-    found = estimated(model, tokens, **settings)
-    assert found.tensors / GIB == pytest.approx(gib, rel=0.03)
-    assert found.total > found.tensors
+    result = estimated(model, tokens, **settings)
+    assert result.tensors / GIB == pytest.approx(gib, rel=0.03)
+    assert result.total > result.tensors
 
 
 SMALLER = QWEN3_1_7B | {"num_hidden_layers": 12}
@@ -80,8 +80,8 @@ MEASURED_CASES = [
 
 @pytest.mark.parametrize(("name", "model", "settings", "mib"), MEASURED_CASES, ids=[case[0] for case in MEASURED_CASES])
 def test_cases_measured_on_an_h200(name: str, model: dict[str, Any], settings: dict[str, Any], mib: float):
-    found = estimated(model, 8192, micro_batches=1, longest=4096, **settings)
-    assert -0.05 <= found.tensors / 2**20 / mib - 1 <= 0.15
+    result = estimated(model, 8192, micro_batches=1, longest=4096, **settings)
+    assert -0.05 <= result.tensors / 2**20 / mib - 1 <= 0.15
 
 
 def test_the_chunks_of_the_head_are_those_of_its_kernel():
@@ -91,8 +91,8 @@ def test_the_chunks_of_the_head_are_those_of_its_kernel():
     kind = LayerKind(fused=True, bytes=2, packed=False, frozen=True, rank=0, longest=64)
     rows, hidden = 151936, 2048
     chunk = linear_logprobs.chunk_size(rows, 2)
-    found = activations.head_bytes(hidden, rows, 8192, kind, trained=False)
-    assert found == 2 * chunk * rows + 2 * hidden * 8192
+    size = activations.head_bytes(hidden, rows, 8192, kind, trained=False)
+    assert size == 2 * chunk * rows + 2 * hidden * 8192
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,19 @@ def test_the_chunks_of_the_head_are_those_of_its_kernel():
 def test_ranks_together_hold_every_parameter(model: dict[str, Any], world_size: int, parallel: Parallel):
     info = info_of(model)
     topology = plan(parallel, world_size, info.shape)
-    found = stages(info.tensors, topology, info.shape.num_layers, tied=model["tie_word_embeddings"])
-    assert sorted(layer for stage in found for layer in stage.layers) == list(range(info.shape.num_layers))
-    experts = sum(math.prod(each.shape) for name, each in info.tensors.items() if ".experts." in name)
-    assert sum(stage.experts for stage in found) * topology.expert * topology.expert_tensor == experts
+    per_stage = stages(info.tensors, topology, info.shape.num_layers, tied=model["tie_word_embeddings"])
+    assert sorted(layer for stage in per_stage for layer in stage.layers) == list(range(info.shape.num_layers))
+    experts = sum(math.prod(header.shape) for name, header in info.tensors.items() if ".experts." in name)
+    assert sum(stage.experts for stage in per_stage) * topology.expert * topology.expert_tensor == experts
     replicated = sum(
-        math.prod(each.shape) for name, each in info.tensors.items() if len(each.shape) == 1 or ".gate.weight" in name
+        math.prod(header.shape)
+        for name, header in info.tensors.items()
+        if len(header.shape) == 1 or ".gate.weight" in name
     )
-    whole = info.parameter_count - experts - replicated
+    sharded = info.parameter_count - experts - replicated
     if model["tie_word_embeddings"] and topology.pipeline > 1:
-        whole += model["vocab_size"] * model["hidden_size"]  # on the first stage and on the last
-    assert sum(stage.dense for stage in found) == whole / topology.tensor + replicated
+        sharded += model["vocab_size"] * model["hidden_size"]  # on the first stage and on the last
+    assert sum(stage.dense for stage in per_stage) == sharded / topology.tensor + replicated
 
 
 def test_layers_of_interleaved_stages():
@@ -125,9 +127,9 @@ def test_layers_of_interleaved_stages():
 
 
 def test_the_first_stage_keeps_more_micro_batches():
-    one, two = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
-    assert two.items["activations"] == pytest.approx(4 * one.items["activations"], rel=0.1)
-    assert two.stage == 0
+    single, several = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
+    assert several.items["activations"] == pytest.approx(4 * single.items["activations"], rel=0.1)
+    assert several.stage == 0
 
 
 def test_recomputation_keeps_the_inputs_of_layers():
@@ -141,21 +143,21 @@ def test_recomputation_keeps_the_inputs_of_layers():
 
 
 def test_states_are_shared_by_data_parallel_ranks():
-    one, four = (estimated(QWEN3_1_7B, 4096, world_size) for world_size in (1, 4))
+    single, four = (estimated(QWEN3_1_7B, 4096, world_size) for world_size in (1, 4))
     for item in ("main parameters", "moments"):
-        assert four.items[item] == pytest.approx(one.items[item] / 4, rel=1e-6)
+        assert four.items[item] == pytest.approx(single.items[item] / 4, rel=1e-6)
     for item in ("parameters", "gradients", "activations"):
-        assert four.items[item] == one.items[item]
-    whole = estimated(QWEN3_1_7B, 4096, 4, optimizer={"distributed": False})
-    assert whole.items == one.items
+        assert four.items[item] == single.items[item]
+    unsharded = estimated(QWEN3_1_7B, 4096, 4, optimizer={"distributed": False})
+    assert unsharded.items == single.items
 
 
 def test_shards_of_engine_fsdp():
     parameters = info_of(QWEN3_1_7B).parameter_count
     for replicate in (1, 2):
-        found = estimated(QWEN3_1_7B, 4096, 8, engine="fsdp", fsdp={"replicate": replicate})
-        assert found.items["parameters"] == pytest.approx(4 * parameters * replicate / 8)
-        assert found.items["moments"] == 2 * found.items["parameters"]
+        result = estimated(QWEN3_1_7B, 4096, 8, engine="fsdp", fsdp={"replicate": replicate})
+        assert result.items["parameters"] == pytest.approx(4 * parameters * replicate / 8)
+        assert result.items["moments"] == 2 * result.items["parameters"]
     offloaded = estimated(QWEN3_1_7B, 4096, 8, engine="fsdp", fsdp={"offload": True})
     assert not {"parameters", "moments", "gradients"} & offloaded.items.keys()
 
@@ -163,12 +165,12 @@ def test_shards_of_engine_fsdp():
 def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
     info = info_of(QWEN3_1_7B)
     topology = plan(Parallel(), 1, info.shape)
-    [held] = stages(info.tensors, topology, 28, tied=True)
+    [parameters] = stages(info.tensors, topology, 28, tied=True)
     lora = Lora(rank=8, targets=("q_proj", "down_proj"))
     factors = 28 * 8 * ((2048 + 2048) + (6144 + 2048))
     options: dict[str, Any] = {"element": 2, "fused": True}
-    assert adapter_bytes(lora, info.tensors, held, topology, **options, stacked=False) == 16 * factors
-    assert adapter_bytes(lora, info.tensors, held, topology, **options, stacked=True) == (16 + 6) * factors
+    assert adapter_bytes(lora, info.tensors, parameters, topology, **options, stacked=False) == 16 * factors
+    assert adapter_bytes(lora, info.tensors, parameters, topology, **options, stacked=True) == (16 + 6) * factors
 
 
 def test_there_is_no_estimate_for_engines_from_outside():

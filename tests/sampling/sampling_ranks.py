@@ -1,4 +1,4 @@
-"""What processes of the engines on transformers do for a test of sampling. A script, so that nothing of Megatron is in them.
+"""Ranks of the transformers engines for a sampling test. A script, so that Megatron is not imported.
 
 python sampling_ranks.py JOB RESULT
 """
@@ -21,7 +21,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def sampled(
     engine: str, ranks: int, checkpoint: str, adapters: dict[str, str], requests: list[SampleRequest]
 ) -> list[tuple[list[SampleResult], str | None]]:
-    """What a call returns on every rank, and why there was no cache."""
+    """Return the results on every rank, and why no cache was used."""
 
     def on_rank() -> Any:
         settings: dict[str, Any] = {

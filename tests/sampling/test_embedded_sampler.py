@@ -86,19 +86,19 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def letters(tokens: Sequence[int]) -> str:
-    """A text for tokens: a character each."""
+    """Decode tokens to a text of one character each."""
     return "".join(chr(64 + token) for token in tokens)
 
 
 def stopped(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
-    """Responses that end early, on this rank: by stops, refused, cancelled; and how often it was asked what is cancelled."""
+    """Return responses that end early, on this rank: by stops, refused, cancelled; and the number of calls of ``cancelled``."""
     from megascend.sampling.sampler import Sampler
 
-    asked = []
+    queries = []
 
     def cancelled() -> set[int]:
-        asked.append(1)
-        return {1} if len(asked) == 4 else set()
+        queries.append(1)
+        return {1} if len(queries) == 4 else set()
 
     with make_backend(checkpoint, parallel) as backend:
         backend.load_adapter("a", adapters["a"])
@@ -113,19 +113,19 @@ def stopped(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
         by_end = Sampler(backend, end_tokens=[tokens[2][1]], max_rows=2).generate(plain)
         no_text = Sampler(backend).generate([stopping[1], stopping[0]])
         small = Sampler(backend, cache_tokens=20).generate([stopping[0], replace(plain[0], prompt=[9] * 14)])
-        given_up = sampler.generate(plain, cancelled)
+        cancelled_results = sampler.generate(plain, cancelled)
         sliced = []
         backend.add_adapter("trained", Lora(rank=2))
-        for ended in sampler.in_slices([replace(plain[0], adapter="of nobody"), *stopping], tokens=2):
-            sliced.append(ended)
+        for finished in sampler.in_slices([replace(plain[0], adapter="of nobody"), *stopping], tokens=2):
+            sliced.append(finished)
             data = [Sample([5, 6, 7, 8], [6, 7, 8, 9], [1.0] * 4, adapter="trained")]
             backend.forward_backward(data if backend.groups.coordinates.data == 0 else [])
             backend.optimizer_step("trained")
-    return tokens, by_stops, by_end, no_text, small, given_up, sliced, len(asked)
+    return tokens, by_stops, by_end, no_text, small, cancelled_results, sliced, len(queries)
 
 
 def in_trouble(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
-    """What a call returns where one adapter is not a number, and what is raised where a function of the caller raises."""
+    """Return results with an adapter of NaN, and the errors of calls whose functions raise."""
     from megascend.sampling.sampler import Sampler
 
     with make_backend(checkpoint, parallel) as backend:
@@ -151,7 +151,7 @@ def sampled(
     calls: list[list[SampleRequest]],
     cache: bool = True,
 ):
-    """What every one of ``calls`` returns on this rank."""
+    """Return the results of ``calls`` on this rank."""
     from megascend.sampling.sampler import Sampler
 
     with make_backend(checkpoint, parallel) as backend:
@@ -164,120 +164,126 @@ def sampled(
 
 
 def reference(
-    checkpoint: Path, adapters: dict[str, Path], asked: list[tuple[str | None, list[int]]]
+    checkpoint: Path, adapters: dict[str, Path], sequences: list[tuple[str | None, list[int]]]
 ) -> list[torch.Tensor]:
-    """Log-probabilities [length, vocabulary] of each sequence by transformers and peft, of the adapter alone."""
+    """Compute log-probabilities [length, vocabulary] of each sequence with its adapter, by transformers and peft."""
 
     def compute() -> list[torch.Tensor]:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        found: dict[int, torch.Tensor] = {}
-        for name in {name for name, _ in asked}:
+        logprobs: dict[int, torch.Tensor] = {}
+        for name in {name for name, _ in sequences}:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
             if name is not None:
                 model = PeftModel.from_pretrained(model, str(adapters[name]))
             with torch.no_grad():
-                for number, (of, tokens) in enumerate(asked):
-                    if of == name:
-                        found[number] = model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        return [found[number] for number in range(len(asked))]
+                for number, (adapter, tokens) in enumerate(sequences):
+                    if adapter == name:
+                        logprobs[number] = model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return [logprobs[number] for number in range(len(sequences))]
 
     return run_distributed(compute, 1, init=False)[0]
 
 
 def check(checkpoint: Path, adapters: dict[str, Path], results: list[SampleResult]) -> None:
-    """Hold log-probabilities and choices of ``results`` of REQUESTS against the reference."""
+    """Compare log-probabilities and choices of ``results`` of REQUESTS with the reference."""
     pairs = [
         (request, result, sample)
         for request, result in zip(REQUESTS, results, strict=True)
         for sample in result.samples
     ]
-    asked = [(request.adapter, [*request.prompt, *sample.tokens]) for request, _, sample in pairs]
-    for (request, result, sample), logprobs in zip(pairs, reference(checkpoint, adapters, asked), strict=True):
+    sequences = [(request.adapter, [*request.prompt, *sample.tokens]) for request, _, sample in pairs]
+    for (request, result, sample), logprobs in zip(pairs, reference(checkpoint, adapters, sequences), strict=True):
         start, tokens = len(request.prompt), torch.tensor([*request.prompt, *sample.tokens])
-        of_tokens = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+        token_logprobs = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
         assert len(sample.tokens) == request.params.max_tokens
-        assert sample.logprobs == pytest.approx(of_tokens[start - 1 :].tolist(), abs=1e-5)
-        places = logprobs[start - 1 : -1]
+        assert sample.logprobs == pytest.approx(token_logprobs[start - 1 :].tolist(), abs=1e-5)
+        positions = logprobs[start - 1 : -1]
         if request.params.temperature == 0:
-            assert list(sample.tokens) == places.argmax(-1).tolist()
+            assert list(sample.tokens) == positions.argmax(-1).tolist()
         else:
-            likely = places.topk(40).indices.tolist()
-            assert all(token in of for token, of in zip(sample.tokens, likely, strict=True))
+            likely = positions.topk(40).indices.tolist()
+            assert all(token in ids for token, ids in zip(sample.tokens, likely, strict=True))
         if request.topk_logprobs:
             assert sample.topk_logprobs is not None
-            for found, expected in zip(sample.topk_logprobs, places, strict=True):
-                assert [token for token, _ in found] == expected.topk(2).indices.tolist()
-                assert [value for _, value in found] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
+            for actual, expected in zip(sample.topk_logprobs, positions, strict=True):
+                assert [token for token, _ in actual] == expected.topk(2).indices.tolist()
+                assert [value for _, value in actual] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
         if request.prompt_logprobs:
             assert result.prompt_logprobs is not None
             assert result.prompt_logprobs[0] is None
-            assert list(result.prompt_logprobs[1:]) == pytest.approx(of_tokens[: start - 1].tolist(), abs=1e-5)
+            assert list(result.prompt_logprobs[1:]) == pytest.approx(token_logprobs[: start - 1].tolist(), abs=1e-5)
         if request.topk_prompt_logprobs:
             assert result.topk_prompt_logprobs is not None
             assert result.topk_prompt_logprobs[0] is None
-            for found, expected in zip(result.topk_prompt_logprobs[1:], logprobs[: start - 1], strict=True):
-                assert found is not None
-                assert [token for token, _ in found] == expected.topk(3).indices.tolist()
-                assert [value for _, value in found] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+            for actual, expected in zip(result.topk_prompt_logprobs[1:], logprobs[: start - 1], strict=True):
+                assert actual is not None
+                assert [token for token, _ in actual] == expected.topk(3).indices.tolist()
+                assert [value for _, value in actual] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
         if request.target_tokens is not None:
             assert result.target_logprobs is not None
-            for row, found, expected in zip(request.target_tokens, result.target_logprobs, logprobs, strict=False):
-                wanted = [0.0 if token < 0 else float(expected[token]) for token in row]
-                assert list(found) == pytest.approx(wanted, abs=1e-5)
+            for row, actual, expected in zip(request.target_tokens, result.target_logprobs, logprobs, strict=False):
+                expected_row = [0.0 if token < 0 else float(expected[token]) for token in row]
+                assert list(actual) == pytest.approx(expected_row, abs=1e-5)
         if request.prompt_draws:
             assert result.prompt_draws is not None
             assert len(result.prompt_draws) == start - 1
-            for found, expected in zip(result.prompt_draws, logprobs, strict=False):
-                assert len(found) == request.prompt_draws
-                assert [value for _, value in found] == pytest.approx([float(expected[t]) for t, _ in found], abs=1e-5)
-                assert request.params.temperature > 0 or found[0][0] == int(expected.argmax())
+            for actual, expected in zip(result.prompt_draws, logprobs, strict=False):
+                assert len(actual) == request.prompt_draws
+                assert [value for _, value in actual] == pytest.approx(
+                    [float(expected[t]) for t, _ in actual], abs=1e-5
+                )
+                assert request.params.temperature > 0 or actual[0][0] == int(expected.argmax())
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint: Path, adapters: dict[str, Path]) -> list[list[SampleResult]]:
-    """On one rank: all requests at once, again, each by itself."""
+def single_rank(checkpoint: Path, adapters: dict[str, Path]) -> list[list[SampleResult]]:
+    """Return results on one rank: all requests at once, again, and in separate calls."""
     calls = [REQUESTS, REQUESTS, *([request] for request in REQUESTS)]
     return run_distributed(sampled, 1, checkpoint, adapters, Parallel(), calls, init=False)[0]
 
 
-def test_responses_and_their_log_probabilities_are_those_of_transformers_and_peft(checkpoint, adapters, alone) -> None:
-    check(checkpoint, adapters, alone[0])
-    *_, refused = alone[0]
+def test_responses_and_their_log_probabilities_are_those_of_transformers_and_peft(
+    checkpoint, adapters, single_rank
+) -> None:
+    check(checkpoint, adapters, single_rank[0])
+    *_, refused = single_rank[0]
     assert (
         refused.error
         == "60 prompt tokens and max_tokens=9 are together more than 64 (the model's context, or batching.max_length)"
     )
     assert refused.samples == ()
-    assert len({sample.tokens for sample in alone[0][1].samples}) == 3
+    assert len({sample.tokens for sample in single_rank[0][1].samples}) == 3
 
 
-def same(mine: list[SampleResult], theirs: list[SampleResult]) -> None:
-    """Equal tokens and reasons, and log-probabilities but for rounding."""
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.error == other.error
-        for mine_there, theirs_there in zip(one.prompt_draws or (), other.prompt_draws or (), strict=True):
-            assert [token for token, _ in mine_there] == [token for token, _ in theirs_there]
-        for sample, expected in zip(one.samples, other.samples, strict=True):
-            assert (sample.tokens, sample.stop_reason) == (expected.tokens, expected.stop_reason)
-            assert sample.logprobs == pytest.approx(expected.logprobs, abs=5e-6)
+def same(results: list[SampleResult], expected_results: list[SampleResult]) -> None:
+    """Assert equal tokens and reasons, and log-probabilities up to rounding."""
+    for result, expected in zip(results, expected_results, strict=True):
+        assert result.error == expected.error
+        for draws, expected_draws in zip(result.prompt_draws or (), expected.prompt_draws or (), strict=True):
+            assert [token for token, _ in draws] == [token for token, _ in expected_draws]
+        for sample, expected_sample in zip(result.samples, expected.samples, strict=True):
+            assert (sample.tokens, sample.stop_reason) == (expected_sample.tokens, expected_sample.stop_reason)
+            assert sample.logprobs == pytest.approx(expected_sample.logprobs, abs=5e-6)
 
 
-def test_a_seed_gives_the_same_again_whatever_is_beside_it(alone) -> None:
-    same(alone[1], alone[0])
-    same([result for call in alone[2:] for result in call], alone[0])
+def test_a_seed_gives_the_same_again_whatever_is_beside_it(single_rank) -> None:
+    same(single_rank[1], single_rank[0])
+    same([result for call in single_rank[2:] for result in call], single_rank[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alone) -> None:
+def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, single_rank) -> None:
     ranks, parallel = LAYOUTS[layout]
-    found = run_distributed(sampled, ranks, checkpoint, adapters, parallel, [REQUESTS, REQUESTS[2:3]], init=False)
-    results, few = found[0]  # the second time fewer rows than there may be ranks
-    assert found[1:] == [found[0]] * (ranks - 1)
-    same(results, alone[0])
-    same(few, alone[0][2:3])
-    for request, result, expected in zip(REQUESTS, results, alone[0], strict=True):
+    ranks_results = run_distributed(
+        sampled, ranks, checkpoint, adapters, parallel, [REQUESTS, REQUESTS[2:3]], init=False
+    )
+    results, few = ranks_results[0]  # the second call has fewer rows than ranks
+    assert ranks_results[1:] == [ranks_results[0]] * (ranks - 1)
+    same(results, single_rank[0])
+    same(few, single_rank[0][2:3])
+    for request, result, expected in zip(REQUESTS, results, single_rank[0], strict=True):
         for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_logprobs", "prompt_draws"):
             assert (getattr(result, name) is None) == (getattr(expected, name) is None)
         if request.prompt_logprobs:
@@ -286,46 +292,48 @@ def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, alon
             assert row == pytest.approx(expected_row, abs=5e-6)
 
 
-def test_engines_without_megatron_sample_the_same(checkpoint, adapters, alone, tmp_path) -> None:
-    """Two ranks of FSDP have each its share of the rows. Engine single adapts no output layer."""
-    of_single = [number for number, request in enumerate(REQUESTS) if request.adapter != "b"]
-    parts = {"single": (1, of_single, ["a"]), "fsdp": (2, list(range(len(REQUESTS))), ["a", "b"])}
+def test_engines_without_megatron_sample_the_same(checkpoint, adapters, single_rank, tmp_path) -> None:
+    """Sample on two ranks of FSDP, which share the rows, and on engine single, which adapts no output layer."""
+    unadapted_output = [number for number, request in enumerate(REQUESTS) if request.adapter != "b"]
+    parts = {"single": (1, unadapted_output, ["a"]), "fsdp": (2, list(range(len(REQUESTS))), ["a", "b"])}
     for engine, (ranks, numbers, names) in parts.items():
         paths = {name: str(adapters[name]) for name in names}
         requests = [REQUESTS[number] for number in numbers]
         torch.save((engine, ranks, str(checkpoint), paths, requests), tmp_path / "job")
-        done = run_forked(RANKS, tmp_path / "job", tmp_path / "result", timeout_s=120)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found = torch.load(tmp_path / "result", weights_only=False)
-        results, why_no_cache = found[0]
+        completed = run_forked(RANKS, tmp_path / "job", tmp_path / "result", timeout_s=120)
+        assert completed.returncode == 0, completed.stderr[-4000:]
+        ranks_results = torch.load(tmp_path / "result", weights_only=False)
+        results, why_no_cache = ranks_results[0]
         assert why_no_cache is None
-        same(results, [alone[0][number] for number in numbers])
-        assert found == [found[0]] * ranks
+        same(results, [single_rank[0][number] for number in numbers])
+        assert ranks_results == [ranks_results[0]] * ranks
 
 
 def until(tokens: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, ...]:
-    """``tokens`` up to the first place where they have ``run``, with it."""
+    """Return ``tokens`` up to the first occurrence of ``run``, included."""
     ends = (end for end in range(len(run), len(tokens) + 1) if tokens[end - len(run) : end] == run)
     return tokens[: next(ends)]
 
 
 def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapters) -> None:
     ranks = run_distributed(stopped, 2, checkpoint, adapters, Parallel(pipeline=2), init=False)
-    tokens, by_stops, by_end, no_text, small, given_up, sliced, asked = ranks[0]
-    assert [of[:-1] for of in ranks] == [ranks[0][:-1]] * 2
-    assert (asked, ranks[1][-1]) == (7, 0)  # once a token, on rank 0
+    tokens, by_stops, by_end, no_text, small, cancelled_results, sliced, queries = ranks[0]
+    assert [rank[:-1] for rank in ranks] == [ranks[0][:-1]] * 2
+    assert (queries, ranks[1][-1]) == (7, 0)  # once a token, on rank 0
     ended = [until(tokens[0], tokens[0][2:3]), until(tokens[1], tokens[1][1:4]), until(tokens[2], tokens[2][3:5])]
-    assert [(of.samples[0].tokens, of.samples[0].stop_reason) for of in by_stops] == [(each, "stop") for each in ended]
+    assert [(result.samples[0].tokens, result.samples[0].stop_reason) for result in by_stops] == [
+        (response, "stop") for response in ended
+    ]
     last = by_end[2].samples[0]
     assert (last.tokens, last.stop_reason) == (until(tokens[2], tokens[2][1:2]), "stop")
     assert "no tokenizer for texts" in no_text[0].error
     same(no_text[1:], by_stops[:1])
     same(small[:1], by_stops[:1])
     assert "more than 20 (the sampler's cache_tokens)" in small[1].error
-    reasons = [of.samples[0].stop_reason for of in given_up]
+    reasons = [result.samples[0].stop_reason for result in cancelled_results]
     assert reasons == ["length", "cancelled", "length"]
-    assert [of.samples[0].tokens for of in given_up] == [tokens[0], tokens[1][:4], tokens[2]]
-    slices = [0, *(-(-len(of.samples[0].tokens) // 2) for of in by_stops)]  # between which an adapter was trained
+    assert [result.samples[0].tokens for result in cancelled_results] == [tokens[0], tokens[1][:4], tokens[2]]
+    slices = [0, *(-(-len(result.samples[0].tokens) // 2) for result in by_stops)]  # an adapter is trained between them
     assert [number for ended in sliced for number in sorted(ended)] == sorted(
         range(4), key=lambda number: slices[number]
     )
@@ -333,11 +341,11 @@ def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapt
     same([ended[number] for number in (1, 2, 3) for ended in sliced if number in ended], by_stops)
 
 
-def test_trouble_stays_where_it_is_and_all_ranks_hear_of_it(checkpoint, adapters, alone) -> None:
+def test_trouble_stays_where_it_is_and_all_ranks_hear_of_it(checkpoint, adapters, single_rank) -> None:
     ranks = run_distributed(in_trouble, 2, checkpoint, adapters, Parallel(), init=False)
     results, errors, again = ranks[0]
     assert repr(ranks[1]) == repr(ranks[0])
     assert results[0].error == "the model's logits are not finite (after 0 tokens)"
-    same(results[1:], alone[0][1:])
+    same(results[1:], single_rank[0][1:])
     assert errors == ["sampling: rank 0: ZeroDivisionError: division by zero", "sampling: rank 0: KeyError: 'nothing'"]
-    same(again, alone[0][2:3])
+    same(again, single_rank[0][2:3])

@@ -18,11 +18,11 @@ GREEDY, WARM = SamplingParams(8, temperature=0.0), SamplingParams(8, seed=3)
 REQUESTS = [*(SampleRequest(prompt, GREEDY) for prompt in PROMPTS), SampleRequest(PROMPTS[0], WARM, num_samples=2)]
 CASES = [case for case in matrix() if not (case.resumes or case.aux_loss or case.precision == "fp16")]
 BOUND = {"fp32": 2e-5, "bf16": 0.1, "bf16 experts": 0.4}
-"""How far log-probabilities may be from transformers' in fp32. In bf16 a token may go to other experts."""
+"""Largest difference of log-probabilities from transformers' in fp32. In bf16 a token may be routed to other experts."""
 
 
 def sampled(case: Case, checkpoint: Path) -> tuple[list[SampleResult], bool]:
-    """What a call returns on this rank, and whether there was a cache."""
+    """Return results on this rank, and whether a cache was used."""
     from megascend.sampling.sampler import Sampler
 
     with case_backend(case, checkpoint) as backend:
@@ -31,7 +31,7 @@ def sampled(case: Case, checkpoint: Path) -> tuple[list[SampleResult], bool]:
 
 
 def reference(checkpoint: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Log-probabilities [length, vocabulary] by transformers, fp32."""
+    """Compute log-probabilities [length, vocabulary] by transformers in fp32."""
 
     def compute() -> list[torch.Tensor]:
         from transformers import AutoModelForCausalLM
@@ -51,14 +51,16 @@ def test_responses_are_hugging_faces(case: Case, parity_folder: Path) -> None:
     results, cached = ranks[0]
     assert ranks == [ranks[0]] * case.world_size
     assert cached == (case.parallel.context == 1)
-    pairs = [(request, each) for request, of in zip(REQUESTS, results, strict=True) for each in of.samples]
+    pairs = [
+        (request, response) for request, result in zip(REQUESTS, results, strict=True) for response in result.samples
+    ]
     assert len(pairs) == 5
-    found = reference(checkpoint, [[*request.prompt, *each.tokens] for request, each in pairs])
-    for (request, sample), logprobs in zip(pairs, found, strict=True):
-        places = logprobs[len(request.prompt) - 1 : -1]
+    references = reference(checkpoint, [[*request.prompt, *response.tokens] for request, response in pairs])
+    for (request, sample), logprobs in zip(pairs, references, strict=True):
+        positions = logprobs[len(request.prompt) - 1 : -1]
         tokens = torch.tensor(sample.tokens)
-        expected = places.gather(1, tokens[:, None])[:, 0]
+        expected = positions.gather(1, tokens[:, None])[:, 0]
         assert len(tokens) == 8
         assert sample.logprobs == pytest.approx(expected.tolist(), abs=bound)
         if request.params.temperature == 0:
-            assert bool((expected >= places.max(-1).values - bound).all())
+            assert bool((expected >= positions.max(-1).values - bound).all())

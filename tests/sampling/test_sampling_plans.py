@@ -1,4 +1,4 @@
-"""What is pure in sampling: choosing tokens, ends of responses, refusals, batches."""
+"""Pure parts of sampling: choosing tokens, ends of responses, refusals, batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megascend.sampling.choice import Draw, choose, top_logprobs, truncated, uniform
-from megascend.sampling.prompts import fields_of, picked
+from megascend.sampling.prompts import prompt_fields, score_and_draw
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.sampling.rows import batches, ends, rows_of, shares
 
@@ -17,8 +17,8 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.3, 0.15, 0.1])
 
 
 def shares_of(draws: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> list[float]:
-    """How often each token is chosen."""
-    settings = [Draw(temperature, uniform(5, 0, place), top_p, top_k) for place in range(draws)]
+    """Return the frequency of each token in ``draws`` draws."""
+    settings = [Draw(temperature, uniform(5, 0, position), top_p, top_k) for position in range(draws)]
     chosen = choose(PROBABILITIES.log().expand(draws, -1), settings)
     counts = Counter(chosen.tokens)
     return [counts[token] / draws for token in range(len(PROBABILITIES))]
@@ -40,20 +40,20 @@ def shares_of(draws: int, temperature: float = 1.0, top_p: float = 1.0, top_k: i
 )
 def test_tokens_come_as_often_as_they_should(settings: dict[str, float], expected: torch.Tensor) -> None:
     draws = 3_000
-    found = torch.tensor(shares_of(draws, **settings))  # type: ignore[arg-type]
-    wanted = expected / expected.sum()
-    assert float((found - wanted).abs().max()) < 4 * (0.25 / draws) ** 0.5  # four standard deviations
-    assert not found[wanted == 0].any()
+    frequencies = torch.tensor(shares_of(draws, **settings))  # type: ignore[arg-type]
+    probabilities = expected / expected.sum()
+    assert float((frequencies - probabilities).abs().max()) < 4 * (0.25 / draws) ** 0.5  # four standard deviations
+    assert not frequencies[probabilities == 0].any()
 
 
 def test_log_probabilities_are_the_models_own_whatever_was_drawn_from() -> None:
     logits = PROBABILITIES.log().expand(3, -1)
-    found = choose(logits, [Draw(0.0, 0.0), Draw(0.25, 0.999999), Draw(1.0, 0.0, top_k=1)])
-    assert found.tokens[0] == found.tokens[2] == 1
-    assert found.logprobs == pytest.approx([math.log(PROBABILITIES[token]) for token in found.tokens], abs=1e-6)
-    assert (found.drawn_logprobs[0], found.drawn_logprobs[2]) == (0.0, 0.0)
-    cold = (PROBABILITIES**4 / (PROBABILITIES**4).sum())[found.tokens[1]]
-    assert found.drawn_logprobs[1] == pytest.approx(math.log(cold), abs=1e-5)
+    chosen = choose(logits, [Draw(0.0, 0.0), Draw(0.25, 0.999999), Draw(1.0, 0.0, top_k=1)])
+    assert chosen.tokens[0] == chosen.tokens[2] == 1
+    assert chosen.logprobs == pytest.approx([math.log(PROBABILITIES[token]) for token in chosen.tokens], abs=1e-6)
+    assert (chosen.drawn_logprobs[0], chosen.drawn_logprobs[2]) == (0.0, 0.0)
+    cold = (PROBABILITIES**4 / (PROBABILITIES**4).sum())[chosen.tokens[1]]
+    assert chosen.drawn_logprobs[1] == pytest.approx(math.log(cold), abs=1e-5)
 
 
 def test_equally_likely_tokens_are_cut_by_their_ids() -> None:
@@ -69,7 +69,7 @@ def test_the_likeliest_tokens_come_first() -> None:
 
 
 def test_random_numbers_are_those_of_seed_response_and_place_alone() -> None:
-    numbers = [uniform(seed, sample, place) for seed in (1, 2) for sample in (0, 1) for place in range(500)]
+    numbers = [uniform(seed, sample, position) for seed in (1, 2) for sample in (0, 1) for position in range(500)]
     assert len(set(numbers)) == 2000
     assert all(0 <= number < 1 for number in numbers)
     assert sum(numbers) / 2000 == pytest.approx(0.5, abs=4 * (1 / 12 / 2000) ** 0.5)
@@ -85,7 +85,7 @@ def decode(tokens) -> str:
 
 def test_what_ends_a_response() -> None:
     assert ends([1, 2, 6], (6,), None)
-    assert not ends([6, 1], (6,), None)  # it has been looked at when it came
+    assert not ends([6, 1], (6,), None)  # checked when it was the newest
     assert ends([1, 2, 6], ((2, 6),), None)
     assert not ends([6], ((2, 6),), None)
     assert not ends([], (6, (2, 6)), None)
@@ -101,14 +101,14 @@ def request(prompt: int = 3, max_tokens: int = 4, **settings: object) -> SampleR
 
 
 def test_a_request_is_refused_by_what_is_wrong_with_it() -> None:
-    def refusal(asked: SampleRequest) -> str | None:
-        return asked.refusal({"alice"}, 100, 20, "the model's context")
+    def refusal(sample_request: SampleRequest) -> str | None:
+        return sample_request.refusal({"alice"}, 100, 20, "the model's context")
 
     assert refusal(request(16, 4, adapter="alice")) is None
     assert "16 prompt tokens and max_tokens=5 are together more than 20 (the model's context)" in str(
         refusal(request(16, 5))
     )
-    assert "no adapter 'bob'; there are: alice" in str(refusal(request(adapter="bob")))
+    assert "unknown adapter 'bob'; adapters: alice" in str(refusal(request(adapter="bob")))
     assert "0 prompt tokens" in str(refusal(request(0)))
     assert "num_samples=0" in str(refusal(request(num_samples=0)))
     assert "token 100 is not in [0, 100)" in str(refusal(SampleRequest([3, 100], SamplingParams(1))))
@@ -124,16 +124,19 @@ def test_a_request_is_refused_by_what_is_wrong_with_it() -> None:
 
 
 def test_batches_keep_within_the_budget_and_every_row_is_in_one() -> None:
-    asked = [(0, request(3, 4, num_samples=3)), (2, request(10, 10)), (3, request(1, 1, num_samples=2))]
-    rows = rows_of(asked, [7, 8, 9, 10])
+    requests = [(0, request(3, 4, num_samples=3)), (2, request(10, 10)), (3, request(1, 1, num_samples=2))]
+    rows = rows_of(requests, [7, 8, 9, 10])
     expected = [(0, 0, 7), (0, 1, 7), (0, 2, 7), (2, 0, 9), (3, 0, 10), (3, 1, 10)]
-    assert [(row.of, row.sample, row.seed) for row in rows] == expected
+    assert [(row.request_index, row.sample, row.seed) for row in rows] == expected
     assert [len(batch) for batch in batches(rows, 1000, 4)] == [4, 2]
-    of_two = rows_of([(0, request(num_samples=2)), (1, request(adapter="a")), (2, request())], [1, 2, 3])
-    assert [[row.of for row in batch] for batch in batches(of_two, 1000, 9, apart=True)] == [[0, 0, 2], [1]]
-    found = batches(rows, 21, 9)
-    assert [[row.number for row in batch] for batch in found] == [[0, 1, 2], [3], [4, 5]]
-    assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in found)
+    two_adapters = rows_of([(0, request(num_samples=2)), (1, request(adapter="a")), (2, request())], [1, 2, 3])
+    assert [[row.request_index for row in batch] for batch in batches(two_adapters, 1000, 9, by_adapter=True)] == [
+        [0, 0, 2],
+        [1],
+    ]
+    grouped = batches(rows, 21, 9)
+    assert [[row.number for row in batch] for batch in grouped] == [[0, 1, 2], [3], [4, 5]]
+    assert all(max(row.longest for row in batch) * len(batch) <= 21 for batch in grouped)
     assert [[row.number for row in share] for share in shares(rows, 4)] == [[0, 4], [1, 5], [2], [3]]
 
 
@@ -141,7 +144,7 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
     draws = 4000
     uniforms = torch.rand(2, draws, generator=torch.Generator().manual_seed(3))
     logits = PROBABILITIES.log().expand(2, -1)
-    named, ids, values = picked(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
+    named, ids, values = score_and_draw(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
     assert named.exp().tolist() == [pytest.approx([0.4, 0.1]), pytest.approx([0.3, 0.0])]
     expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     shares = torch.bincount(ids[0], minlength=6) / draws
@@ -152,11 +155,11 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
 
 def test_draws_of_a_prompt_depend_on_the_seed_alone() -> None:
     request = SampleRequest([1, 2, 3], SamplingParams(1), target_tokens=((7, -1), (8, 9)), prompt_draws=2)
-    found, wider, other = (fields_of(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
-    assert all(torch.equal(found[name], wider[name]) for name in found)
-    assert not torch.equal(found["draw 0"], other["draw 0"])
-    assert not torch.equal(found["draw 0"], found["draw 1"])
-    assert (found["target 0"].tolist(), found["target 1"].tolist()) == ([7, 8], [0, 9])
+    fields, wider, other = (prompt_fields(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
+    assert all(torch.equal(fields[name], wider[name]) for name in fields)
+    assert not torch.equal(fields["draw 0"], other["draw 0"])
+    assert not torch.equal(fields["draw 0"], fields["draw 1"])
+    assert (fields["target 0"].tolist(), fields["target 1"].tolist()) == ([7, 8], [0, 9])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Losses of a user's own on real ranks: no layout's padding reaches them, and what goes wrong in one ends the step on all."""
+"""Custom losses on real ranks: no layout's padding reaches them, and an error in one ends the step on all."""
 
 import math
 from dataclasses import replace
@@ -39,18 +39,18 @@ def make_backend(checkpoint, parallel, packing=True, **options):
 
 
 def with_fields(fields):
-    """Samples of TOKENS with per-token ``fields``; those that Sample does not know become ``extra``."""
-    known = ("old_logprobs", "advantages", "ref_logprobs")
+    """Build samples of TOKENS with per-token ``fields``; those that Sample does not have become ``extra``."""
+    sample_fields = ("old_logprobs", "advantages", "ref_logprobs")
     samples = []
-    for base, of in zip(causal_samples(TOKENS), fields, strict=True):
-        named = {name: of[name] for name in of if name in known}
-        extra = {name: of[name] for name in of if name not in known}
+    for base, values in zip(causal_samples(TOKENS), fields, strict=True):
+        named = {name: values[name] for name in values if name in sample_fields}
+        extra = {name: values[name] for name in values if name not in sample_fields}
         samples.append(Sample(base.input_ids, base.target_ids, base.weights, extra=extra, **named))
     return samples
 
 
 def in_the_prompt(value, values):
-    """``values`` with ``value`` wherever a sample has weight 0."""
+    """Return ``values`` with ``value`` wherever a sample has weight 0."""
     return [value] * (PROMPT - 1) + values[PROMPT - 1 :]
 
 
@@ -66,8 +66,8 @@ def figures(checkpoint, layout, samples, loss):
     return run_distributed(on_rank, world_size, init=False)
 
 
-def equals_hugging_face(found, reference):
-    for loss, norm, skipped, metrics in found:
+def equals_hugging_face(results, reference):
+    for loss, norm, skipped, metrics in results:
         assert loss == pytest.approx(reference.losses[0], rel=2e-5)
         assert norm == pytest.approx(reference.grad_norms[0], rel=5e-5)
         assert not skipped
@@ -77,10 +77,12 @@ def equals_hugging_face(found, reference):
 @every_layout
 def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity_folder, layout):
     """1 / p, and p is 0 in the prompt, and wherever a layout pads."""
-    fields = [{"p": in_the_prompt(0.0, [0.25 + 0.5 * (place % 3) for place in range(len(ids) - 1)])} for ids in TOKENS]
+    fields = [
+        {"p": in_the_prompt(0.0, [0.25 + 0.5 * (position % 3) for position in range(len(ids) - 1)])} for ids in TOKENS
+    ]
     reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss="divided", fields=fields)
-    found = figures(checkpoint, layout, with_fields(fields), lambda logprobs, inputs: -logprobs / inputs.extra["p"])
-    equals_hugging_face(found, reference)
+    results = figures(checkpoint, layout, with_fields(fields), lambda logprobs, inputs: -logprobs / inputs.extra["p"])
+    equals_hugging_face(results, reference)
 
 
 @every_layout
@@ -88,8 +90,8 @@ def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity
 def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkpoint, parity_folder, layout, loss):
     fields = [
         {
-            "old_logprobs": in_the_prompt(-200.0, [-5.0 - 0.1 * (place % 7) for place in range(len(ids) - 1)]),
-            "advantages": in_the_prompt(1.0, [0.5 - (place % 2) for place in range(len(ids) - 1)]),
+            "old_logprobs": in_the_prompt(-200.0, [-5.0 - 0.1 * (position % 7) for position in range(len(ids) - 1)]),
+            "advantages": in_the_prompt(1.0, [0.5 - (position % 2) for position in range(len(ids) - 1)]),
         }
         for ids in TOKENS
     ]
@@ -104,14 +106,14 @@ def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoi
     def bonus(logprobs, inputs):
         return -logprobs - 0.1 * inputs.entropy / inputs.extra["p"]
 
-    def of(value):
+    def samples_with(value):
         return with_fields([{"p": in_the_prompt(value, [0.5] * (len(ids) - 1))} for ids in TOKENS])
 
     loss = Loss("bonus", bonus, entropy=True)
-    (plain, norm, *_), *_ = figures(checkpoint, "single", of(1.0), loss)
-    for found in figures(checkpoint, layout, of(0.0), loss):
-        assert found[0] == pytest.approx(plain, rel=2e-5)
-        assert found[1] == pytest.approx(norm, rel=5e-5)
+    (plain, norm, *_), *_ = figures(checkpoint, "single", samples_with(1.0), loss)
+    for result in figures(checkpoint, layout, samples_with(0.0), loss):
+        assert result[0] == pytest.approx(plain, rel=2e-5)
+        assert result[1] == pytest.approx(norm, rel=5e-5)
 
 
 @every_layout
@@ -130,20 +132,20 @@ def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
         sample.pair, sample.chosen = index // 2, index % 2 == 0
     loss = Loss("sums", sums, per="pair")
     (value, norm, _, metrics), *_ = figures(checkpoint, "single", samples, loss)
-    for found in figures(checkpoint, layout, samples, loss):
-        assert found[0] == pytest.approx(value, rel=2e-5)
-        assert found[1] == pytest.approx(norm, rel=5e-5)
-        assert found[3]["margin"] == pytest.approx(metrics["margin"], rel=2e-5)
+    for result in figures(checkpoint, layout, samples, loss):
+        assert result[0] == pytest.approx(value, rel=2e-5)
+        assert result[1] == pytest.approx(norm, rel=5e-5)
+        assert result[3]["margin"] == pytest.approx(metrics["margin"], rel=2e-5)
 
 
 def reverse_kl(logprobs, inputs):
-    """The example of docs/data.md."""
+    """Compute the loss of the example in docs/data.md."""
     log_ratio = logprobs - inputs.extra["teacher"]
     return log_ratio, {"gap": log_ratio.detach().abs()}
 
 
 def test_a_rank_without_samples_need_not_have_the_fields_of_a_callable(checkpoint, parity_folder):
-    fields = [{"teacher": [-5.0 + 0.01 * place for place in range(len(ids) - 1)]} for ids in TOKENS]
+    fields = [{"teacher": [-5.0 + 0.01 * position for position in range(len(ids) - 1)]} for ids in TOKENS]
     reference = hf_reference(parity_folder, checkpoint, TOKENS, steps=1, loss="reverse_kl", fields=fields)
 
     def on_rank():
@@ -152,23 +154,23 @@ def test_a_rank_without_samples_need_not_have_the_fields_of_a_callable(checkpoin
         step = backend.optimizer_step()
         return result.loss, step.grad_norm, step.skipped, result.metrics
 
-    found = run_distributed(on_rank, 2, init=False)
-    equals_hugging_face(found, reference)
-    assert found[0][3] == found[1][3]
-    assert found[0][3]["gap"] > 0
+    results = run_distributed(on_rank, 2, init=False)
+    equals_hugging_face(results, reference)
+    assert results[0][3] == results[1][3]
+    assert results[0][3]["gap"] > 0
 
 
-# --- sums, and what the pass itself has computed ---
+# --- sums, and outputs of the pass ---
 
 
 def signed(ids):
     """Weights of both signs and 0, whose sum is negative in some samples."""
-    return [(-1.5, 0.0, 0.5, 1.0, -0.25)[place % 5] for place in range(len(ids) - 1)]
+    return [(-1.5, 0.0, 0.5, 1.0, -0.25)[position % 5] for position in range(len(ids) - 1)]
 
 
 def policy_fields(ids):
     return {
-        "old_logprobs": [-5.6 - 0.1 * (place % 7) for place in range(len(ids) - 1)],
+        "old_logprobs": [-5.6 - 0.1 * (position % 7) for position in range(len(ids) - 1)],
         "advantages": [0.5 - (len(ids) % 2)] * (len(ids) - 1),
     }
 
@@ -188,44 +190,45 @@ def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, packing, optimizer=Adam(lr=0.0))
-        found = []
+        results = []
         for name, reduction, fields in cases:
-            samples = with_fields([{key: of[key] for key in of if key != "weights"} for of in fields])
-            for sample, of in zip(samples, fields, strict=True):
-                sample.weights = torch.tensor(of["weights"]) if "weights" in of else sample.weights
+            samples = with_fields([{key: entry[key] for key in entry if key != "weights"} for entry in fields])
+            for sample, entry in zip(samples, fields, strict=True):
+                if "weights" in entry:
+                    sample.weights = torch.tensor(entry["weights"])
             share = backend.shard(samples)
             loss = replace(BUILT_IN[name], reduction=reduction)
-            if (name, reduction) == ("gspo", "mean"):  # as a function of a user's own, whose ranks must stay in step
+            if (name, reduction) == ("gspo", "mean"):  # as a custom function, whose context parallel ranks must agree
                 loss = replace(loss, function=lambda logprobs, inputs: gspo(logprobs, inputs))
             result = backend.forward_backward(share, loss, logprobs=True)
             step = backend.optimizer_step()
-            places = [next(i for i, one in enumerate(samples) if one is sample) for sample in share]
-            found.append((result.loss, step.grad_norm, dict(zip(places, result.logprobs, strict=True))))
-        nothing = causal_samples(TOKENS)
-        for sample in nothing:
+            positions = [next(i for i, candidate in enumerate(samples) if candidate is sample) for sample in share]
+            results.append((result.loss, step.grad_norm, dict(zip(positions, result.logprobs, strict=True))))
+        unweighted = causal_samples(TOKENS)
+        for sample in unweighted:
             sample.weights = torch.zeros_like(sample.weights)
         result = backend.forward_backward(
-            backend.shard(nothing), Loss("none", lambda logprobs, _: -logprobs, reduction="sum")
+            backend.shard(unweighted), Loss("none", lambda logprobs, _: -logprobs, reduction="sum")
         )
-        return found, (result.loss, backend.optimizer_step().grad_norm)
+        return results, (result.loss, backend.optimizer_step().grad_norm)
 
-    for found, nothing in run_distributed(on_rank, world_size, init=False):
-        assert nothing == (0.0, 0.0)
-        for (name, reduction, fields), (loss, norm, logprobs) in zip(cases, found, strict=True):
+    for results, unweighted in run_distributed(on_rank, world_size, init=False):
+        assert unweighted == (0.0, 0.0)
+        for (name, reduction, fields), (loss, norm, logprobs) in zip(cases, results, strict=True):
             reference = hf_reference(
                 parity_folder, checkpoint, TOKENS, steps=1, loss=name, fields=fields, reduction=reduction
             )
-            wanted = [
+            expected = [
                 logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
                 for logits, ids in zip(reference.logits, TOKENS, strict=True)
             ]
-            # Terms of both signs cancel: a sum is as exact as fp32 is for what is summed up.
-            summed_up = sum(float(values.abs().sum()) for values in wanted) if reduction == "sum" else 0.0
+            # Terms of both signs cancel: a sum is only as exact as fp32 is for the largest partial sum.
+            summed_up = sum(float(values.abs().sum()) for values in expected) if reduction == "sum" else 0.0
             bound = max(2e-5, torch.finfo(torch.float32).eps * summed_up)
             assert loss == pytest.approx(reference.losses[0], rel=2e-5, abs=bound), (name, reduction)
             assert norm == pytest.approx(reference.grad_norms[0], rel=5e-5), (name, reduction)
-            for place, values in logprobs.items():
-                assert torch.allclose(values, wanted[place], atol=1e-5)
+            for position, values in logprobs.items():
+                assert torch.allclose(values, expected[position], atol=1e-5)
 
 
 # --- a function whose gradient is known ---
@@ -244,16 +247,16 @@ def test_a_cross_entropy_with_metrics_of_ones_own_trains_as_hugging_faces(checkp
 
         def counted(logprobs, inputs):
             assert not logprobs.requires_grad
-            known = numbers[torch.tensor(inputs.members)][inputs.sample] == inputs.extra["number"]
-            return -logprobs, {"twice": -2 * logprobs, "known": known.float()}
+            matches = numbers[torch.tensor(inputs.members)][inputs.sample] == inputs.extra["number"]
+            return -logprobs, {"twice": -2 * logprobs, "known": matches.float()}
 
         result = backend.forward_backward(share, Loss("counted", counted, is_cross_entropy=True))
         step = backend.optimizer_step()
         return result.loss, step.grad_norm, step.skipped, result.metrics
 
-    found = run_distributed(on_rank, world_size, init=False)
-    equals_hugging_face(found, hf_reference(parity_folder, checkpoint, TOKENS, steps=1))
-    for loss, _, _, metrics in found:
+    results = run_distributed(on_rank, world_size, init=False)
+    equals_hugging_face(results, hf_reference(parity_folder, checkpoint, TOKENS, steps=1))
+    for loss, _, _, metrics in results:
         assert metrics == pytest.approx({"twice": 2 * loss, "known": 1.0}, rel=1e-6)
 
 
@@ -278,7 +281,7 @@ def test_and_where_it_raises_nothing_is_kept(checkpoint, layout):
 
 
 def test_in_fp16_its_gradient_is_autograds(checkpoint):
-    """Of which the scale is known only in the backward pass."""
+    """Take the gradient by autograd in fp16, whose loss scale is known only in the backward pass."""
     from megascend.backends import MegatronBackend
 
     def on_rank():
@@ -289,14 +292,14 @@ def test_in_fp16_its_gradient_is_autograds(checkpoint):
             seen.append(logprobs.requires_grad)
             return -logprobs
 
-        found = []
+        results = []
         for loss in ("cross_entropy", Loss("noted", noted, is_cross_entropy=True)):
             result = backend.forward_backward(causal_samples(TOKENS), loss)
-            found.append((result.loss, backend.optimizer_step().grad_norm))
-        return found, seen
+            results.append((result.loss, backend.optimizer_step().grad_norm))
+        return results, seen
 
-    (((plain, own), seen),) = run_distributed(on_rank, 1, init=False)
-    assert own == pytest.approx(plain, rel=1e-6)
+    (((plain, with_function), seen),) = run_distributed(on_rank, 1, init=False)
+    assert with_function == pytest.approx(plain, rel=1e-6)
     assert seen == [True] * len(seen)
 
 
@@ -400,7 +403,7 @@ def test_a_function_that_raises_on_one_rank_ends_the_step_on_all(checkpoint, lay
 
 
 def undisturbed(checkpoint, parallel):
-    """The second step of a run in which nothing has raised."""
+    """Return the second step of a run in which nothing raises."""
     backend = make_backend(checkpoint, parallel)
     for _ in range(2):
         backend.forward_backward(backend.shard(causal_samples(TOKENS)))
@@ -471,8 +474,8 @@ def test_a_function_may_work_in_place(checkpoint):
         first = backend.optimizer_step().grad_norm, plain.loss
         backend.close()
         backend = make_backend(checkpoint, Parallel())
-        mine = backend.forward_backward(causal_samples(TOKENS), lambda logprobs, inputs: logprobs.neg_())
-        return first, (backend.optimizer_step().grad_norm, mine.loss)
+        in_place = backend.forward_backward(causal_samples(TOKENS), lambda logprobs, inputs: logprobs.neg_())
+        return first, (backend.optimizer_step().grad_norm, in_place.loss)
 
     first, second = run_distributed(on_rank, 1, init=False)[0]
     assert second == first
@@ -501,7 +504,7 @@ def raises_on_rank_1(logprobs, inputs):
     return raises_forward(logprobs, inputs) if torch.distributed.get_rank() == 1 else -logprobs
 
 
-# --- what ranks were given ---
+# --- arguments that differ between ranks ---
 
 
 @pytest.mark.parametrize("field", ["target_ids", "weights", "advantages", "p"])

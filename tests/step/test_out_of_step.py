@@ -46,7 +46,7 @@ def nll(logprobs, inputs):
 
 
 class Calls:
-    """What ranks call, by the words in which errors repeat it."""
+    """Calls of ranks, by their description in error messages."""
 
     def __init__(self, backend, folder):
         self.backend, self.folder = backend, folder
@@ -79,7 +79,7 @@ class Calls:
 
 
 def pairs_of(path):
-    """(what rank 0 calls, what rank 1 calls)."""
+    """Return pairs of (call on rank 0, call on rank 1)."""
     fb, fb_nll = "forward_backward(loss='cross_entropy')", "forward_backward(loss='nll')"
     forward, with_entropy, with_logits = (
         f"forward(entropy={entropy}, logits={logits}, reference=False)"
@@ -132,7 +132,7 @@ def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
                 calls(pair[backend.rank])
             messages.append(str(caught.value))
         again = backend.forward(calls.samples).logprobs
-        assert all((one == other).all() for one, other in zip(first, again, strict=True))
+        assert all((a == b).all() for a, b in zip(first, again, strict=True))
         with pytest.raises(ConfigError, match=r"save: call optimizer_step\(\) first"):
             backend.save(tmp_path / "a")
         backend.optimizer_step()
@@ -140,11 +140,11 @@ def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
         backend.close()
         return messages, before, after
 
-    (of_0, before, after), (of_1, *_) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
+    (messages_0, before, after), (messages_1, *_) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
     pairs = [*pairs_of(tmp_path), ("optimizer_step()", "forward_backward(loss='cross_entropy')")]
-    for pair, *messages in zip(pairs, of_0, of_1, strict=True):
+    for pair, *messages in zip(pairs, messages_0, messages_1, strict=True):
         assert_told(messages, pair)
-    assert "where it raised ConfigError: unknown loss 'unknown'" in of_0[3]
+    assert "where it raised ConfigError: unknown loss 'unknown'" in messages_0[3]
     assert after < before  # two more steps were taken, by all
     assert not (tmp_path / "a").exists()
 
@@ -210,14 +210,14 @@ def test_adapters(checkpoint, tmp_path):
         backend.close()
         return [pair[:2] for pair in pairs], messages, list(step.adapters)
 
-    (pairs, of_0, stepped), (_, of_1, _) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
-    for pair, *messages in zip(pairs, of_0, of_1, strict=True):
+    (pairs, messages_0, stepped), (_, messages_1, _) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
+    for pair, *messages in zip(pairs, messages_0, messages_1, strict=True):
         assert_told(messages, pair)
     assert stepped == ["b"]
 
 
 def test_one_rank_saves_while_the_others_train(checkpoint, tmp_path):
-    """As it happened: the saver took what the others train on for a problem of the save, and they took None for a report."""
+    """Regression test: the saver read the others' reports as an error of the save, and they read its None as a report."""
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))

@@ -30,10 +30,10 @@ OUTSIDE = """
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder with a package ``outside_losses``, which registers a loss when it is imported."""
+    """Create a package ``outside_losses``, which registers a loss when it is imported; return its parent folder."""
     package = tmp_path / "outside_losses"
     package.mkdir()
-    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE))
+    (package / "__init__.py").write_text(textwrap.dedent(OUTSIDE), encoding="utf-8")
     return tmp_path
 
 
@@ -59,35 +59,35 @@ def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
             backend.forward_backward(samples, "focal")  # an error on both ranks, though one of them knows it
         importlib.import_module("outside_losses")
         logprobs = backend.forward(samples).logprobs
-        values = [(-((1 - of.exp()) ** 2) * of * s.weights).sum() for of, s in zip(logprobs, samples, strict=True)]
-        factors = [((1 - of.exp()) ** 2 * s.weights).sum() for of, s in zip(logprobs, samples, strict=True)]
+        values = [(-((1 - x.exp()) ** 2) * x * s.weights).sum() for x, s in zip(logprobs, samples, strict=True)]
+        factors = [((1 - x.exp()) ** 2 * s.weights).sum() for x, s in zip(logprobs, samples, strict=True)]
         sums = torch.stack([sum(values), sum(factors), sum(s.weights.sum() for s in samples)])
         result = backend.forward_backward(samples, "focal")
         return result.loss, result.metrics, backend.optimizer_step().grad_norm, sums
 
     ranks = run_distributed(on_rank, 2, init=False)
     loss, factor, weight = sum(sums for *_, sums in ranks)
-    for found, metrics, norm, _ in ranks:
-        assert found == pytest.approx(float(loss / weight), rel=1e-5)
+    for value, metrics, norm, _ in ranks:
+        assert value == pytest.approx(float(loss / weight), rel=1e-5)
         assert metrics == {"factor": pytest.approx(float(factor / weight), rel=1e-5)}
         assert norm > 0
 
 
 def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch):
-    def mine(logprobs, inputs):
+    def nll(logprobs, inputs):
         return -logprobs
 
     monkeypatch.setattr("megascend.batch.losses._by_name", {"dpo": resolve("dpo"), "ppo": resolve("ppo")})
-    loss = register_loss(Loss("mine", mine))
+    loss = register_loss(Loss("mine", nll))
     assert resolve("mine") is loss
-    assert register_loss(Loss("mine", mine)) == loss, "again, as when a module is imported twice"
+    assert register_loss(Loss("mine", nll)) == loss, "again, as when a module is imported twice"
     with pytest.raises(ConfigError, match=r"another loss is called 'mine'; names in use: dpo, ppo, mine"):
         register_loss(Loss("mine", lambda logprobs, inputs: logprobs))
     with pytest.raises(ConfigError, match="'ppo'"):
-        register_loss(Loss("ppo", mine))
+        register_loss(Loss("ppo", nll))
     with pytest.raises(ConfigError, match="unknown loss 'theirs'; known by name: dpo, ppo, mine"):
         resolve("theirs")
     with pytest.raises(ConfigError, match="got function"):
-        register_loss(mine)
+        register_loss(nll)
     with pytest.raises(ConfigError, match="no name"):
-        register_loss(Loss("", mine))
+        register_loss(Loss("", nll))

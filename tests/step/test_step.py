@@ -68,21 +68,21 @@ def test_what_a_pipeline_sends_stays_in_memory(checkpoint, virtual):
         from megatron.core.pipeline_parallel import schedules
 
         backend = make_backend(checkpoint, Parallel(pipeline=2, virtual_pipeline=virtual))
-        free, kept = schedules.deallocate_output_tensor, []
+        free, is_intact = schedules.deallocate_output_tensor, []
 
         def watched(output, *settings):
             before = None if output is None else (output.data_ptr(), output.shape)
             free(output, *settings)
             if before is not None:
-                kept.append((output.data_ptr(), output.shape) == before)
+                is_intact.append((output.data_ptr(), output.shape) == before)
 
         schedules.deallocate_output_tensor = watched
         backend.forward_backward(causal_samples(token_lists()))
-        return kept
+        return is_intact
 
-    for rank, kept in enumerate(run_distributed(on_rank, 2, init=False)):
-        assert all(kept)
-        assert len(kept) >= 2 or rank  # the last stage has nothing to send
+    for rank, is_intact in enumerate(run_distributed(on_rank, 2, init=False)):
+        assert all(is_intact)
+        assert len(is_intact) >= 2 or rank  # the last stage has nothing to send
 
 
 def test_several_calls_add_up(checkpoint):
@@ -92,13 +92,13 @@ def test_several_calls_add_up(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, lr=0.0)
         backend.forward_backward(samples)
-        whole = backend.optimizer_step().grad_norm
+        single_norm = backend.optimizer_step().grad_norm
         backend.forward_backward(samples[0:3:2])
         backend.forward_backward(samples[1:4:2])
-        return whole, backend.optimizer_step().grad_norm
+        return single_norm, backend.optimizer_step().grad_norm
 
-    whole, summed = run_distributed(on_rank, 1, init=False)[0]
-    assert summed == pytest.approx(2 * whole, rel=1e-5)
+    single_norm, summed_norm = run_distributed(on_rank, 1, init=False)[0]
+    assert summed_norm == pytest.approx(2 * single_norm, rel=1e-5)
 
 
 def test_overlapped_reduction_refuses_a_second_call(checkpoint):
@@ -117,22 +117,22 @@ def test_overlapped_reduction_refuses_a_second_call(checkpoint):
     ids=["single", "PP2 x VPP2", "DP2"],
 )
 def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parallel):
-    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow. On every rank
-    the micro batches are told of as they come."""
+    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow. Every rank
+    reports its micro batches as they start."""
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, lr=0.0)
-        norms, told = [], []
-        backend.on_micro_batch = lambda done, count: told.append((done, count))
+        norms, progress = [], []
+        backend.on_micro_batch = lambda started, count: progress.append((started, count))
         for _ in range(3):
             result = backend.forward_backward(backend.shard(causal_samples(token_lists())))
             norms.append(backend.optimizer_step().grad_norm)
         leftover = [float(buffer.grad_data.abs().max()) for c in backend.engine.chunks for buffer in c.buffers]
-        return norms, leftover, told, result.micro_batches
+        return norms, leftover, progress, result.micro_batches
 
-    for norms, leftover, told, count in run_distributed(on_rank, world_size, init=False):
+    for norms, leftover, progress, count in run_distributed(on_rank, world_size, init=False):
         passes = count * parallel.virtual_pipeline
-        assert told == [(number // parallel.virtual_pipeline, count) for number in range(passes)] * 3
+        assert progress == [(number // parallel.virtual_pipeline, count) for number in range(passes)] * 3
         assert count > 1
         assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
         assert leftover == [0.0] * len(leftover)
@@ -229,9 +229,9 @@ def test_ratio_beyond_float32_that_ppo_clips_costs_no_step(checkpoint, parity_fo
 
     def fields_with(old):
         fields = policy_fields(tokens)
-        for place in (-1, -3):
-            for of in (fields[0], fields[-1]):
-                of["old_logprobs"][place], of["advantages"][place] = old, 0.5
+        for position in (-1, -3):
+            for sample in (fields[0], fields[-1]):
+                sample["old_logprobs"][position], sample["advantages"][position] = old, 0.5
         return fields
 
     expected = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss="ppo", fields=fields_with(-30.0))
@@ -290,22 +290,22 @@ def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, 
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=128, packing=packing))
-        mine = range(backend.topology.coordinates(backend.rank).data, len(tokens), backend.topology.data)
+        indices = range(backend.topology.coordinates(backend.rank).data, len(tokens), backend.topology.data)
         samples = causal_samples(tokens)
-        result = backend.forward([samples[index] for index in mine], entropy=True, logits=True)
+        result = backend.forward([samples[index] for index in indices], entropy=True, logits=True)
         cut = [Sample(ids[:cut], ids[:cut], [0.0] * cut) for cut, ids in zip(cuts, tokens, strict=True)]
-        following = backend.next_token_logits([cut[index] for index in mine])
-        alone = backend.next_token_logits(cut[:1] if 0 in mine else [])  # with DP, a rank has nothing
-        return list(mine), result, following, alone
+        following = backend.next_token_logits([cut[index] for index in indices])
+        first_only = backend.next_token_logits(cut[:1] if 0 in indices else [])  # with DP, a rank has nothing
+        return list(indices), result, following, first_only
 
     cuts = [max(1, len(ids) - 1 - number % 3) for number, ids in enumerate(tokens)]
-    for mine, result, following, alone in run_distributed(on_rank, world_size, init=False):
-        assert len(alone) == (0 in mine)
-        for position, index in enumerate(mine):
+    for indices, result, following, first_only in run_distributed(on_rank, world_size, init=False):
+        assert len(first_only) == (0 in indices)
+        for position, index in enumerate(indices):
             last = logits[index][cuts[index] - 1]
             torch.testing.assert_close(following[position], last, atol=1e-5, rtol=1e-5)
             if index == 0:
-                torch.testing.assert_close(alone[0], last, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(first_only[0], last, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(result.logprobs[position], expected[index], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(result.entropy[position], entropies[index], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(result.logits[position], logits[index], atol=1e-5, rtol=1e-5)
@@ -365,7 +365,7 @@ def test_ranks_that_must_agree_on_samples_are_told_when_they_do_not(checkpoint):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
-    wanted = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel(pipeline=2), precision=precision)
@@ -377,8 +377,8 @@ def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
         return parameters, engine.config.pipeline_dtype, masters, result.loss, step
 
     for parameters, pipeline_dtype, masters, loss, step in run_distributed(on_rank, 2, init=False):
-        assert parameters == {wanted}
-        assert pipeline_dtype == wanted
+        assert parameters == {dtype}
+        assert pipeline_dtype == dtype
         assert masters == {torch.float32}
         assert math.isfinite(loss)
         assert not step.skipped

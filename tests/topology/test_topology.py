@@ -30,7 +30,7 @@ MOE = ModelShape.from_hf_config(tiny_config("qwen3_moe", num_attention_heads=8, 
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    """Any layout that Megatron accepts, up to 64 ranks, MoE or not, powers of two or not."""
+    """Draw any layout that Megatron accepts, up to 64 ranks, MoE or not, powers of two or not."""
     size = st.sampled_from([1, 2, 3, 4])
     tensor, context, pipeline, data = draw(size), draw(size), draw(size), draw(size)
     world = tensor * context * pipeline * data
@@ -50,13 +50,13 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 
 def numpy_groups(topology: Topology, grid: tuple[str, ...], axes: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """The ranks as an array with the fastest axis last; the asked-for axes moved to the end and flattened."""
+    """Reshape the ranks to an array with the fastest axis last, move ``axes`` to the end and flatten them."""
     slowest_first = grid[::-1]
     ranks = np.arange(topology.world_size).reshape([getattr(topology, axis) for axis in slowest_first])
-    kept = [index for index, axis in enumerate(slowest_first) if axis not in axes]
-    moved = [index for index, axis in enumerate(slowest_first) if axis in axes]
-    width = int(np.prod([ranks.shape[index] for index in moved], initial=1))
-    return {tuple(row) for row in ranks.transpose(kept + moved).reshape(-1, width).tolist()}
+    other_axes = [index for index, axis in enumerate(slowest_first) if axis not in axes]
+    group_axes = [index for index, axis in enumerate(slowest_first) if axis in axes]
+    width = int(np.prod([ranks.shape[index] for index in group_axes], initial=1))
+    return {tuple(row) for row in ranks.transpose(other_axes + group_axes).reshape(-1, width).tolist()}
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,12 +75,12 @@ def test_groups_equal_a_numpy_grid(topology: Topology) -> None:
 @given(topologies())
 def test_coordinates_and_groups_agree(topology: Topology) -> None:
     for rank in range(topology.world_size):
-        place = topology.coordinates(rank)
-        assert place.rank == rank
+        coordinates = topology.coordinates(rank)
+        assert coordinates.rank == rank
         for grid in (ATTENTION_AXES, EXPERT_AXES):
             for axis in grid:
                 group = topology.group_of(rank, axis)
-                assert group[getattr(place, axis)] == rank
+                assert group[getattr(coordinates, axis)] == rank
                 assert len(group) == topology.size(axis)
 
 
@@ -213,15 +213,15 @@ def test_padded_vocabulary() -> None:
 
 
 def test_sequence_lengths() -> None:
-    alone = plan(Parallel(), 1, DENSE)
-    both = plan(Parallel(tensor=2, context=2, sequence=True), 4, DENSE)
-    assert [length_multiple(topology) for topology in (alone, both)] == [1, 8]
+    single = plan(Parallel(), 1, DENSE)
+    parallel = plan(Parallel(tensor=2, context=2, sequence=True), 4, DENSE)
+    assert [length_multiple(topology) for topology in (single, parallel)] == [1, 8]
     assert length_multiple(plan(Parallel(context=4), 4, DENSE)) == 8
     assert length_multiple(plan(Parallel(tensor=4, sequence=True), 4, DENSE)) == 4
-    check_sequence_length(7, alone)
-    check_sequence_length(16, both)
+    check_sequence_length(7, single)
+    check_sequence_length(16, parallel)
     message = r"length 17 is not a positive multiple of 8 \(2 x parallel.context=2 times parallel.tensor=2 .*pad to 24"
     with pytest.raises(TopologyError, match=message):
-        check_sequence_length(17, both)
+        check_sequence_length(17, parallel)
     with pytest.raises(TopologyError, match="length 0 is not a positive multiple of 1; pad to 1"):
-        check_sequence_length(0, alone)
+        check_sequence_length(0, single)

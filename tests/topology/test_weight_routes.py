@@ -1,4 +1,4 @@
-"""Every receiver gets every shard of every parameter, and nobody else is sent anything: replayed rank by rank."""
+"""Routes of weights, replayed rank by rank: every receiver gets every shard, and no other rank gets any."""
 
 import pytest
 
@@ -22,14 +22,14 @@ RECEIVERS = ["all", "main", [0, 1], [-1], [0, -1]]
 
 
 def holders(topology: Topology, *, expert: bool) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """For every parameter's place (stage, or stage and expert rank): the ranks that hold each shard."""
+    """Return the ranks that hold each shard, by a parameter's stage, or stage and expert rank."""
     part = "expert_tensor" if expert else "tensor"
-    found: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    ranks_by_shard: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for rank in range(topology.world_size):
-        place = topology.coordinates(rank)
-        where = (place.pipeline, place.expert) if expert else (place.pipeline,)
-        found.setdefault(where, {}).setdefault(getattr(place, part), []).append(rank)
-    return found
+        coordinates = topology.coordinates(rank)
+        position = (coordinates.pipeline, coordinates.expert) if expert else (coordinates.pipeline,)
+        ranks_by_shard.setdefault(position, {}).setdefault(getattr(coordinates, part), []).append(rank)
+    return ranks_by_shard
 
 
 @pytest.mark.parametrize("receivers", RECEIVERS, ids=str)
@@ -37,8 +37,8 @@ def holders(topology: Topology, *, expert: bool) -> dict[tuple[int, ...], dict[i
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS, ids=str)
 def test_shards_reach_those_who_asked_and_no_others(world_size, parallel, expert, receivers):
     topology = plan(parallel, world_size)
-    asked = receivers if isinstance(receivers, str) else [rank % world_size for rank in receivers]
-    receiving = ranks_of(asked, topology)
+    requested = receivers if isinstance(receivers, str) else [rank % world_size for rank in receivers]
+    receiving = ranks_of(requested, topology)
     taking_part = participants(topology, receiving)
     routes = {rank: route(topology, rank, receiving, expert=expert) for rank in taking_part}
     for shards in holders(topology, expert=expert).values():
@@ -50,13 +50,13 @@ def test_shards_reach_those_who_asked_and_no_others(world_size, parallel, expert
                     assert target in taking_part
                     assert routes[target].across == routes[source].across  # both know of it
                     arrived[target].add(number)
-        whole = set()
+        complete = set()
         for rank in taking_part:
             for receiver in routes[rank].receivers:
                 assert all(arrived[peer] for peer in routes[receiver].parts)
                 if set().union(*(arrived[peer] for peer in routes[receiver].parts)) == set(shards):
-                    whole.add(receiver)
-        assert whole == receiving
+                    complete.add(receiver)
+        assert complete == receiving
         useful = {rank for rank in taking_part if routes[rank].receivers}
         assert {rank for rank, numbers in arrived.items() if numbers} == useful
         assert all(len(numbers) <= 1 for numbers in arrived.values())
@@ -66,12 +66,14 @@ def test_shards_reach_those_who_asked_and_no_others(world_size, parallel, expert
 def test_whoever_takes_part_takes_part_with_its_whole_pipeline(world_size, parallel):
     topology = plan(parallel, world_size)
     for rank in range(world_size):
-        found = participants(topology, [rank])
-        assert rank in found
-        for member in found:
-            assert set(topology.group_of(member, "tensor", "pipeline")) <= found
+        members = participants(topology, [rank])
+        assert rank in members
+        for member in members:
+            assert set(topology.group_of(member, "tensor", "pipeline")) <= members
             if topology.is_moe:
-                assert set(topology.group_of(member, *(axis for axis in EXPERT_AXES if axis != "expert_data"))) <= found
+                assert (
+                    set(topology.group_of(member, *(axis for axis in EXPERT_AXES if axis != "expert_data"))) <= members
+                )
 
 
 def test_replicas_that_nobody_asked_take_part_in_nothing():

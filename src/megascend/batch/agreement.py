@@ -1,4 +1,4 @@
-"""What the ranks tell each other before a step: one small Gloo exchange, so that all of them run it or none does."""
+"""Agreement of all ranks on a step: one small Gloo exchange before it, so that all run the step or none does."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megascend.errors import DataError
 from megascend.topology.topology import Topology
 
 WEIGHT_LIMIT = 1e30
-"""Largest sum of weights, and the inverse of the smallest: room for losses up to 1e8 in float32."""
+"""Largest sum of weights, and inverse of the smallest: leaves room for losses up to 1e8 in float32."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's view of its own samples.
+    """A rank's report on its samples.
 
     Attributes:
         problem: why they cannot be trained on, or None.
-        micro_batches: how many it planned.
-        counts: sums over the samples of each adapter; under "" those of the model itself.
-        checksums: of each per-token field of all samples, and of their adapters and pairs; equal on ranks that were given the
-            same samples.
+        micro_batches: planned micro batches.
+        counts: sums over the samples of each adapter; "" is the model itself.
+        checksums: of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
+            samples.
     """
 
     problem: str | None
@@ -47,21 +47,21 @@ class Agreement:
 
 
 def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], loss: Loss | None) -> RankReport:
-    """Return the :class:`RankReport` of valid samples; ``names``: each one's adapter, "" for the model; ``loss``: None if none
-    trains.
+    """Build the report on valid samples.
+
+    ``names``: the samples' adapters, "" for the model; ``loss``: None for a forward pass without one.
     """
     for index, sample in enumerate(samples):
         if not bool(sample.weights.isfinite().all()):
             raise DataError(f"sample {index} has weights that are not finite")
     checksums: dict[str, int] = {}
     counts: dict[str, TokenCounts] = {}
-    pairs: dict[
-        Hashable, int
-    ] = {}  # numbered, since a pair may be called by an object that has another name in each process
+    # Numbered by first appearance: a pair may be named by an object whose repr differs between processes.
+    pairs: dict[Hashable, int] = {}
     for index, (sample, name) in enumerate(zip(samples, names, strict=True)):
         pair = None if sample.pair is None else pairs.setdefault(sample.pair, len(pairs))
-        for what, content in _contents(sample, name, index, pair):
-            checksums[what] = zlib.crc32(content, checksums.get(what, 0))
+        for label, content in _contents(sample, name, index, pair):
+            checksums[label] = zlib.crc32(content, checksums.get(label, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
             weight=_weight(sample, loss),
             pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
@@ -72,28 +72,28 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
 
 
 def _weight(sample: Sample, loss: Loss | None) -> float:
-    """What averages over the sample's targets are divided by."""
+    """Return a sample's part of the divisor of averages over targets."""
     if loss is not None and loss.reduction == "sum":
         return float((sample.weights != 0).sum())
     return float(sample.weights.sum(dtype=torch.float64))
 
 
 def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterator[tuple[str, bytes]]:
-    """What ranks that share their samples must agree on: (what it is, its bytes). The index tells which samples have it."""
-    for what, values in sample.token_fields().items():
-        yield what, index.to_bytes(8, "little") + values.numpy().tobytes()
+    """Yield (label, bytes) that must be equal on ranks with the same samples; the index is included, as a field may be unset."""
+    for label, values in sample.token_fields().items():
+        yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
     if pair is not None:
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 
 
-def exchange(mine: RankReport, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
-    """Exchange reports with all ranks and reach the same verdict everywhere; ``call``: with the arguments that must be equal."""
-    return reconcile(gather_objects(mine, "world", groups, call), topology)
+def exchange(local: RankReport, topology: Topology, groups: ProcessGroups, call: str) -> Agreement:
+    """Exchange reports with all ranks; all return or raise the same. ``call``: name and arguments that must be equal."""
+    return reconcile(gather_objects(local, "world", groups, call), topology)
 
 
 def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
-    """The verdict on the reports of all ranks. Pure."""
+    """Combine the reports of all ranks, or raise their first problem. Pure."""
     problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
     if problems:
         rank, problem = problems[0]
@@ -101,9 +101,10 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
         raise DataError(f"rank {rank}: {problem}{more}")
     leaders: dict[int, int] = {}
     for rank, entry in enumerate(reports):
+        # The lowest rank of each replica stands for it; the replica's other ranks must have the same samples.
         leader = leaders.setdefault(topology.coordinates(rank).data, rank)
         first, second = reports[leader].checksums, entry.checksums
-        different = [what for what in {**first, **second} if first.get(what) != second.get(what)]
+        different = [label for label in {**first, **second} if first.get(label) != second.get(label)]
         if different:
             raise DataError(
                 f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
@@ -122,9 +123,9 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
             counts[name] = counts.get(name, TokenCounts()) + sums
     for name, sums in counts.items():
         if sums.weight and not 1 / WEIGHT_LIMIT <= sums.weight <= WEIGHT_LIMIT:
-            of = f" of adapter {name!r}" if name else ""
+            owner = f" of adapter {name!r}" if name else ""
             raise DataError(
-                f"the weights of all samples{of} sum to {sums.weight:g}, outside [{1 / WEIGHT_LIMIT:g}, {WEIGHT_LIMIT:g}]: the "
-                "loss would overflow in float32. It is divided by this sum, so scale all weights by one factor"
+                f"the weights of all samples{owner} sum to {sums.weight:g}, outside [{1 / WEIGHT_LIMIT:g}, {WEIGHT_LIMIT:g}]: "
+                "the loss would overflow in float32. It is divided by this sum, so scale all weights by one factor"
             )
     return Agreement(count, dict(sorted(counts.items())))

@@ -1,4 +1,4 @@
-"""Loss functions: plain callables on (log-probs or values, inputs), the built-in ones, and a registry of those known by name.
+"""Loss functions: callables on (log-probs or values, inputs), the built-in ones, and a registry by name.
 
 A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
 micro batches, data and context parallel ranks, so a loss never depends on the layout.
@@ -21,11 +21,11 @@ from megascend.errors import ConfigError, DataError
 
 @dataclass
 class LossInputs:
-    """What a loss function sees of this rank's part of one micro batch; n tokens, padding included.
+    """Inputs of a loss function: this rank's part of one micro batch; n tokens, padding included.
 
-    Padding has weight 0, and its log-probability (or value), entropy and fields are 0; so is what is not finite of any other
-    token of weight 0. No token of weight 0 has a gradient, whatever the function returns there; for everything else it is as
-    if padding were not there, as long as the function works token by token (or on :meth:`sum_per_sample`).
+    Padding has weight 0, and its log-probability (or value), entropy and fields are 0; values of other tokens of weight 0 are 0
+    if they are not finite. No token of weight 0 has a gradient, whatever the function returns there; other results do not
+    depend on padding as long as the function works token by token (or on :meth:`sum_per_sample`).
 
     Attributes:
         targets: int64 [n].
@@ -33,12 +33,12 @@ class LossInputs:
         entropy: float32 [n] with gradient, or None unless the loss asks for it.
         advantages, old_logprobs, ref_logprobs, returns, old_values: float32 [n] or None.
         extra: further float32 [n] fields.
-        sample: int64 [n], which sample of the micro batch a token belongs to.
+        sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
-        last: int64, which of the n are last tokens of samples; None but for losses of values.
+        last: int64, indices of samples' last tokens among the n; None except for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
-        members: on the host, the place of each of the micro batch's samples in this rank's list.
+        members: on the host, the index of each of the micro batch's samples in this rank's list.
     """
 
     targets: Tensor
@@ -48,7 +48,9 @@ class LossInputs:
     pairs: Tensor
     reduce_context: Callable[[Tensor], Tensor]
     entropy: Tensor | None = None
-    advantages: Any = None  # a Tensor where the samples carry it; a loss that needs it says so in Loss.requires
+    advantages: Any = (
+        None  # a Tensor if all samples have it; Any, so that a loss with it in Loss.requires need not check for None
+    )
     old_logprobs: Any = None
     ref_logprobs: Any = None
     returns: Any = None
@@ -58,16 +60,16 @@ class LossInputs:
     members: Sequence[int] = ()
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
-        """Weighted sum of per-token ``values`` [n] over each whole sample, context parallel parts included: [samples]."""
+        """Return the weighted sum of per-token ``values`` [n] over each sample, across context parallel ranks: [samples]."""
         counted = torch.where(self.weights != 0, values * self.weights, 0.0)
         totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
         return self.reduce_context(totals)
 
     def at_last(self, values: Tensor) -> Tensor:
-        """``values`` [n] at the last token of each sample, on whichever context parallel rank it is: [samples]."""
-        assert self.last is not None, "only losses of values are told where samples end"
-        found = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
-        return self.reduce_context(found)
+        """Return ``values`` [n] at the last token of each sample, on any context parallel rank: [samples]."""
+        assert self.last is not None, "only losses of values get the samples' last tokens"
+        last_values = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
+        return self.reduce_context(last_values)
 
 
 LossFunction = Callable[[Tensor, LossInputs], Any]
@@ -75,21 +77,21 @@ LossFunction = Callable[[Tensor, LossInputs], Any]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function and what it needs.
+    """A loss function and its requirements.
 
     Attributes:
         name: for messages and metrics.
         function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
             shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
-        of: what the function gets first: ``logprobs`` of the targets, or ``values``, what a scalar head makes of each token.
-        per: what is averaged: tokens by their weights, or preference pairs, each counting once.
+        of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.
+        per: unit of the average: tokens by their weights, or preference pairs with equal weights.
         requires: per-token fields of :class:`megascend.Sample` that must be set.
         entropy: True if ``inputs.entropy`` is needed.
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
-            is not; only then weights may be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
+            is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
-        is_cross_entropy: the values are the negative log-probabilities, and the function is there for its metrics. Their gradient
-            is formed with the logits at hand where the head can, as for ``cross_entropy``; the function is called without one.
+        is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
+            computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.
     """
 
     name: str
@@ -105,25 +107,29 @@ class Loss:
     def __post_init__(self) -> None:
         if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
             raise ConfigError(
-                f"loss {self.name!r}: is_cross_entropy=True is for losses of tokens by their log-probabilities; it came with "
+                f"loss {self.name!r}: is_cross_entropy=True is for losses of tokens by their log-probabilities; got "
                 f"per={self.per!r}, of={self.of!r}, entropy={self.entropy}"
             )
 
     def with_settings(self, /, **settings: float) -> Loss:
-        """This loss with keyword arguments of its function, such as ``ppo``'s ``clip_low``. Equal settings make equal losses.
+        """Return this loss with keyword arguments of its function, e.g. ``ppo``'s ``clip_low``. Equal settings make equal losses.
 
         Raises:
-            ConfigError: the function has no such argument; the message lists those that it has.
+            ConfigError: the function has no such argument; the message lists its arguments.
         """
         parameters = list(inspect.signature(self.function).parameters.values())[2:]
-        known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        unknown = [name for name in settings if name not in known]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        unknown = [name for name in settings if name not in names]
         if unknown:
-            raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+            raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(names) or 'none'}")
         return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
 
     def describe(self) -> str:
-        """What must be equal on all ranks."""
+        """Describe what must be equal on all ranks."""
         settings = "".join(f", {name}={value!r}" for name, value in self.settings)
         return f"loss={self.name!r}{settings}" + (", reduction='sum'" if self.reduction == "sum" else "")
 
@@ -168,7 +174,7 @@ def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high
 def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
     """Clipped surrogate objective of whole sequences (Zheng et al. 2025, eq. 5 to 7).
 
-    The ratio of a sequence is the geometric mean of its tokens', those with a weight; it stands at each of them.
+    The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
     """
     counted = (inputs.weights != 0).to(logprobs.dtype)
 
@@ -191,7 +197,7 @@ def dro(logprobs: Tensor, inputs: LossInputs, beta: float = 0.05):
 
 
 def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.01, max_ratio: float = 2.0):
-    """Policy gradient of the expected advantage minus ``kl_coeff`` KL(pi || sampler), from what the sampler drew.
+    """Policy gradient of the expected advantage minus ``kl_coeff`` KL(pi || sampler), on the sampler's tokens.
 
     With r = pi / pi_old: -min(r, max_ratio) (A - kl_coeff log r) log pi, where only the last factor has a gradient. Truncated
     importance weights (Ionides 2008): up to ``max_ratio`` the gradient is exact in expectation, however old the sampler is;
@@ -199,9 +205,9 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     """
     log_ratio = (logprobs - inputs.old_logprobs).detach()
     ratio = torch.exp(log_ratio)
-    earned = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
+    penalised_advantages = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
     was_clipped = ratio > max_ratio
-    weighted = torch.where(was_clipped, max_ratio * earned, _ratio_times(log_ratio, earned))
+    weighted = torch.where(was_clipped, max_ratio * penalised_advantages, _ratio_times(log_ratio, penalised_advantages))
     return -weighted * logprobs, {
         "ratio": _ratio_figure(log_ratio),
         "clip_fraction": was_clipped.float(),
@@ -209,7 +215,7 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     }
 
 
-# --- ratios, which float32 holds up to exp(88.7) ---
+# --- probability ratios; float32 overflows above exp(88.7) ---
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -241,14 +247,14 @@ def _ratio_times(log_ratio: Tensor, factor: Tensor) -> Tensor:
 def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return min(r A, clip(r, 1 - low, 1 + high) A) for r = exp(log_ratio), and where the clipped term is the smaller one.
 
-    There it is a constant, and a ratio that overflows must not be part of its graph: 0 times its gradient would be NaN.
+    The clipped term is constant, and an overflowing ratio must not be in its graph: 0 times its gradient would be NaN.
     """
     ratio = torch.exp(log_ratio.detach())
     bound = torch.clamp(ratio, 1 - low, 1 + high)
     above, below = (advantages > 0) & (ratio > bound), (advantages < 0) & (ratio < bound)
     was_clipped = above | below
-    moving = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
-    return torch.where(was_clipped, bound * advantages, moving), was_clipped
+    unclipped = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
+    return torch.where(was_clipped, bound * advantages, unclipped), was_clipped
 
 
 def _ratio_figure(log_ratio: Tensor) -> Tensor:
@@ -284,19 +290,19 @@ def value(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]
 
 
 def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's value loss as in its authors' code: of the value, or of one within ``clip`` of ``old_values``, whichever is worse."""
-    near = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
+    """PPO's value loss as in its authors' code: the larger loss of the value and of the value clipped around ``old_values``."""
+    clipped_values = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
     # Distances are compared, not their squares: two squares that overflow are equal.
-    plain, clipped = (values - inputs.returns).abs(), (near - inputs.returns).abs()
-    worse = torch.maximum(plain, clipped)
-    return 0.5 * worse * worse, {
+    plain, clipped = (values - inputs.returns).abs(), (clipped_values - inputs.returns).abs()
+    larger = torch.maximum(plain, clipped)
+    return 0.5 * larger * larger, {
         "value": values.detach(),
         "clip_fraction": (clipped > plain).detach().float(),
     }
 
 
 def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """A reward model's -log sigmoid(chosen - rejected) (Bradley and Terry 1952), scores at last tokens; needs complete pairs."""
+    """Bradley-Terry (1952) loss of a reward model, -log sigmoid(chosen - rejected), of last tokens; needs complete pairs."""
     scores = inputs.at_last(values)
     chosen, rejected = scores[inputs.pairs[:, 0]], scores[inputs.pairs[:, 1]]
     return -F.logsigmoid(chosen - rejected), {
@@ -309,7 +315,7 @@ def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str,
 def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
     losses = [
         Loss("cross_entropy", cross_entropy),
-        *(Loss(of.__name__, of, requires=("old_logprobs", "advantages")) for of in policy_losses),
+        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in policy_losses),
         Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
         Loss("value", value, requires=("returns",), of="values"),
         Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
@@ -325,10 +331,10 @@ _by_name: dict[str, Loss] = dict(BUILT_IN)
 
 
 def register_loss(loss: Loss) -> Loss:
-    """Make a loss known by its name, wherever a loss can be named: ``forward_backward(samples, loss.name)``.
+    """Register a loss under its name, for use by name: ``forward_backward(samples, loss.name)``.
 
-    Every rank registers the same losses, most simply where the module that defines them is imported. Registering one again
-    changes nothing.
+    Every rank registers the same losses, for example when the module that defines them is imported. Registering a loss again
+    has no effect.
 
     Returns:
         The loss.
@@ -346,10 +352,10 @@ def register_loss(loss: Loss) -> Loss:
 
 
 def resolve(loss: str | Loss | LossFunction) -> Loss:
-    """The :class:`Loss` for a name, a Loss, or a plain per-token callable.
+    """Return the :class:`Loss` for a name, a Loss, or a plain per-token callable.
 
     Raises:
-        ConfigError: the name is unknown; the message lists those that are known.
+        ConfigError: the name is unknown; the message lists the registered names.
     """
     if isinstance(loss, Loss):
         return loss
@@ -366,7 +372,7 @@ def resolve(loss: str | Loss | LossFunction) -> Loss:
 
 
 def split_output(loss: Loss, output: Any, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Take a loss function's return value apart and check its shapes."""
+    """Split a loss function's return value into values and metrics and check their shapes."""
     values, metrics = output if isinstance(output, tuple) else (output, {})
     for name, tensor in {"loss": values, **metrics}.items():
         if tuple(tensor.shape) != (count,):

@@ -1,4 +1,4 @@
-"""From samples to the tensors of one micro batch: packing or padding, and this rank's share under context parallelism."""
+"""Building the tensors of a micro batch from samples: packing or padding, and this rank's context parallel share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.batch.losses import Loss
@@ -18,17 +19,17 @@ from megascend.kernels.host_copy import to_device
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How sequences lie on the ranks.
+    """Layout of sequences on the ranks.
 
     Attributes:
         packing: True to concatenate samples (THD), False to pad them to one length (SBHD).
         context_size, context_rank: context parallel position; a sequence is cut into 2 * size chunks and rank r takes
             chunks r and 2 * size - 1 - r, which balances causal attention (Megatron-Core's zigzag).
-        contiguous: cut it into ``size`` chunks instead, and rank r takes chunk r: for attention by heads, where there is nothing
-            to balance.
+        contiguous: cut it into ``size`` chunks instead, and rank r takes chunk r: for attention that is split by heads, which
+            needs no balancing.
         token_multiple: the tokens that a rank holds must be a multiple of this (tensor parallel size under sequence
             parallelism, else 1).
-        lengths_on_host: describe packed samples by their ends, on the CPU, for attention that reads them there.
+        lengths_on_host: describe packed samples by their ends, on the CPU, for attention kernels that take host lengths.
         for_megatron: describe packed samples as Megatron-Core does; else by :class:`PackedLengths`.
     """
 
@@ -42,18 +43,18 @@ class SequenceLayout:
 
     @property
     def sample_multiple(self) -> int:
-        """A packed sample is padded to a multiple of this."""
+        """Multiple that packed samples are padded to."""
         if self.contiguous:
             return self.context_size
         return 2 * self.context_size if self.context_size > 1 else 1
 
     def padded_length(self, length: int) -> int:
-        """Tokens that a sample of ``length`` takes in a plan."""
+        """Return the tokens that a sample of ``length`` takes in a plan."""
         multiple = self.sample_multiple
         return round_up(length, multiple if self.packing else multiple * self.token_multiple)
 
     def local_chunks(self, length: int) -> list[slice]:
-        """Where in a padded sequence of ``length`` this rank's tokens lie, in the rank's order."""
+        """Return this rank's slices of a padded sequence of ``length``, in the rank's order."""
         if self.context_size == 1:
             return [slice(0, length)]
         if self.contiguous:
@@ -66,7 +67,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True)
 class PackedLengths:
-    """Samples of a packed micro batch.
+    """Lengths of the samples in a packed micro batch.
 
     Attributes:
         lengths: tokens of each, padding included, on the host.
@@ -87,15 +88,15 @@ class MicroBatch:
         targets, weights: [n], one sample after the other.
         fields: the samples' other per-token fields, float32 [n].
         sample: int64 [n], position in ``members`` of each token's sample.
-        place: int64 [n], index of each token in the concatenation of all padded samples; equal on no two context ranks.
+        place: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
         adapter_index: of every sample, the index of its adapter among those of the call, ascending; all 0 without adapters.
-        positions: int64, on the host, for every sample: the places in it of its tokens that this rank holds.
-        padding: bool [n], tokens that no sample has.
-        dummy: made only because other ranks have a micro batch left and meet this one in its collectives; all weights are 0.
-        segments: which adapter each token belongs to, as the layers need it (``megascend.lora``'s ``TokenSegments``), or None.
-        cached: what its attention layers do with a cache of keys and values (``megascend.engines.key_values``), or None.
+        positions: int64, on the host, for every sample: positions of this rank's tokens in it.
+        padding: bool [n], tokens of no sample.
+        dummy: only there to match the collectives of ranks with more micro batches; all weights are 0.
+        segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
+        cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
     """
 
     members: list[int]
@@ -119,7 +120,7 @@ class MicroBatch:
 
     @property
     def token_adapter_index(self) -> Tensor:
-        """int64 [n]: the index of each token's adapter."""
+        """Index of each token's adapter, int64 [n]."""
         if len(set(self.adapter_index)) == 1:
             return torch.full_like(self.sample, self.adapter_index[0])
         return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]
@@ -134,36 +135,36 @@ def build(
     dummy: bool = False,
     adapter_index: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Put ``samples[i] for i in members`` together.
+    """Build a micro batch of ``samples[i] for i in members``.
 
     Args:
         samples: the caller's list.
-        members: which of them.
-        layout: how sequences lie on the ranks.
+        members: indices in ``samples``.
+        layout: of sequences on the ranks.
         loss: names the fields that are needed; None for a forward pass without a loss.
-        device: where the tensors go; copies do not wait for each other or for the device.
-        dummy: give every token weight 0: other ranks have a micro batch left and meet this one in its collectives.
-        adapter_index: of every sample, the index of its adapter; ``members`` are in ascending order of it.
+        device: of the tensors; copies are asynchronous.
+        dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
+        adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
     """
-    chosen = [samples[index] for index in members]
-    lengths = [len(sample) for sample in chosen]
-    mine = [adapter_index[index] for index in members] if adapter_index is not None else [0] * len(members)
-    if len(set(mine)) == 1:  # adapters lie in runs of tokens, which a plain batch would interleave
+    selected = [samples[index] for index in members]
+    lengths = [len(sample) for sample in selected]
+    indices = [adapter_index[index] for index in members] if adapter_index is not None else [0] * len(members)
+    if len(set(indices)) == 1:  # layers need tokens sorted by adapter, but a plain batch interleaves samples
         layout = without_boundaries(layout, lengths)
     padded = _padded_lengths(lengths, layout)
-    names = [name for name in _field_names(chosen, loss) if name not in ("input_ids", "target_ids", "weights")]
+    names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
-    sample_of, place, offset = [], [], 0
-    for number, (sample, total) in enumerate(zip(chosen, padded, strict=True)):
+    sample_of, token_index, offset = [], [], 0
+    for number, (sample, total) in enumerate(zip(selected, padded, strict=True)):
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
         for name in columns:
-            whole = torch.arange(total) if name == "position" else _pad(values[name], total)
-            columns[name].append(torch.cat([whole[chunk] for chunk in chunks]))
+            padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
+            columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
         sample_of.append(torch.full_like(local, number))
-        place.append(local + offset)
+        token_index.append(local + offset)
         offset += total
     if dummy:
         columns["weights"] = [torch.zeros_like(part) for part in columns["weights"]]
@@ -186,9 +187,9 @@ def build(
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},
         sample=column(sample_of),
-        place=column(place),
-        pairs=to_device(torch.tensor(pair_positions(chosen, loss), dtype=torch.int64).reshape(-1, 2), device),
-        adapter_index=mine,
+        place=column(token_index),
+        pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
+        adapter_index=indices,
         positions=columns["position"],
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
@@ -196,7 +197,7 @@ def build(
 
 
 def without_boundaries(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
-    """The layout for a micro batch: samples of one length need no packing, and attention is faster on a plain batch."""
+    """Return the layout for a micro batch: samples of equal length are not packed, since attention is faster unpacked."""
     plain = replace(layout, packing=False)
     if layout.packing and len(set(lengths)) == 1 and plain.padded_length(lengths[0]) == lengths[0]:
         return plain
@@ -207,17 +208,18 @@ def _padded_lengths(lengths: list[int], layout: SequenceLayout) -> list[int]:
     padded = [layout.padded_length(length) for length in lengths]
     if not layout.packing:
         return [max(padded)] * len(padded)
-    # Sequence parallelism divides all tokens of a rank, not each sample's: the last sample takes what is missing.
+    # Sequence parallelism divides the rank's tokens, not each sample's: the last sample takes the padding.
     local = sum(padded) // layout.context_size
     missing = (round_up(local, layout.token_multiple) - local) * layout.context_size
     padded[-1] += round_up(missing, layout.sample_multiple)
+    # Rounding up to the sample multiple may break the token multiple again.
     while (sum(padded) // layout.context_size) % layout.token_multiple:
         padded[-1] += layout.sample_multiple
     return padded
 
 
 def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
-    """Fields that every sample carries; those the loss requires must be among them."""
+    """Return the fields that all samples have; DataError if one is missing that the loss requires."""
     common = set.intersection(*(set(sample.token_fields()) for sample in samples))
     if loss is not None:
         missing = [name for name in loss.requires if name not in common]
@@ -229,7 +231,7 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:
-    """(chosen, rejected) positions of every pair; a loss per pair needs every sample to be in a complete one."""
+    """Return (chosen, rejected) positions of every pair; for a loss per pair, DataError for a sample without a complete pair."""
     if loss is None or loss.per != "pair":
         return []
     members: dict[Any, dict[bool | None, list[int]]] = {}
@@ -245,23 +247,18 @@ def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[i
     return [(sides[True][0], sides[False][0]) for sides in members.values()]
 
 
-def _pad(values: Tensor, total: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, total - len(values)))
-
-
 def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> Any:
+    """Describe the samples of a packed batch.
+
+    Padding counts to the sample before it: causal attention hides it from that sample's tokens.
+    """
     if not layout.for_megatron:
         return PackedLengths(tuple(padded))
-    return _packed_parameters(padded, device, layout.lengths_on_host)
-
-
-def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host: bool) -> Any:
-    """Padding tokens belong to the sample they follow: causal attention keeps them from being seen."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
-    if lengths_on_host:
-        # What the NPU kernel is told: ends only, without a leading 0, and on the CPU, where reading them waits for nothing.
+    if layout.lengths_on_host:
+        # The NPU kernel takes ends only, without a leading 0, and on the CPU, where reading them does not synchronise.
         boundaries = ends.int()
     else:
         boundaries = to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]), device)
@@ -275,13 +272,13 @@ def _packed_parameters(padded: list[int], device: torch.device, lengths_on_host:
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Cut ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor a sample."""
+    """Split ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor per sample."""
     parts = values.split(batch.padded_lengths)
     return [part[:length] for part, length in zip(parts, batch.lengths, strict=True)]
 
 
 def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return which of this rank's n tokens are samples' last ones, ascending, and their places in ``members``; on the host."""
+    """Return the last tokens of samples among this rank's n, ascending, and their positions in ``members``; on the host."""
     last = torch.cat([part == length - 1 for part, length in zip(batch.positions, batch.lengths, strict=True)])
     owners = torch.cat([torch.full_like(part, number) for number, part in enumerate(batch.positions)])
     rows = last.nonzero()[:, 0]
@@ -290,29 +287,31 @@ def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def next_tokens(
     tokens: Sequence[int],
-    places: Sequence[int],
+    positions: Sequence[int],
     adapter_index: Sequence[int],
     device: torch.device,
     *,
     multiple: int = 1,
     cached: Any = None,
 ) -> MicroBatch:
-    """Build one row [1, n] of tokens that do not see each other: attention is that of ``cached``.
+    """Build one row [1, n] of tokens that attend to ``cached`` and not to each other.
 
-    ``places``: of each token in its sequence; ``adapter_index``: ascending; ``multiple``: n is padded to it with copies of the
+    ``positions``: of each token in its sequence; ``adapter_index``: ascending; ``multiple``: n is padded to it with copies of the
     last token; ``cached``: see ``MicroBatch.cached``, None for a batch that only matches other ranks' collectives.
     """
     count = len(tokens)
     total = round_up(count, multiple)
     members = [min(number, count - 1) for number in range(total)]
-    ids, positions = (to_device(torch.tensor([of[member] for member in members]), device) for of in (tokens, places))
+    ids, position_ids = (
+        to_device(torch.tensor([values[member] for member in members]), device) for values in (tokens, positions)
+    )
     numbers = to_device(torch.arange(total), device)
     return MicroBatch(
         members=members,
         lengths=[1] * total,
         padded_lengths=[1] * total,
         input_ids=ids[None],
-        position_ids=positions[None],
+        position_ids=position_ids[None],
         packed=None,
         targets=ids,
         weights=torch.zeros(total, device=device),

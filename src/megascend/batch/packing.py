@@ -1,4 +1,4 @@
-"""Which samples go into which micro batch. Pure: plain numbers in, lists of indices out."""
+"""Planning of micro batches. Pure: plain numbers in, lists of indices out."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from megascend.errors import DataError
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` that is not below ``value``."""
+    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
 
 
 def units(pairs: Sequence[Hashable | None]) -> list[list[int]]:
-    """Indices that must stay together: one list per pair, one per unpaired sample, in order of first appearance."""
-    found: dict[Hashable, list[int]] = {}
+    """Group indices that must stay together: a list per pair and per unpaired sample, in order of first appearance."""
+    members: dict[Hashable, list[int]] = {}
     for index, pair in enumerate(pairs):
-        found.setdefault(("alone", index) if pair is None else ("pair", pair), []).append(index)
-    return list(found.values())
+        members.setdefault(("alone", index) if pair is None else ("pair", pair), []).append(index)
+    return list(members.values())
 
 
 class FirstFit:
-    """Bins in the order in which they were opened; finds the first with enough room, in the logarithm of their number.
+    """First-fit bin packing: finds the first bin with enough room in logarithmic time.
 
-    A binary tree in a list: the bins' room is in its last half, and each node above holds the larger of its two children's.
+    A binary tree in a list: the bins' room is in its last half, and each inner node holds the maximum of its two children.
     """
 
     def __init__(self) -> None:
-        self._most = [-1, -1]
+        self._max_room = [-1, -1]
         self._size = 1
         self._count = 0
 
     def open(self, room: int) -> None:
         """Add a bin with this much room, at least 0."""
         if self._count == self._size:
-            leaves = self._most[self._size :] + [-1] * self._size
+            leaves = self._max_room[self._size :] + [-1] * self._size
             self._size *= 2
-            self._most = [-1] * self._size + leaves
+            self._max_room = [-1] * self._size + leaves
             for node in range(self._size - 1, 0, -1):
-                self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+                self._max_room[node] = max(self._max_room[2 * node], self._max_room[2 * node + 1])
         self._set(self._count, room)
         self._count += 1
 
     def take(self, needed: int) -> int | None:
-        """The first bin with room for ``needed``, whose room then is that much less; None if there is none."""
-        if self._most[1] < needed:
+        """Take ``needed`` room from the first bin that has it and return the bin's index; None if no bin has it."""
+        if self._max_room[1] < needed:
             return None
         node = 1
         while node < self._size:
-            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
-        self._set(node - self._size, self._most[node] - needed)
+            node = 2 * node if self._max_room[2 * node] >= needed else 2 * node + 1
+        self._set(node - self._size, self._max_room[node] - needed)
         return node - self._size
 
     def _set(self, index: int, room: int) -> None:
         node = self._size + index
-        self._most[node] = room
+        self._max_room[node] = room
         while node > 1:
             node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+            self._max_room[node] = max(self._max_room[2 * node], self._max_room[2 * node + 1])
 
 
 def plan_micro_batches(
@@ -68,16 +68,16 @@ def plan_micro_batches(
     packing: bool,
     kinds: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Plan micro batches, as lists of sample indices, of at most ``budget`` tokens: first fit over units of falling length.
+    """Plan micro batches of at most ``budget`` tokens, as lists of sample indices: first fit over units by falling length.
 
     ``lengths`` are padded. With ``packing`` samples are concatenated, else padded to the longest, and micro batches hold one of
     ``kinds`` (adapters) each.
     """
-    of = kinds if kinds is not None and not packing else [None] * len(lengths)
+    bin_kinds = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]
     longest.sort(key=lambda entry: -entry[0])
     plan: list[list[int]] = []
-    bins: dict[Hashable, tuple[FirstFit, list[list[int]]]] = {}  # of each kind, and the micro batch that each bin is
+    bins: dict[Hashable, tuple[FirstFit, list[list[int]]]] = {}  # by kind: bins, and their micro batches
     for length, unit in longest:
         tokens = sum(lengths[index] for index in unit) if packing else length * len(unit)
         if tokens > budget:
@@ -85,12 +85,12 @@ def plan_micro_batches(
                 f"sample {unit[0]} needs {tokens} tokens{' with its pair' if len(unit) > 1 else ''}, padding included, "
                 f"which is over batching.micro_batch_tokens={budget}; raise that setting or shorten the sample"
             )
-        fit, opened = bins.setdefault(of[unit[0]], (FirstFit(), []))
-        # Without packing a micro batch is as long as its first unit: no later one is longer. Its room is a number of samples.
+        fit, opened = bins.setdefault(bin_kinds[unit[0]], (FirstFit(), []))
+        # Without packing all samples are padded to the first unit's length, the longest: room is counted in samples.
         needed = tokens if packing else len(unit)
-        found = fit.take(needed)
-        if found is not None:
-            opened[found].extend(unit)
+        bin_index = fit.take(needed)
+        if bin_index is not None:
+            opened[bin_index].extend(unit)
             continue
         fit.open((budget if packing else budget // length) - needed)
         opened.append(list(unit))
@@ -101,7 +101,7 @@ def plan_micro_batches(
 def split_to(
     plan: list[list[int]], count: int, lengths: Sequence[int], pairs: Sequence[Hashable | None]
 ) -> list[list[int]]:
-    """Split the heaviest micro batches until there are ``count``; what cannot be split gives empty ones at the end.
+    """Split the heaviest micro batches until there are ``count``; if too few can be split, append empty ones.
 
     Ranks that take part in each other's collectives (expert parallelism) must run the same number of micro batches.
     """
@@ -110,7 +110,7 @@ def split_to(
         return plan
     unit_of = {index: unit for unit in units(pairs) for index in unit}
     parts = dict(enumerate(plan))
-    # Of micro batches of one weight the first is split; what comes out of a split lies behind all others.
+    # Of micro batches of equal weight the first is split; the halves are appended.
     heaviest = [
         (-_weight(members, lengths), number) for number, members in parts.items() if _divisible(members, unit_of)
     ]
@@ -125,7 +125,7 @@ def split_to(
             lighter = loads.index(min(loads))
             halves[lighter].extend(unit)
             loads[lighter] += weight
-        for half, load in zip(halves, loads, strict=True):
+        for half, load in zip(halves, loads, strict=True):  # appended, so that parts keep their numbers
             parts[end] = half
             if _divisible(half, unit_of):
                 heapq.heappush(heaviest, (-load, end))
@@ -138,7 +138,7 @@ def _weight(members: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def _divisible(members: Sequence[int], unit_of: Mapping[int, list[int]]) -> bool:
-    """Whether there is more than one unit among them."""
+    """Check whether a micro batch has more than one unit."""
     return any(unit_of[index] is not unit_of[members[0]] for index in members)
 
 

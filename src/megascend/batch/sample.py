@@ -1,4 +1,4 @@
-"""A training sample: tokens with their targets already aligned, so that SFT, distillation and RL are one format."""
+"""Training samples: tokens with aligned targets, one format for SFT, distillation and RL."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_va
 
 @dataclass(eq=False)
 class Sample:
-    """One sequence. Every per-token field has shape [length] and may be given as a list or a tensor.
+    """One sequence. Every per-token field has shape [length] and may be a list or a tensor.
 
-    Floats are finite where a target has a weight; elsewhere they mean nothing, and those that are not finite become 0.
+    Floats must be finite at targets with a weight; elsewhere they are ignored, and NaN and infinity become 0.
 
     Attributes:
         input_ids: int64, what the model reads.
-        target_ids: int64, what it shall predict at each position (for causal models the next token).
+        target_ids: int64, what it should predict at each position (for causal models the next token).
         weights: float32, each target's weight in the loss; a mask is 0 / 1. Negative ones are for losses with
             ``reduction="sum"``.
         advantages: float32, for policy losses.
@@ -31,8 +31,8 @@ class Sample:
         extra: further float32 fields for loss functions of your own, reached as ``inputs.extra[name]``.
         pair: samples with the same value form one preference pair and stay in one micro batch.
         chosen: within a pair, True for the preferred sample.
-        adapter: name of the LoRA adapter that this sample trains; default: the one the call names.
-        returns: float32, what a critic's values are to be.
+        adapter: name of the LoRA adapter that this sample trains; default: the call's.
+        returns: float32, targets of a critic's values.
         old_values: float32, values of the critic that ``returns`` were computed with.
     """
 
@@ -70,9 +70,9 @@ class Sample:
         return len(self.input_ids)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """All per-token fields that are set, by name (``extra`` fields under their own names)."""
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        """Return all per-token fields that are set, by name (``extra`` fields under their own names)."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         return tensors | self.extra
 
     @classmethod
@@ -86,20 +86,20 @@ class Sample:
         chosen: bool | None = None,
         adapter: str | None = None,
     ) -> Sample:
-        """A sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
+        """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 
         Args:
-            token_ids: the whole sequence, prompt first.
+            token_ids: the sequence, prompt first.
             prompt_length: targets inside the first ``prompt_length`` tokens get weight 0.
             weights: [n + 1], the weight of predicting each token (the first is never predicted); default 1.
-            pair, chosen, adapter: as of the sample itself.
+            pair, chosen, adapter: as in the sample.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:
             raise DataError(f"a causal sample needs at least 2 tokens, got {len(tokens)}")
         if not 0 <= prompt_length < len(tokens):
             raise DataError(
-                f"prompt_length must lie in [0, {len(tokens)}), got {prompt_length}: no token would be trained"
+                f"prompt_length must be in [0, {len(tokens)}), got {prompt_length}: no token would be trained"
             )
         target_weights = (
             torch.ones(len(tokens)) if weights is None else _vector(weights, "weights", torch.float32).clone()
@@ -120,20 +120,20 @@ class Sample:
     def scored(
         cls, token_ids: Sequence[int] | Tensor, weights: Sequence[float] | Tensor | None = None, **fields: Any
     ) -> Sample:
-        """A sample for a model with a scalar head, which has a value at each of ``token_ids`` once it has read it.
+        """Build a sample for a model with a scalar head, which has a value after each of ``token_ids``.
 
         Args:
-            token_ids: the whole sequence, prompt first.
+            token_ids: the sequence, prompt first.
             weights: [n], of each value in the loss; default 1.
             fields: ``returns``, ``old_values``, ``extra``, ``pair``, ``chosen`` or ``adapter``.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
-        # Nothing is predicted: targets are there because every sample has some.
+        # Targets are unused here, but every sample must have them.
         return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
 
 
 def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = None) -> Tensor:
-    """``values`` as a one-dimensional CPU tensor; floats must be finite, but where ``unused`` they become 0 if they are not."""
+    """Convert ``values`` to a one-dimensional CPU tensor; floats must be finite, except where ``unused``: there they become 0."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -146,6 +146,6 @@ def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = 
     if unused is not None and len(unused) == len(tensor):
         tensor = torch.where(unused & ~tensor.isfinite(), 0.0, tensor)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        where = int((~torch.isfinite(tensor)).nonzero()[0])
-        raise DataError(f"{name}[{where}] is {float(tensor[where])}; all values must be finite")
+        index = int((~torch.isfinite(tensor)).nonzero()[0])
+        raise DataError(f"{name}[{index}] is {float(tensor[index])}; all values must be finite")
     return tensor

@@ -1,4 +1,4 @@
-"""Sizes that captured steps are made for, and how a micro batch is padded to one. Pure: plain numbers in and out."""
+"""Sizes of captured steps, and padding of micro batches to them. Pure: plain numbers in and out."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from itertools import accumulate
 from typing import Literal
 
 StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
-"""Forward and backward of the built-in cross entropy; of any other loss, which is computed between them; no backward; hidden
-states alone."""
+"""Forward and backward of the built-in cross entropy; of any other loss, which runs between the two; forward only; hidden
+states only."""
 
 SMALLEST, STEPS_PER_OCTAVE = 128, 4
-"""Before 9.15.1, cuDNN reads memory that is not its own when it replays a backward pass of attention whose number of keys is
+"""cuDNN before 9.15.1 reads out of bounds when it replays a backward pass of attention whose number of keys is
 not a multiple of 128 (release notes of cudnn-frontend 1.16.0). On an H200, 320 tokens ended with an illegal memory access."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides which kernels a micro batch takes, and with what sizes.
+    """Sizes that determine a micro batch's kernels and their arguments.
 
     Attributes:
-        kind: what is computed.
+        kind: of computation.
         tokens: of the micro batch, padding included.
-        rows: above 1: samples of one length, side by side and without padding, as the micro batch came.
-        samples: segments of attention, one of which holds the padding; 0: one sample in each row, which the padding follows.
-        longest: no segment has more tokens than this.
-        adapters: side by side; 0: the model alone.
-        rank: that the adapters are padded to.
-        entropy: of the predicted distributions is wanted.
+        rows: above 1: samples of one length, unpacked and without padding.
+        samples: segments of attention, one of which holds the padding; 0: one sample in each row, followed by the padding.
+        longest: most tokens of a segment.
+        adapters: in the stack; 0: the model without adapters.
+        rank: to which the adapters are padded.
+        entropy: also compute the entropy of the predicted distributions.
     """
 
     kind: StepKind
@@ -42,12 +42,12 @@ class StepShape:
 
 
 def next_power_of_two(value: int) -> int:
-    """Smallest power of two that is not below ``value``, which is at least 1."""
+    """Return the smallest power of two that is at least ``value``, which is at least 1."""
     return 1 << (value - 1).bit_length()
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens that a micro batch of ``tokens`` is padded to: multiples of 128, from 512 on four sizes an octave."""
+    """Return the padded size for ``tokens``: multiples of 128, from 512 on four sizes per power of two."""
     step = max(SMALLEST, next_power_of_two(tokens) // (2 * STEPS_PER_OCTAVE))
     return -(-tokens // step) * step
 
@@ -55,10 +55,10 @@ def token_bucket(tokens: int) -> int:
 def step_shape(
     kind: StepKind, lengths: Sequence[int], *, rows: int = 0, adapters: int, rank: int, entropy: bool = False
 ) -> StepShape:
-    """Return the shape for samples of ``lengths`` tokens: few shapes serve many micro batches, as each is captured.
+    """Return the shape for samples of ``lengths`` tokens. Shapes are few, since each is captured.
 
-    ``rows``: of the micro batch as it came, 0 if packed. Attention of rows is faster than of segments, so rows whose length needs
-    no padding stay rows, unless their tokens belong to several adapters. ``adapters``, ``rank``: of the stack; 0 without.
+    ``rows``: of the micro batch, 0 if packed. Attention of rows is faster than of segments, so rows whose length needs no padding
+    stay rows, unless their tokens belong to several adapters. ``adapters``, ``rank``: of the stack; 0 without.
     """
     tokens = sum(lengths)
     total = token_bucket(tokens)
@@ -66,7 +66,7 @@ def step_shape(
         return StepShape(kind, total, 1, 0, total, adapters, rank, entropy)
     if rows > 1 and token_bucket(lengths[0]) == lengths[0] and adapters <= 1:
         return StepShape(kind, tokens, rows, 0, lengths[0], adapters, rank, entropy)
-    # One sample an adapter is the rule: then the number of adapters alone decides.
+    # At most about one sample per adapter is usual: the number of adapters then determines the shape.
     samples = max(next_power_of_two(len(lengths) + 1), 2 * adapters)
     needed, longest = max(*lengths, total - tokens), total
     while longest % 4 == 0 and longest // 4 >= needed:
@@ -75,15 +75,15 @@ def step_shape(
 
 
 def boundaries(lengths: Sequence[int], shape: StepShape) -> list[int]:
-    """Where segments of attention begin, and the end: the samples, the padding, and empty ones up to ``shape.samples``."""
+    """Return the starts of attention segments, and the end: samples, padding, and empty ones up to ``shape.samples``."""
     starts = [0, *accumulate(lengths)]
     return starts + [shape.tokens] * (shape.samples + 1 - len(starts))
 
 
 def adapter_ends(counts: Sequence[int], shape: StepShape) -> list[int]:
-    """Where the tokens of each adapter end, of ``counts`` tokens each; the padding belongs to the last one that has any.
+    """Return the end of each adapter's ``counts`` tokens; the padding belongs to the last adapter with tokens.
 
-    Every token must belong to some adapter: a grouped product leaves rows that are in no segment as memory happened to be.
+    Every token must belong to an adapter: a grouped product leaves rows outside all segments uninitialised.
     """
     ends = list(accumulate(counts))
     return [shape.tokens if end == ends[-1] else end for end in ends]

@@ -1,4 +1,4 @@
-"""Typed settings of a run. Parsing and checking them needs neither torch nor Megatron.
+"""Typed settings of a run. Parsing and checking them imports neither torch nor Megatron.
 
 The same sections serve the Python API (``MegatronBackend(parallel=Parallel(tensor=2))``) and the YAML file of
 ``megascend train``. Unknown keys are errors, as are values that no run could use; what depends on the model or on the

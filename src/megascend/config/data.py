@@ -1,4 +1,4 @@
-"""What a run learns from, and what it is measured by."""
+"""Settings of training and validation data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Data(Section):
     )
     on_too_long: Literal["error", "truncate", "skip"] = Field(
         "error",
-        description="what becomes of a conversation, completion or pair above the limit; texts are cut into pieces",
+        description="handling of a conversation, completion or pair above the limit; texts are cut into pieces",
     )
     chat_template: Path | None = Field(
         None,
@@ -39,8 +39,8 @@ class Data(Section):
     shuffle: bool = True
     on_changed: Literal["error", "continue"] = Field(
         "error",
-        description="what a resumed run does whose samples are not those of its checkpoint (data, template, tokenizer, date): "
-        "continue takes the samples as they are now, at the same position if there are as many, else with a new epoch",
+        description="handling of a resumed run whose samples are not those of its checkpoint (data, template, tokenizer, date): "
+        "continue uses the current samples, at the same position if there are as many, else from a new epoch",
     )
     train_on_prompt: bool = Field(False, description="chat data: also train on the user's turns")
 
@@ -66,18 +66,18 @@ DATA_COLUMNS = (
     "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
     "chosen", "rejected", "text", "tools", "chat_template_kwargs",
 )  # fmt: skip
-"""Columns of data files that are read, in one form or another."""
+"""Columns of data files that are read."""
 
 
 class Validation(Section):
-    """Samples that are not learned, whose loss is measured at intervals."""
+    """Held-out samples, whose loss is measured at intervals."""
 
-    path: Path | None = Field(None, description="read as data.path is; or set split or fraction")
+    path: Path | None = Field(None, description="read like data.path; or set split or fraction")
     split: str | None = Field(
         None, description="which split to read of the folder at path, by default validation; without path, of data.path"
     )
     fraction: float = Field(
-        0.0, ge=0, lt=1, description="of the documents of data.path, drawn by the seed, that are held out instead"
+        0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out instead, drawn by the seed"
     )
     every: Size = Field(100, description="steps from one measurement to the next; the last step has one in any case")
 
@@ -86,13 +86,13 @@ class Validation(Section):
         if self.split == "":
             raise ValueError("validation.split: name a split, or leave it out")
         if (self.path is None and self.split is None) == (self.fraction == 0):
-            other = "path" if self.path is not None else "split"
-            found = f"{other} and fraction are both" if self.fraction else "none is"
-            raise ValueError(f"validation: set path, split or fraction; {found} set")
+            setting = "path" if self.path is not None else "split"
+            problem = f"{setting} and fraction are both" if self.fraction else "none is"
+            raise ValueError(f"validation: set path, split or fraction; {problem} set")
         return self
 
     def source(self, data: Data) -> tuple[Path, Data, str] | None:
-        """Return path, way of reading, and name of the setting of data that are read beside ``data``; None with ``fraction``."""
+        """Return path, data settings and setting name of separate validation data; None with ``fraction``."""
         if self.fraction:
             return None
         setting = "validation.split" if self.path is None else "validation.path"
@@ -102,4 +102,4 @@ class Validation(Section):
 class Dpo(Section):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
 
-    beta: float = Field(0.1, gt=0, description="how strongly the model is kept near the one that training starts from")
+    beta: float = Field(0.1, gt=0, description="strength of the penalty for leaving the initial model")

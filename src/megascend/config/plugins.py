@@ -1,4 +1,4 @@
-"""Modules of other packages that register losses, engines, architectures and the like when they are imported."""
+"""Plug-ins: modules that register losses, engines, architectures and so on when they are imported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megascend.errors import ConfigError, MegascendError
 from megascend.tracking.registry import check_tracker_names
 
 ENGINES = ["megatron", "single", "fsdp"]
-"""Names of the engines that run files can ask for; :func:`megascend.register_engine` adds others."""
+"""Names of the engines that run files may set; :func:`megascend.register_engine` adds others."""
 REMEDY = "install its package into this environment, or put the folder that holds it on PYTHONPATH"
 
 
 def check_plugins(modules: Sequence[str]) -> None:
-    """Find out, without importing anything, that the package of a plug-in is not there."""
+    """Raise ConfigError if the package of a plug-in is missing. Imports nothing."""
     for module in modules:
         package = module.partition(".")[0]
         if find_spec(package) is None:
@@ -24,10 +24,10 @@ def check_plugins(modules: Sequence[str]) -> None:
 
 
 def check_names(engine: str, trackers: Iterable[str]) -> None:
-    """Refuse names of engines and trackers that nobody has registered. Imports none of their packages."""
+    """Refuse names of engines and trackers that are not registered. Imports none of their packages."""
     if engine not in ENGINES:
-        alike = get_close_matches(engine, ENGINES, 1)
-        advice = f", did you mean {alike[0]}?" if alike else ";"
+        matches = get_close_matches(engine, ENGINES, 1)
+        advice = f", did you mean {matches[0]}?" if matches else ";"
         raise ConfigError(
             f"engine: there is no {engine!r}{advice} there are {', '.join(ENGINES)}. Register yours on every rank "
             "(megascend.register_engine; a run file names the module under plugins)"
@@ -36,7 +36,7 @@ def check_names(engine: str, trackers: Iterable[str]) -> None:
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Import ``modules`` in their order. Every rank does so before anything that they register is named."""
+    """Import ``modules`` in their order, on every rank before any of the names that they register is used."""
     for module in modules:
         try:
             import_module(module)

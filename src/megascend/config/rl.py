@@ -11,9 +11,9 @@ from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_s
 
 
 class Rollout(Section):
-    """What engines sample, and how far they may lag behind."""
+    """Sampling by the rollout engines, and their allowed lag."""
 
-    prompts: Path = Field(description="JSONL with prompt or messages, and what the reward function looks at")
+    prompts: Path = Field(description="JSONL with prompt or messages, and fields for the reward function")
     reward: str = Field(
         description="function (response, example) -> float, as package.module:function or path/to/file.py:function"
     )
@@ -22,15 +22,15 @@ class Rollout(Section):
     max_tokens: Size = Field(256, description="longest response")
     max_lag: Count = Field(
         1,
-        description="steps that the weights which sampled a response may be behind those that learn from it; 0: engines and "
-        "trainer take turns",
+        description="steps by which the weights that sampled a response may be older than those that learn from it; 0: engines "
+        "and trainer alternate",
     )
     drop_equal: bool = Field(
         True, description="dynamic sampling: groups whose rewards are all equal are dropped, and other prompts sampled"
     )
     max_groups_without_signal: Count | None = Field(
         None,
-        description="end the run when so many groups in a row were dropped for equal rewards; half as many are warned of; "
+        description="end the run after this many consecutive groups dropped for equal rewards; half as many are logged; "
         "default: ten batches of them, at least 100; 0: never",
     )
     in_order: bool = Field(
@@ -39,25 +39,27 @@ class Rollout(Section):
     )
     shuffle: bool = True
     stop: tuple[str, ...] = Field(
-        (), description="further tokens that end a response, beside the end-of-sequence token"
+        (), description="further tokens that end a response, besides the end-of-sequence token"
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine counts as failed")
     controller: str | None = Field(
         None,
-        description="rollout controller whose engines are used, in place of engines: HOST:PORT, or the file it publishes its "
-        "address in",
+        description="rollout controller whose engines are used, instead of engines: HOST:PORT, or the file in which it "
+        "publishes its address",
     )
 
     @property
     def most_equal(self) -> int:
-        """Groups in a row with equal rewards that end the run; 0: no number does."""
+        """Consecutive groups with equal rewards that end the run; 0: never."""
         if self.max_groups_without_signal is None:
-            return max(10 * self.prompts_per_step, 100)  # verl's max_num_gen_batches is 10; few groups prove nothing
+            return max(
+                10 * self.prompts_per_step, 100
+            )  # as verl's max_num_gen_batches of 10; fewer than 100 groups may be chance
         return self.max_groups_without_signal
 
 
 class Objective(Section):
-    """What a step minimises."""
+    """Objective that a step minimises."""
 
     loss: str = Field(
         "ppo",
@@ -66,28 +68,28 @@ class Objective(Section):
     advantages: Literal["grpo", "rloo", "centered"] = "grpo"
     correction: Literal["truncated", "none"] = Field(
         "truncated",
-        description="truncated: the trainer's own log-probabilities are the old ones, and advantages are multiplied by "
+        description="truncated: the trainer's log-probabilities are the old ones, and advantages are multiplied by "
         "min(p_trainer / p_engine, cap); none: the engine's are the old ones",
     )
-    cap: float = Field(2.0, gt=0, description="of those weights")
+    cap: float = Field(2.0, gt=0, description="largest of those weights")
     measure_every: Count = Field(
         10, description="with correction none: steps from one measurement of the mismatch to the next; 0: never"
     )
     average: Literal["tokens", "responses"] = Field(
-        "tokens", description="every token counts alike, or every response, whatever its length"
+        "tokens", description="equal weight for every token, or for every response of any length"
     )
 
 
 class Sync(Section):
-    """How weights reach the engines."""
+    """Transfer of weights to the engines."""
 
     every: Size = Field(1, description="steps from one update to the next")
     transport: str = Field(
         "auto",
-        description="what the weights travel over, by its registered name; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
+        description="transport of the weights, by its registered name; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
         "between NPUs, gloo to engines on the CPU",
     )
-    bucket_bytes: Size = Field(64 * 2**20, description="bytes that travel at a time")
+    bucket_bytes: Size = Field(64 * 2**20, description="bytes that are sent at a time")
     timeout_s: Size | None = Field(
         None, description="seconds of each wait in an update; default: 120, or less where timeout_s of the run is short"
     )
@@ -104,7 +106,7 @@ class Evaluation(Section):
 
 
 class RlConfig(TrainerConfig):
-    """Everything ``megascend rl`` reads from its YAML file."""
+    """Settings of ``megascend rl``, from its YAML file."""
 
     rollout: Rollout
     engines: tuple[str, ...] = Field(
@@ -122,7 +124,7 @@ class RlConfig(TrainerConfig):
                 f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
                 f"{self.rollout.max_lag}: between two updates every step learns from weights that are one step older"
             )
-        self.batching.budget  # noqa: B018, raises where it is no number
+        self.batching.budget  # noqa: B018, raises unless it is a number
         if not self.engines:
             raise ValueError("engines must name at least one")
         if self.rollout.controller is not None and self.engines != ("local",):
@@ -138,7 +140,7 @@ class RlConfig(TrainerConfig):
         return self.engines if controller is None else (f"those of the controller {controller}",)
 
     def data_paths(self) -> dict[str, Path | None]:
-        """What the run reads beside the model, by its setting."""
+        """Return the data files that the run reads, by their setting."""
         prompts = self.evaluation.prompts if self.evaluation is not None else None
         return {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
 

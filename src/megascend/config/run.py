@@ -1,4 +1,4 @@
-"""The run file of ``megascend train``, and what it shares with that of ``megascend rl``."""
+"""Settings of ``megascend train``, and those shared with ``megascend rl``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megascend.errors import ConfigError
 
 
 class PromptMessage(TypedDict):
-    """A message of a conversation whose next turn the model is asked for."""
+    """Message of a conversation that the model continues with its turn."""
 
     role: str
     content: str
@@ -42,19 +42,17 @@ Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[PromptMessage, ..
 
 
 class Generation(Section):
-    """Prompts that the model answers at intervals, to be read."""
+    """Prompts that the model answers at intervals, for inspection."""
 
     prompts: tuple[Prompt, ...] = Field(
         min_length=1, description="each a text, or a conversation: [{role: system, content: ...}, {role: user, ...}]"
     )
-    every: Size = Field(100, description="steps from one time to the next; the last step is one in any case")
+    every: Size = Field(100, description="interval in steps; also after the last step")
     max_tokens: Size = Field(64, description="longest answer; each token takes a forward pass")
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token")
-    seed: Count = Field(
-        0, description="of answers at a temperature above 0: the same ones whenever the model is the same"
-    )
+    seed: Count = Field(0, description="of answers at a temperature above 0; the same model gives the same answers")
     chat: bool = Field(
-        True, description="a text is the user's turn, written by the chat template; false: it is continued as it is"
+        True, description="render a text as the user's turn with the chat template; false: continue it as it is"
     )
 
     @model_validator(mode="after")
@@ -69,35 +67,33 @@ class Generation(Section):
 
 
 class Profile(Section):
-    """A trace of some steps, by torch.profiler."""
+    """Profiler trace of some steps, by torch.profiler."""
 
-    after: Count = Field(3, description="steps of this process before those that are recorded")
-    steps: Size = Field(3, description="how many are recorded")
-    ranks: Literal["first", "all"] = Field("first", description="which ranks record: rank 0 alone, or all of them")
+    after: Count = Field(3, description="steps of this process before recording")
+    steps: Size = Field(3, description="steps to record")
+    ranks: Literal["first", "all"] = Field("first", description="ranks that record: rank 0 only, or all")
     max_mib: Size = Field(
-        256, description="largest trace of a rank before it is compressed; fewer steps are recorded if need be"
+        256, description="largest trace of a rank before it is compressed; fewer steps are recorded if necessary"
     )
 
 
 class Checkpoint(Section):
-    """When a run saves what it needs to resume, to OUTPUT/checkpoints, and what becomes of it."""
+    """Saving and retention of checkpoints, in OUTPUT/checkpoints."""
 
-    every: Count = Field(
-        0, description="steps from one to the next, and one at the end; 0: only when a signal stops the run"
-    )
-    keep_last: Size = Field(2, description="how many of the newest are kept")
-    keep_every: Count = Field(0, description="those whose step is a multiple of this stay for good; 0: none")
-    asynchronous: bool = Field(True, description="write while training continues, which stands still for a copy only")
-    hf: bool = Field(False, description="also export the model into each, for transformers; not in the background")
-    timeout_s: Seconds = Field(1800, description="seconds after which a save that is waited for counts as failed")
+    every: Count = Field(0, description="interval in steps, and at the end; 0: only when a signal stops the run")
+    keep_last: Size = Field(2, description="number of newest checkpoints to keep")
+    keep_every: Count = Field(0, description="also keep checkpoints whose step is a multiple of this; 0: none")
+    asynchronous: bool = Field(True, description="write while training continues; it pauses only for a copy")
+    hf: bool = Field(False, description="also export the model into each, for transformers; training waits for it")
+    timeout_s: Seconds = Field(1800, description="seconds after which a save counts as failed")
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="what happens when a checkpoint cannot be written: the run ends, or continues and tries again",
+        description="if a checkpoint cannot be written: end the run, or continue and try again",
     )
 
 
 class TrainerConfig(Section):
-    """What the run files of ``megascend train`` and ``megascend rl`` have in common."""
+    """Settings shared by ``megascend train`` and ``megascend rl``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,14 +111,14 @@ class TrainerConfig(Section):
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = "auto"
     affinity: Affinity = Field(
-        "none", description="numa: every process stays on the CPUs of one NUMA node, its device's where that is known"
+        "none", description="numa: bind every process to the CPUs of one NUMA node, its device's if known"
     )
     plugins: tuple[ModuleName, ...] = Field(
         (), description="modules that every rank imports first: they register engines, losses, architectures, providers"
     )
     engine: str = Field(
         "megatron",
-        description="what trains: megatron, fsdp (transformers' models under FSDP2), single (transformers in one process), "
+        description="training engine: megatron, fsdp (transformers' models under FSDP2), single (transformers in one process), "
         "or one that a plug-in registers",
     )
     precision: Precision = "bf16"
@@ -144,21 +140,21 @@ class TrainerConfig(Section):
     )
     template_date: date | None = Field(
         None,
-        description="the day that chat templates which write the date are given; default: the one on which the run began, also "
+        description="date for chat templates that write the current date; default: the day on which the run began, also "
         "when it is resumed",
     )
     provider: str | None = Field(
         None,
-        description="what patches Megatron-Core for the platform, by its registered name or as package.module:attribute; "
+        description="provider that patches Megatron-Core for the platform, by registered name or as package.module:attribute; "
         "default: the platform's own",
     )
     provider_options: ProviderOptions = Field(
-        {}, description="settings of the provider's own, by name (NPU: arguments of its command line, with underscores)"
+        {}, description="settings of the provider, by name (NPU: arguments of its command line, with underscores)"
     )
     trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
         (),
-        description="where figures go in addition to metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or what a "
-        "plug-in registers; by name, or as NAME: {options of its own}",
+        description="trackers of figures in addition to metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or one that "
+        "a plug-in registers; by name, or as NAME: {options}",
     )
     tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
     plot: bool = Field(
@@ -177,15 +173,15 @@ class TrainerConfig(Section):
     )
 
     def data_paths(self) -> dict[str, Path | None]:
-        """What the run reads beside the model, by its setting."""
+        """Return the data files that the run reads, by their setting."""
         return {}
 
     @property
     def tracker_options(self) -> dict[str, dict[str, Any]]:
         """Options of every tracker, by name."""
-        named = [{entry: {}} if isinstance(entry, str) else entry for entry in self.trackers]
-        found = {name: options for entry in named for name, options in entry.items()}
-        return {"tensorboard": {}} | found if self.tensorboard else found
+        entries = [{entry: {}} if isinstance(entry, str) else entry for entry in self.trackers]
+        options_by_name = {name: options for entry in entries for name, options in entry.items()}
+        return {"tensorboard": {}} | options_by_name if self.tensorboard else options_by_name
 
     @model_validator(mode="after")
     def _trackers(self) -> Self:
@@ -195,21 +191,21 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _falling(self) -> Self:
+    def _min_lr_below_lr(self) -> Self:
         lora = self.lora
         pairs = [("", self.optimizer, self.schedule)]
         if lora is not None and (lora.optimizer or lora.schedule):
             pairs.append(("lora.", lora.optimizer or self.optimizer, lora.schedule or self.schedule))
-        for where, optimizer, schedule in pairs:
+        for prefix, optimizer, schedule in pairs:
             if schedule.kind != "constant" and schedule.min_lr > optimizer.lr:
                 raise ValueError(
-                    f"{where}schedule.min_lr: {schedule.min_lr:g} is above {where}optimizer.lr: {optimizer.lr:g}, from which the "
-                    "learning rate falls to it"
+                    f"{prefix}schedule.min_lr: {schedule.min_lr:g} is above {prefix}optimizer.lr: {optimizer.lr:g}, from which "
+                    "the learning rate falls to it"
                 )
         return self
 
     def schedule_remarks(self) -> list[str]:
-        """What is odd about the schedule for a run of ``steps`` steps."""
+        """Return remarks on a schedule that does not fit a run of ``steps`` steps."""
         schedule, steps = self.schedule, self.steps
         if self.lora is not None and self.lora.schedule is not None:
             schedule = self.lora.schedule
@@ -227,13 +223,13 @@ class TrainerConfig(Section):
         ]
 
     def template_remarks(self) -> list[str]:
-        """What a chat template is given that a run keeps."""
+        """Return remarks on the chat template's fixed date."""
         if self.template_date is None:
             return []
         return [f"chat template: the date that it writes is {self.template_date} (template_date), also when resumed"]
 
     def ending_with(self, steps: int) -> Self:
-        """These settings, with schedules that name no end ending with a run of ``steps`` steps."""
+        """Return these settings, with schedules without ``total_steps`` ending after ``steps`` steps."""
         changed: dict[str, Any] = {"schedule": self.schedule.ending_with(steps)}
         if self.lora is not None and self.lora.schedule is not None:
             changed["lora"] = self.lora.model_copy(update={"schedule": self.lora.schedule.ending_with(steps)})
@@ -241,22 +237,22 @@ class TrainerConfig(Section):
 
 
 class RunConfig(TrainerConfig):
-    """Everything ``megascend train`` reads from its YAML file."""
+    """Settings of ``megascend train``, from its YAML file."""
 
     steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
-    epochs: float | None = Field(None, gt=0, description="how often to go through the data, instead of steps")
+    epochs: float | None = Field(None, gt=0, description="passes over the data, instead of steps")
     data: Data
     validation: Validation | None = Field(None, description="measure the loss on samples that are not trained on")
-    dpo: Dpo | None = Field(None, description="learn from preference pairs; default: from the tokens of the data")
+    dpo: Dpo | None = Field(None, description="train on preference pairs; default: on the tokens of the data")
     generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
     profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
 
     def template_remarks(self) -> list[str]:
-        """What becomes of the chat template and its date."""
+        """Return remarks on the chat template, its export and its date."""
         if self.data.chat_template is None:
             return super().template_remarks()
-        place = self.output / ("hf" if self.lora is None else "adapter")
-        carried = f"the export ({place}) carries it" if self.export else "nothing is exported (export: false)"
+        folder = self.output / ("hf" if self.lora is None else "adapter")
+        carried = f"the export ({folder}) carries it" if self.export else "nothing is exported (export: false)"
         return [
             f"chat template: {self.data.chat_template} in place of the model's; {carried}",
             *super().template_remarks(),
@@ -266,7 +262,7 @@ class RunConfig(TrainerConfig):
     @classmethod
     def _epochs_decide(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("epochs") is not None:
-            return {"steps": 0} | values
+            return {"steps": 0} | values  # the default of steps would conflict with epochs
         return values
 
     @model_validator(mode="after")
@@ -280,14 +276,14 @@ class RunConfig(TrainerConfig):
         return self
 
     def data_paths(self) -> dict[str, Path | None]:
-        """What the run reads beside the model, by its setting."""
+        """Return the data files that the run reads, by their setting."""
         return {"data.path": self.data.path, "validation.path": self.validation.path if self.validation else None}
 
     def data_sources(self) -> list[tuple[Path, Data, str]]:
-        """Return path, way of reading, and name of the setting, of what is learned and of what is held out beside it."""
-        held_out = self.validation.source(self.data) if self.validation is not None else None
-        learned = (self.data.path, self.data, "data.path")
-        return [learned] if held_out is None else [learned, held_out]
+        """Return path, data settings and setting name of the training data, and of separate validation data."""
+        validation = self.validation.source(self.data) if self.validation is not None else None
+        training = (self.data.path, self.data, "data.path")
+        return [training] if validation is None else [training, validation]
 
     @property
     def validation_every(self) -> int:
@@ -295,7 +291,7 @@ class RunConfig(TrainerConfig):
         return 0 if self.validation is None else self.validation.every
 
     def of_length(self, samples: int) -> RunConfig:
-        """These settings for so many samples: with ``epochs``, the steps that they take, the last one complete.
+        """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up.
 
         Raises:
             ConfigError: the warm-up of a schedule takes all steps.
@@ -321,14 +317,16 @@ Parsed = TypeVar("Parsed", bound=Section)
 
 
 def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Parsed:
-    """The settings ``values`` of a run file, checked."""
+    """Check the settings ``values`` of a run file."""
     from megascend.config.plugins import check_names
 
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, str(path), kind)) from None
-    if isinstance(settings, TrainerConfig) and not settings.plugins:  # these register others once they are imported
+    if (
+        isinstance(settings, TrainerConfig) and not settings.plugins
+    ):  # plug-ins register further names when they are imported
         try:
             check_names(settings.engine, settings.tracker_options)
         except ConfigError as error:

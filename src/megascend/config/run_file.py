@@ -1,4 +1,4 @@
-"""Run files: YAML, and ``a.b=value`` on top of it, without a look at what the settings mean."""
+"""Reading of run files: YAML with ``a.b=value`` overrides. Settings are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ALTERNATIVES = (
     ("validation.path", "validation.fraction"),
     ("validation.split", "validation.fraction"),
 )
-"""Settings of which a run has one: one on the command line replaces the file's other one."""
+"""Settings that exclude each other: an override of one removes the file's other."""
 
 
 def read_settings(path: str | Path | None, overrides: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the settings of a YAML file, or none, with ``a.b=value`` overrides applied, not checked."""
+    """Return the unchecked settings of a YAML file (None: no file) with ``a.b=value`` overrides applied."""
     values = {} if path is None else _read_yaml(Path(path))
     _apply_overrides(values, overrides or [])
     return values
@@ -28,10 +28,10 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] | None = Non
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
-    if not os.path.lexists(path):
+    if not os.path.lexists(path):  # a dangling link is an error of reading, below
         raise ConfigError(f"no config file at {path.absolute()}")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte order mark
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -48,11 +48,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set each ``a.b.c=value`` in nested ``values`` (in place)."""
     split = [_split(override) for override in overrides]
-    given = {key for key, _ in split}
+    overridden = {key for key, _ in split}
     for pair in ALTERNATIVES:
-        for one, other in (pair, pair[::-1]):
-            if one in given and other not in given:
-                _remove(values, other)
+        for setting, alternative in (pair, pair[::-1]):
+            if setting in overridden and alternative not in overridden:
+                _remove(values, alternative)
     for key, text in split:
         _set(values, key, text)
 
@@ -84,32 +84,32 @@ def _remove(values: dict[str, Any], key: str) -> None:
     values.pop(leaf, None)
 
 
-def _parse(text: str, where: str, *, in_file: bool = False) -> Any:
-    """What YAML says."""
+def _parse(text: str, source: str, *, in_file: bool = False) -> Any:
+    """Parse YAML; ConfigError with the position in ``source``."""
     import yaml
 
     try:
         return yaml.load(text, _loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None and in_file else ""
-        what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{where}{place}: not valid YAML: {what}") from None
+        position = f":{mark.line + 1}:{mark.column + 1}" if mark is not None and in_file else ""
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{source}{position}: not valid YAML: {problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2026-13-01 is a ValueError
-        what = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise ConfigError(f"{where}: not valid YAML: {what}") from None
+        problem = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {problem}") from None
 
 
 @cache
 def _loader() -> Any:
-    """PyYAML's safe loader, which takes the last of two equal keys without a word."""
+    """Build a loader that refuses duplicate keys and keys that are not strings, unlike PyYAML's safe loader."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: dict[Any, int] = {}
             for key_node, _ in node.value:
-                if key_node.tag == "tag:yaml.org,2002:merge":
+                if key_node.tag == "tag:yaml.org,2002:merge":  # <<, which is not a setting
                     continue
                 key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
                 if not isinstance(key, str):

@@ -1,61 +1,60 @@
-"""The base class of all sections of settings, the kinds of numbers in them, and messages for pydantic's errors."""
+"""Base class of settings sections, their number types, and messages for pydantic's errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from megascend.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
-
 
 def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
-    """Return a pydantic error as one message that names every key, its value and what was expected; ``title``: file or class."""
+    """Format a pydantic error as one message with every key, its value and the expectation; ``title``: file or class."""
     return f"{title}: " + "; ".join(_line(item, title, kind) for item in error.errors())
 
 
 def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    said, found = item["msg"].removeprefix("Value error, "), item["input"]
+    key = ".".join(str(part) for part in item["loc"])
+    message, value = item["msg"].removeprefix("Value error, "), item["input"]
     if item["type"] == "extra_forbidden":
-        return f"{where or title}: unknown setting (value {found!r:.200}){_advice(item['loc'], kind)}"
-    if item["type"] in ("tuple_type", "list_type") and isinstance(found, (str, int, float)):
+        return f"{key or title}: unknown setting (value {value!r:.200}){_advice(item['loc'], kind)}"
+    if item["type"] in ("tuple_type", "list_type") and isinstance(value, (str, int, float)):
         return (
-            f"{where or title}: a list is expected here (got {found!r:.200}): write {where}: [{found}], "
-            f"or --set {where}=[{found}]"
+            f"{key or title}: a list is expected here (got {value!r:.200}): write {key}: [{value}], "
+            f"or --set {key}=[{value}]"
         )
-    if found is None and item["type"] not in ("missing", "model_type", "value_error"):
-        return f"{where or title}: a value is expected here, and there is none (empty, or null)"
+    if value is None and item["type"] not in ("missing", "model_type", "value_error"):
+        return f"{key or title}: a value is expected here, and there is none (empty, or null)"
     if item["type"] == "missing":
-        return f"{where or title}: required, but not set"
+        return f"{key or title}: required, but not set"
     if item["type"] == "model_type":
-        return f"{where or title}: a section of settings is expected here, or none at all (got {found!r:.200})"
-    if item["type"] == "string_pattern_mismatch":  # of the one kind of text that has a pattern
-        return f"{where or title}: the name of a module is expected here, like package.module (got {found!r:.200})"
-    if isinstance(found, Mapping) and item["type"] == "value_error":  # a check over several settings, which names them
-        section = where.rpartition(".")[2]
-        return said if not where or said.startswith(section) else f"{where}: {said}"
-    return f"{where or title}: {said} (got {found!r:.200})"
+        return f"{key or title}: a section of settings is expected here, or none at all (got {value!r:.200})"
+    if item["type"] == "string_pattern_mismatch":  # ModuleName is the only type with a pattern
+        return f"{key or title}: the name of a module is expected here, like package.module (got {value!r:.200})"
+    if (
+        isinstance(value, Mapping) and item["type"] == "value_error"
+    ):  # from a check of several settings, whose message names them
+        section = key.rpartition(".")[2]
+        return message if not key or message.startswith(section) else f"{key}: {message}"
+    return f"{key or title}: {message} (got {value!r:.200})"
 
 
 def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
-    """Return the setting probably meant by an unknown one: its name elsewhere, alike here, alike there; else what there is."""
+    """Suggest settings for an unknown one: same name elsewhere, similar here, similar elsewhere; else list the section's."""
     *parents, unknown = (str(part) for part in location)
     names = _settings_below(kind, parents)
     elsewhere: dict[str, list[str]] = {}
     for path in _all_settings(kind):
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
-    own = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
+    local = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
     very_like = bool(get_close_matches(unknown, names, 1, 0.75))
-    others = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
-    meant = elsewhere.get(unknown) or (own if very_like else others or own)
-    if meant:
-        return f", did you mean {' or '.join(sorted(meant, key=lambda path: (path.count('.'), path))[:2])}?"
+    similar = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
+    suggestions = elsewhere.get(unknown) or (local if very_like else similar or local)
+    if suggestions:
+        return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""
 
 
@@ -68,7 +67,7 @@ def _all_settings(kind: type[BaseModel], depth: int = 3) -> Iterator[str]:
 
 
 def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
-    """Return the names of the settings in the section that is reached by ``parents``; none if they lead to no section."""
+    """Return the names of the settings in the section at ``parents``; none if there is no such section."""
     for parent in parents:
         section = _section_of(kind, parent)
         if section is None:
@@ -78,12 +77,10 @@ def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
 
 
 def _section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of the section that a setting is; None for a setting of another type."""
-    from pydantic import BaseModel
-
+    """Return the class of a setting that is a section; None for a setting of another type."""
     field = kind.model_fields.get(name)
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    sections = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+    sections = [candidate for candidate in kinds if isinstance(candidate, type) and issubclass(candidate, BaseModel)]
     return sections[0] if len(sections) == 1 else None
 
 
@@ -91,13 +88,13 @@ Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
-"""Of waiting: torch's clocks overflow far above a year."""
+"""Timeout, at most a year: torch's clocks overflow far above that."""
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
-"""torch takes 63 bits, and Megatron adds some thousands for each rank."""
+"""torch takes 63 bits, and Megatron adds a few thousand for each rank."""
 
 
 class _RaisesConfigError(type(BaseModel)):
-    """Turns pydantic's error into ours where a user constructs a section; nested sections keep their key path."""
+    """Metaclass that raises ConfigError where a user constructs a section; nested sections keep their key path."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -107,17 +104,17 @@ class _RaisesConfigError(type(BaseModel)):
 
 
 class Section(BaseModel, metaclass=_RaisesConfigError):
-    """Base of all settings: immutable, strict about names, and one error class for whatever is wrong."""
+    """Base class of all settings: immutable, unknown names are errors, and every error is a ConfigError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_it_is_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic takes for something else: true for 1, nothing for the present directory."""
-        wanted = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and "bool" not in wanted and ("int" in wanted or "float" in wanted):
+    def _refuse_coercion(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse values that pydantic would coerce: true to 1, an empty string to the current directory."""
+        annotation = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in annotation and ("int" in annotation or "float" in annotation):
             raise ValueError("a number is expected here, not true or false")
-        if value == "" and "Path" in wanted:
+        if value == "" and "Path" in annotation:
             raise ValueError("a path is expected here, not an empty string")
         return value

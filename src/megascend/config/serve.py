@@ -21,52 +21,50 @@ from megascend.config import (
 )
 
 DURABLE_BODY_BYTES = 2**27
-"""SQLite takes rows of up to 10**9 bytes, and what was a body may be several times as long there, as JSON."""
+"""SQLite takes rows of up to 10**9 bytes, and a body may be several times as long when stored as JSON."""
 
 
 class Limits(Section):
-    """What one request, one model and one tenant may ask for. Beyond it a client is told so, or told to come back later."""
+    """Limits of one request, one model and one tenant. Requests beyond them are refused, or answered with 429."""
 
-    body_bytes: Size = Field(64 * 2**20, description="largest body of a request, after it is opened")
+    body_bytes: Size = Field(64 * 2**20, description="largest body of a request, decompressed")
     samples: Size = Field(4096, description="most samples of one request")
-    pending: Size = Field(256, description="requests of one model that have not ended; one more is answered with 429")
-    tokens: Size = Field(
-        2**24, description="tokens of one tenant's requests that have not ended; above it the answer is 429"
-    )
+    pending: Size = Field(256, description="unfinished requests of one model; one more is answered with 429")
+    tokens: Size = Field(2**24, description="tokens of one tenant's unfinished requests; more are answered with 429")
     answer_bytes: Size = Field(
         2**28,
-        description="bytes of one tenant's answers; those that it has fetched make room, and above that the answer is 429",
+        description="bytes of one tenant's stored answers; fetched ones are dropped first, then requests are answered with 429",
     )
     models: Size = Field(16, description="models of one tenant at a time")
     sessions: Size = Field(256, description="sessions of one tenant at a time")
     samplers: Size = Field(
         4,
-        description="saved adapters of max_samplers that are loaded for one tenant at a time; one more makes room or waits",
+        description="saved adapters of max_samplers that are loaded for one tenant at a time; one more replaces another or waits",
     )
     requests: Size = Field(
         1024,
-        description="requests of one tenant that are read or wait for an answer at a time; one more is answered with 429",
+        description="requests of one tenant being read or waiting for an answer; one more is answered with 429",
     )
     storage_bytes: Size = Field(2**40, description="bytes of one tenant's checkpoints")
 
 
 class ServeConfig(Section):
-    """Everything ``megascend serve`` reads from its YAML file and its options."""
+    """Settings of ``megascend serve``, from its YAML file and its options."""
 
     model: Path = Field(description="directory of a Hugging Face checkpoint with safetensors weights")
     name: str | None = Field(
-        None, description="what clients may call the model (base_model) beside the directory's path"
+        None, description="name under which clients may request the model (base_model), besides the directory's path"
     )
     storage: Path = Field(Path("runs/serve"), description="directory of the checkpoints that clients save")
     host: str = Field(
-        "127.0.0.1", description="address to listen on; 0.0.0.0: all, which TLS or a proxy should stand before"
+        "127.0.0.1", description="address to listen on; 0.0.0.0: all, which should be behind TLS or a proxy"
     )
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    keys: Path | None = Field(None, description="file with lines NAME SHA256-OF-KEY, beside MEGASCEND_API_KEYS")
-    tls_certificate: Path | None = Field(None, description="PEM file; with tls_key, the server speaks HTTPS itself")
+    keys: Path | None = Field(None, description="file with lines NAME SHA256-OF-KEY, in addition to MEGASCEND_API_KEYS")
+    tls_certificate: Path | None = Field(None, description="PEM file; with tls_key, the server uses HTTPS")
     tls_key: Path | None = None
     proxies: list[str] = Field(
-        [], description="addresses of proxies whose X-Forwarded-For says where a request is from, in the audit log"
+        [], description="addresses of proxies whose X-Forwarded-For is trusted for the audit log"
     )
     engine: str = Field("megatron", description="megatron, fsdp or single")
     parallel: Parallel = Parallel()
@@ -74,37 +72,33 @@ class ServeConfig(Section):
     platform: PlatformName = "auto"
     batching: Batching = Batching()
     seed: Seed = 1234
-    timeout_s: Seconds = Field(600, description="a rank that is missing for so long is an error on the others")
+    timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error on the others")
     max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
     max_samplers: Size = Field(
-        8, description="saved adapters that are loaded for sampling at a time, by the ranks beside max_models"
+        8, description="saved adapters that the ranks load for sampling at a time, in addition to max_models"
     )
     vllm: list[str] = Field(
         [],
-        description="vLLM servers that sample, http://HOST:PORT each; default: the ranks sample, in turns with training",
+        description="vLLM servers for sampling, http://HOST:PORT each; default: the ranks sample, alternating with training",
     )
     max_rank: Size = Field(64, description="largest LoRA rank")
     alpha: float = Field(32.0, gt=0, description="LoRA's alpha; clients do not send one")
-    unembed: bool = Field(
-        True, description="adapt the output layer where clients ask for it and it has a weight of its own"
-    )
+    unembed: bool = Field(True, description="adapt the output layer if a client requests it and its weight is not tied")
     window_ms: float = Field(
-        5.0, ge=0, description="how long a request waits for those of other models to share its batch"
+        5.0, ge=0, description="time that a request waits for those of other models to share its batch"
     )
     batch_tokens: Size = Field(65536, description="most tokens of one batch of several models")
     session_timeout_s: Seconds = Field(
-        300, description="a session that says nothing for so long ends, its models are removed"
+        300, description="an idle session ends after this time, and its models are removed"
     )
-    gap_timeout_s: Seconds = Field(
-        120, description="a request that does not come for so long fails the step it belongs to"
-    )
-    answer_s: Seconds = Field(3600, description="how long an answer that nobody fetches is kept")
+    gap_timeout_s: Seconds = Field(120, description="a step fails if one of its requests is missing for this time")
+    answer_s: Seconds = Field(3600, description="time that an unfetched answer is kept")
     log: Literal["requests", "none"] = Field(
-        "requests", description="requests: note who asked for what in audit.jsonl, in storage"
+        "requests", description="requests: record every request's tenant and call in audit.jsonl, in storage"
     )
     durable: bool = Field(
         False,
-        description="keep the service's state in storage: a server that starts there again repeats what it had promised",
+        description="keep the service's state in storage: a restarted server fulfils the requests that were accepted",
     )
     durable_steps: Size = Field(
         20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"
@@ -127,7 +121,7 @@ class ServeConfig(Section):
 
 
 def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list[str] | None = None) -> ServeConfig:
-    """Read settings from a YAML file, if any, under ``a.b=value`` overrides and ``values`` of the command's options.
+    """Read settings from a YAML file, if any; ``a.b=value`` overrides and then ``values`` of the command's options win.
 
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.

@@ -1,4 +1,4 @@
-"""Settings of every engine: how a model is divided, trained and fed, and its LoRA adapters."""
+"""Settings of every engine: parallelism, optimizer, batching and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ModuleName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
 
 
 class Parallel(Section):
-    """How the ranks divide the work. Data parallelism takes what the others leave of the world size."""
+    """Parallel sizes. The data parallel size is the world size divided by the others."""
 
     tensor: Size = Field(1, description="tensor parallel size (TP)")
     pipeline: Size = Field(1, description="pipeline parallel size (PP)")
@@ -31,18 +31,18 @@ class Parallel(Section):
     context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
     context_algorithm: ContextAlgorithm = Field(
         "ring",
-        description="how CP ranks communicate: ring (keys and values travel from rank to rank), all_gather (of keys and values) "
-        "or ulysses (all-to-all over the heads)",
+        description="how CP ranks communicate: ring (keys and values are passed from rank to rank), all_gather (of keys and "
+        "values) or ulysses (all-to-all over the heads)",
     )
     expert: Size = Field(1, description="expert parallel size (EP), MoE models only")
     expert_tensor: Size | None = Field(None, description="tensor parallel size inside an expert (ETP); default: tensor")
     sequence: bool | None = Field(
-        None, description="sequence parallelism beside TP; default: on for MoE with TP > 1, else off"
+        None, description="sequence parallelism with TP; default: on for MoE with TP > 1, else off"
     )
 
 
 class Adam(Section):
-    """AdamW as Megatron runs it: fp32 main parameters, global gradient-norm clipping."""
+    """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping."""
 
     lr: float = Field(1e-5, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -79,10 +79,10 @@ class Schedule(Section):
         return self
 
     def ending_with(self, steps: int) -> Schedule:
-        """This schedule; one that names no end ends with a run of ``steps`` steps.
+        """Return this schedule; without ``total_steps`` it ends with a run of ``steps`` steps.
 
         Raises:
-            ConfigError: the warm-up takes all of them.
+            ConfigError: the warm-up takes all of the steps.
         """
         if self.kind == "constant" or self.total_steps:
             return self
@@ -95,7 +95,7 @@ class Schedule(Section):
 
 
 class Recompute(Section):
-    """Which activations are dropped in the forward pass and computed again in the backward pass."""
+    """Activations that are dropped in the forward pass and recomputed in the backward pass."""
 
     granularity: Literal["none", "full", "selective"] = "none"
     layers: Size = Field(1, description="full: layers in one recomputed block")
@@ -106,24 +106,24 @@ class Recompute(Section):
 
 
 class Moe(Section):
-    """Mixture of experts."""
+    """Mixture-of-experts settings."""
 
     aux_loss: Literal["none", "megatron", "transformers"] = Field(
         "none",
-        description="whose formula for the load-balancing loss: megatron (each layer by itself, divided by the experts of a "
+        description="formula of the load-balancing loss: megatron (per layer, divided by the experts of a "
         "token, summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
     )
-    aux_loss_coefficient: float = Field(0.0, ge=0, description="what it is multiplied by")
+    aux_loss_coefficient: float = Field(0.0, ge=0, description="factor of that loss")
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="how far the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) moves in a step towards an equal load; "
-        "0: not at all, as in transformers",
+        description="step of the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) towards an equal load; "
+        "0: constant, as in transformers",
     )
     experts: Literal["auto", "upstream", "grouped"] = Field(
         "auto",
-        description="engine megatron: who computes experts: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
-        "all experts of a rank in one product, tokens permuted without a wait for the device) or auto: grouped on GPUs that can",
+        description="engine megatron: expert kernels: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
+        "all experts of a rank in one product, tokens permuted without synchronising) or auto: grouped if the GPU supports it",
     )
 
     @model_validator(mode="after")
@@ -139,17 +139,18 @@ class Moe(Section):
 
 
 class Fsdp(Section):
-    """How engine fsdp spreads a model over its ranks."""
+    """Sharding of a model by engine fsdp."""
 
     replicate: Size = Field(
-        1, description="copies of the model, each spread over an equal number of ranks (HSDP); 1: one, over all of them"
+        1,
+        description="replicas of the model, each sharded over an equal number of ranks (HSDP); 1: one, over all ranks",
     )
     reshard_after_forward: bool = Field(
         True,
         description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass",
     )
     offload: bool = Field(
-        False, description="parameters, gradients and moments stay in host memory, where the optimizer steps"
+        False, description="keep parameters, gradients and moments in host memory, where the optimizer runs"
     )
     compile: bool = Field(
         False,
@@ -158,22 +159,22 @@ class Fsdp(Section):
 
 
 class CudaGraphs(Section):
-    """Micro batches as CUDA graphs: their kernels are captured once for each of a few sizes, then replayed."""
+    """CUDA graphs of micro batches: captured once for each of a few sizes, then replayed."""
 
     max_tokens: Size = Field(8192, description="largest micro batch that is captured, padding included")
-    max_count: Size = Field(32, description="captures kept; the one used longest ago makes room")
+    max_count: Size = Field(32, description="captures kept; the least recently used is dropped")
 
 
 class Batching(Section):
-    """How samples become micro batches."""
+    """Batching of samples into micro batches."""
 
     packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
     micro_batch_tokens: Size | Literal["auto"] = Field(
         4096,
         description="token budget of one micro batch, padding included; auto in a run file of `megascend train`: as many as "
-        "the device's memory has room for, measured when the run starts",
+        "fit into the device's memory, measured when the run starts",
     )
-    max_length: Size | None = Field(None, description="longest sample allowed; default: what the model allows")
+    max_length: Size | None = Field(None, description="longest sample allowed; default: the model's limit")
     cuda_graphs: CudaGraphs | None = Field(
         None, description="replay captured micro batches (MegatronBackend on CUDA, one GPU for a model); default: off"
     )
@@ -181,7 +182,7 @@ class Batching(Section):
     @field_validator("micro_batch_tokens", mode="wrap")
     @classmethod
     def _number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
-        """One message instead of one for each kind of value."""
+        """Replace pydantic's messages, one for each member of the union, by one."""
         try:
             return validated(value)
         except ValidationError:
@@ -192,7 +193,7 @@ class Batching(Section):
         """Tokens of one micro batch.
 
         Raises:
-            ConfigError: they are to be found first.
+            ConfigError: the setting is ``auto`` and has not been measured.
         """
         if self.micro_batch_tokens == "auto":
             raise ConfigError(
@@ -202,7 +203,7 @@ class Batching(Section):
         return self.micro_batch_tokens
 
     def with_budget(self, tokens: int) -> Batching:
-        """These settings with another number of tokens."""
+        """Return these settings with another number of tokens."""
         return self.model_copy(update={"micro_batch_tokens": tokens})
 
 
@@ -215,12 +216,12 @@ class Lora(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="of the layer's input on its way to A, while training")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="Hugging Face names of the layers, whole or their ends (q_proj, mlp.down_proj, lm_head, embed_tokens); "
-        "all-linear: every linear layer of attention, MLPs and experts, not the other two",
+        description="Hugging Face names of the layers, in full or their last components (q_proj, mlp.down_proj, lm_head, "
+        "embed_tokens); all-linear: every linear layer of attention, MLPs and experts, not the other two",
     )
-    seed: Seed | None = Field(None, description="of A's first values and of dropout; default: the backend's")
+    seed: Seed | None = Field(None, description="of A's initial values and of dropout; default: the backend's")
     optimizer: Adam | None = Field(
-        None, description="of this adapter alone; default: the backend's. Its state is small and not sharded"
+        None, description="of this adapter; default: the backend's. Its state is small and not sharded"
     )
     schedule: Schedule | None = Field(None, description="over this adapter's own steps; default: the backend's")
 
@@ -237,7 +238,7 @@ class Lora(Section):
 
 
 class Adapters(Section):
-    """Train LoRA adapters on a frozen base model, and what any of them may ask for."""
+    """Training of LoRA adapters on a frozen base model, and their limits."""
 
     max_count: Size = Field(64, description="adapters at one time")
     max_rank: Size = Field(128, description="largest rank of one adapter")
@@ -247,7 +248,7 @@ class Adapters(Section):
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
-    """Learning rate of optimizer step ``step`` (the first is 0).
+    """Compute the learning rate of optimizer step ``step`` (the first is 0).
 
     Warm-up is linear: step ``s`` of ``w`` warm-up steps has ``peak * (s + 1) / w``. After it, ``linear`` and ``cosine``
     go from ``peak`` to ``min_lr``, reached at ``total_steps``, and stay there.

@@ -1,4 +1,4 @@
-"""One adapter on this rank: its values, gradients, optimizer and step count, shared with nobody."""
+"""An adapter on this rank: its values, gradients, optimizer state and step count."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LOSS_SCALE_WINDOW = 1000
 
 @dataclass(frozen=True)
 class NextStep:
-    """What an adapter's next optimizer step is to do.
+    """Settings and gradient factor of an adapter's next optimizer step.
 
     Attributes:
-        adam: its settings, the learning rate of this step among them.
+        adam: settings, with the learning rate of this step.
         norm: L2 norm of the gradients without the loss scale; inf if the step is skipped.
-        factor: what the gradients are multiplied with first, to undo the loss scale and to clip.
+        factor: multiplies the gradients before the step, to undo the loss scale and to clip.
     """
 
     adam: Adam
@@ -38,7 +38,7 @@ class NextStep:
 
     @property
     def skipped(self) -> bool:
-        """Gradients are not finite."""
+        """True if the gradients are not finite."""
         return math.isinf(self.norm)
 
 
@@ -48,10 +48,10 @@ class Adapter:
     Attributes:
         name, lora: as given to ``add_adapter``.
         values: float32, all factors of this rank in one vector; see :class:`FlatLayout`.
-        grads: likewise; accumulated and not yet reduced over ranks.
+        grads: of the same layout; accumulated, not yet reduced over ranks.
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
-        skipped_in_a_row: steps skipped since the last one that was taken.
+        skipped_in_a_row: steps skipped since the last one that changed the adapter.
         fused: AdamW runs as one kernel.
     """
 
@@ -59,14 +59,14 @@ class Adapter:
         self, name: str, lora: Lora, layout: FlatLayout, adam: Adam, schedule: Schedule, seed: int, *,
         scales_loss: bool, device: torch.device,
     ) -> None:  # fmt: skip
-        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
+        learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end here, not at the first step
         self.name, self.lora, self.layout = name, lora, layout
         self.adam, self.schedule, self.seed = adam, schedule, seed
         self.values = torch.nn.Parameter(torch.zeros(layout.size, device=device))
         self.values.grad = torch.zeros(layout.size, device=device)
         self.fused = device.type == "cuda"
         self._moments: tuple[Tensor, Tensor] | None = None
-        self._taken = self._count(0)
+        self._steps_taken = self._count(0)
         self.accumulated = False
         self.step_count = self.skipped_in_a_row = 0
         self._scales_loss = scales_loss
@@ -80,45 +80,45 @@ class Adapter:
         return self.values.grad
 
     def views(self, vector: Tensor) -> Iterator[tuple[Span, Tensor]]:
-        """Every factor's part of ``vector`` (``values``, ``grads`` or a moment), in its own shape."""
+        """Yield every factor's part of ``vector`` (``values``, ``grads`` or a moment), in the factor's shape."""
         for span in self.layout.spans:
             yield span, vector[span.start : span.stop].view(span.shape)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Adam's first and second moment, float32 as ``values``, zeros before the first step; live tensors."""
+        """Return Adam's first and second moment, float32 as ``values``, zeros before the first step; not copies."""
         if self._moments is None:
             self._moments = torch.zeros_like(self.values), torch.zeros_like(self.values)
         return self._moments
 
     def make_room(self) -> None:
-        """Allocate what a step needs, which must not run out of memory half way.
+        """Allocate a step's memory, so that a step cannot run out of it half way.
 
-        AdamW that is not fused takes two vectors of the adapter's size at a time, it and the norm a few numbers: these go back to
-        the allocator at once, where the step will find them.
+        Unfused AdamW needs two vectors of the adapter's size at a time, and it and the norm need a few scalars. These go straight
+        back to the caching allocator, which hands them to the step.
         """
         self.moments()
-        for_a_moment = [torch.empty_like(self.grads) for _ in range(2)]
-        for_a_moment += [self.grads.new_empty(1) for _ in range(8)]
+        scratch = [torch.empty_like(self.grads) for _ in range(2)]
+        scratch += [self.grads.new_empty(1) for _ in range(8)]
 
     @property
     def taken_count(self) -> Tensor:
         """:attr:`taken` as a float32 scalar, which AdamW counts on: on the device where that is one kernel, else on the CPU."""
-        return self._taken
+        return self._steps_taken
 
     @property
     def taken(self) -> int:
         """Steps that changed the adapter."""
-        return int(self._taken)
+        return int(self._steps_taken)
 
     def restore(self, first: Tensor, second: Tensor, saved: SavedAdapter) -> None:
-        """Go on from saved moments and counters."""
-        self._moments, self._taken = (first, second), self._count(saved.taken)
+        """Resume from saved moments and counters."""
+        self._moments, self._steps_taken = (first, second), self._count(saved.taken)
         self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
         if saved.loss_scale is not None and self._scales_loss:
             self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
 
     def next_step(self, grad_norm: float, adam: Adam | None = None) -> NextStep:
-        """Return what a step with gradients of this norm (over all ranks, loss scale included) does; changes nothing."""
+        """Plan a step with gradients of this norm (over all ranks, loss scale included). Changes nothing."""
         if adam is None:
             lr = learning_rate(self.schedule, self.adam.lr, self.step_count)
             adam = self.adam.model_copy(update={"lr": lr})
@@ -126,11 +126,13 @@ class Adapter:
             return NextStep(adam, math.inf, 1.0)
         norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
         if adam.max_grad_norm > 0:
-            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
+            factor *= min(
+                1.0, adam.max_grad_norm / (norm + 1e-6)
+            )  # the epsilon of Megatron and torch's clip_grad_norm_
         return NextStep(adam, norm, factor)
 
     def count_step(self, step: NextStep) -> StepResult:
-        """``step`` has been taken or skipped, and the gradients are zero again."""
+        """Record that ``step`` was taken or skipped and the gradients were zeroed."""
         scale = self.loss_scale
         self._adapt_scale(not step.skipped)
         self.accumulated = False
@@ -143,11 +145,12 @@ class Adapter:
         self.grads.zero_()
         self.accumulated = False
 
-    def _count(self, taken: int) -> Tensor:
-        return torch.tensor(float(taken), device=self.values.device if self.fused else "cpu")
+    def _count(self, steps: int) -> Tensor:
+        # Fused AdamW counts steps on the device; the unfused one reads them, which would wait for it.
+        return torch.tensor(float(steps), device=self.values.device if self.fused else "cpu")
 
     def _adapt_scale(self, finite: bool) -> None:
-        """fp16: halve the loss scale after an overflow, double it after a long row of finite steps."""
+        """Halve the loss scale (fp16) after an overflow, double it after :data:`LOSS_SCALE_WINDOW` finite steps."""
         if not self._scales_loss:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -1,10 +1,10 @@
-"""An adapter as a directory: what peft reads, and what is needed to train on exactly.
+"""Adapters as directories: peft's files, and the state that exact resumption needs.
 
     adapter_config.json, adapter_model.safetensors    peft's format, float32
     optimizer.safetensors                             Adam's moments, under the names of the weights
     megascend_adapter.json                            settings, step count and loss scale; written last
 
-Everything is whole, so an adapter saved by one layout loads in any other.
+Tensors are unsharded, so an adapter saved by one layout loads in any other.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter as it is saved.
+    """A saved adapter: settings, unsharded factors and optimizer state.
 
     Attributes:
-        values: whole factors by projection.
-        moments: Adam's first and second moment likewise, or None if only weights were saved (by peft, for example).
+        values: unsharded factors by projection.
+        moments: Adam's first and second moment, as ``values``, or None if only weights were saved (by peft, for example).
         taken, step_count, skipped_in_a_row, loss_scale, good_steps: as in Adapter; zero without ``moments``.
     """
 
@@ -58,18 +58,19 @@ class SavedAdapter:
 COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps")
 
 
-def write(path: Path, saved: SavedAdapter, base_model: str, known: list[str]) -> None:
-    """Write ``saved`` beside ``path`` and move it into place; what was there before stays until then. Links are followed."""
+def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]) -> None:
+    """Write ``saved`` beside ``path``, then rename it onto ``path``, replacing an older adapter. Follows links."""
     try:
         check_target(path)
         with replacing_directory(path) as temporary:
-            peft_format.write(temporary, saved.lora, saved.values, base_model, known)
+            peft_format.write(temporary, saved.lora, saved.values, base_model, adaptable)
             if saved.moments is not None:
                 first, second = saved.moments
                 save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
+            # Last, after the digests of all other files: a directory with this file is complete.
             (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"save_adapter: {path} could not be written: {error}") from error
@@ -86,7 +87,7 @@ def check_target(path: Path) -> None:
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:
-    """Read an adapter that megascend or peft saved; ``optimizer``: with the optimizer's state, where there is one."""
+    """Read an adapter that megascend or peft saved; ``optimizer``: with the optimizer's state, if it was saved."""
     lora, values = peft_format.read(path)
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():
@@ -97,16 +98,17 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{path / STATE} has format {state.get('format')!r}; this megascend reads {FORMAT}")
         for name, expected in state["sha256"].items():
+            # peft may have saved over our files, whose moments would then belong to other weights.
             if digest(path / name, hashlib.sha256) != expected:
                 raise ValueError(
                     f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "
                     "to load the weights alone"
                 )
-        own = Lora(**state["lora"])
-        if (own.rank, own.alpha, own.rslora) != (lora.rank, lora.alpha, lora.rslora):
-            raise ValueError(f"{STATE} has rank {own.rank} and alpha {own.alpha:g}, {CONFIG} has others")
+        settings = Lora(**state["lora"])
+        if (settings.rank, settings.alpha, settings.rslora) != (lora.rank, lora.alpha, lora.rslora):
+            raise ValueError(f"{STATE} has rank {settings.rank} and alpha {settings.alpha:g}, {CONFIG} has others")
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
-            return SavedAdapter(own, values)
+            return SavedAdapter(settings, values)
         tensors = load_file(path / OPTIMIZER)
         moments = (unflatten(tensors, "exp_avg."), unflatten(tensors, "exp_avg_sq."))
         counters = {name: state[name] for name in COUNTERS}
@@ -114,54 +116,54 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             raise ValueError(f"{STATE} counts {counters}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError, ConfigError) as error:
         raise CheckpointError(f"{path}: the adapter's state is damaged: {error}") from error
-    for which in moments:
-        shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in which.items()}
+    for moment in moments:
+        shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in moment.items()}
         if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
             raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
-    return SavedAdapter(own, values, moments, **counters)
+    return SavedAdapter(settings, values, moments, **counters)
 
 
 def flatten(factors: Mapping[str, Factors], prefix: str) -> dict[str, torch.Tensor]:
-    """One tensor for every factor, by name."""
+    """Return one tensor for every factor, by name."""
     named = {f"{prefix}{name}.a": factor.a.contiguous() for name, factor in factors.items()}
     return named | {f"{prefix}{name}.b": factor.b.contiguous() for name, factor in factors.items()}
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Factors]:
-    """The inverse of :func:`flatten`, for the tensors with that prefix."""
+    """Invert :func:`flatten` for the tensors with that prefix."""
     names = sorted({key[len(prefix) : -2] for key in tensors if key.startswith(prefix)})
     return {name: Factors(tensors[f"{prefix}{name}.a"], tensors[f"{prefix}{name}.b"]) for name in names}
 
 
 def check_base_weights(adapter: Path, model_dir: Path) -> None:
-    """Compare the base model's weights that peft saved with an adapter to the model's, in the less precise dtype of the two.
+    """Compare base model weights that peft saved with an adapter with the model's, in the less precise dtype of the two.
 
-    peft would load them into the model. They are frozen, so they equal the base model's unless the adapter belongs to another
-    model, or to one that was resized or trained beside it; its factors alone would then mean something else.
+    peft would load them into the model. They are frozen, so they equal the base model's unless the adapter was trained on another
+    model, or on one whose weights were resized or trained too. The factors alone would then give other outputs.
     """
     try:
         with safe_open(adapter / WEIGHTS, "pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no dict
+            for key in file.keys():  # noqa: SIM118, not a dict
                 module = base_layer(key)
                 if module is not None and not equal(file.get_tensor(key), read_tensor(model_dir, f"{module}.weight")):
                     raise CheckpointError(
                         f"{adapter}: {WEIGHTS} holds {key}, which is not the weight of {module} in {model_dir}; the adapter "
-                        "was trained on another model, or that weight was trained or resized beside it"
+                        "was trained on another model, or that weight was trained or resized too"
                     )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{adapter}: {WEIGHTS} or the weights of {model_dir} cannot be read: {error}") from None
 
 
-def equal(one: Tensor, other: Tensor | None) -> bool:
+def equal(first: Tensor, second: Tensor | None) -> bool:
     """Check whether two weights are the same but for a dtype that they were rounded to."""
-    if other is None or one.shape != other.shape:
+    if second is None or first.shape != second.shape:
         return False
-    dtype = one.dtype if one.dtype.itemsize <= other.dtype.itemsize else other.dtype
-    return torch.equal(one.to(dtype), other.to(dtype))
+    dtype = first.dtype if first.dtype.itemsize <= second.dtype.itemsize else second.dtype
+    return torch.equal(first.to(dtype), second.to(dtype))
 
 
 def read_tensor(model_dir: Path, name: str) -> Tensor | None:
-    """A tensor of a Hugging Face checkpoint, or None if it has none of that name."""
+    """Read a tensor of a Hugging Face checkpoint; None if the checkpoint does not have it."""
     for path in weight_files(model_dir):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118

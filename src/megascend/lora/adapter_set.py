@@ -1,4 +1,4 @@
-"""Adapters on a frozen model, for every engine: their optimizer, saving and loading; and many of them in one batch."""
+"""Adapters on a frozen model, for every engine: optimizer, saving, loading, and many adapters in one batch."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from megascend.lora.peft_format import to_config
 from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.segments import token_segments, tokens_per_adapter
-from megascend.lora.stacked_adapters import StackedAdapters, StackPool, places
+from megascend.lora.stacked_adapters import StackedAdapters, StackPool, stack_capacity
 from megascend.lora.target_modules import matches
 from megascend.lora.transfer import gather, scatter
 from megascend.topology.topology import Topology
 
 
 class AdapterSet:
-    """The adapters of a model, their optimizer, saving and loading. Subclasses apply them.
+    """Adapters of a model: optimizer, saving and loading. Subclasses apply them.
 
     Attributes:
         registry: the adapters.
-        optimizer: steps them.
+        optimizer: updates them.
     """
 
     def __init__(self, registry: AdapterRegistry, topology: Topology, groups: ProcessGroups, model_dir: Path) -> None:
@@ -62,20 +62,20 @@ class AdapterSet:
         return self.registry.projections
 
     def describe(self) -> str:
-        known = sorted(
+        labels = sorted(
             f"{name} with gradients" if adapter.accumulated else name for name, adapter in self.registry.items()
         )
-        return f" with adapters {', '.join(known) or 'none'}"
+        return f" with adapters {', '.join(labels) or 'none'}"
 
     def require_open(self) -> None:
-        """Adapters' gradients add up until their next step."""
+        """Do nothing: adapters' gradients accumulate until their next step."""
 
     def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:
         names = [sample.adapter or default or "" for sample in samples]
         for index, name in enumerate(names):
             if name and name not in self.registry:
-                known = ", ".join(sorted(self.registry)) or "none"
-                raise DataError(f"sample {index} is for adapter {name!r}; there are: {known}")
+                adapters = ", ".join(sorted(self.registry)) or "none"
+                raise DataError(f"sample {index} is for unknown adapter {name!r}; adapters: {adapters}")
             if training and not name:
                 raise DataError(
                     f"sample {index} names no adapter, and the model is frozen: pass adapter=... or set Sample.adapter"
@@ -93,8 +93,8 @@ class AdapterSet:
         )
         idle = [adapter.name for adapter in chosen if not adapter.accumulated]
         if idle or not chosen:
-            which = f"adapter {idle[0]!r}" if idle else "no adapter"
-            raise ConfigError(f"optimizer_step: {which} has gradients; call forward_backward first")
+            subject = f"adapter {idle[0]!r}" if idle else "no adapter"
+            raise ConfigError(f"optimizer_step: {subject} has gradients; call forward_backward first")
         return [adapter.name for adapter in chosen]
 
     def step(
@@ -111,27 +111,27 @@ class AdapterSet:
         return [name for name, adapter in self.registry.items() if adapter.accumulated]
 
     def counters(self) -> None:
-        """Each adapter carries its own."""
+        """Return None: each adapter has its own counters."""
 
     def restore(self, step: int, counters: dict[str, Any] | None) -> None:
-        assert counters is None, "the manifest was checked: a checkpoint of adapters has no counters of a model"
+        assert counters is None, "a checkpoint of adapters has no counters of a model; the manifest was checked"
         self.step_count = step
 
     def saved_adapters(self) -> dict[str, SavedAdapter]:
-        whole = {name: self.collect_whole(name, optimizer=True) for name in sorted(self.registry)}
-        return {name: saved for name, saved in whole.items() if saved is not None}
+        adapters = {name: self.collect_whole(name, optimizer=True) for name in sorted(self.registry)}
+        return {name: saved for name, saved in adapters.items() if saved is not None}
 
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
-        before = dict(self.registry)
-        for name in before:
+        previous = dict(self.registry)
+        for name in previous:
             self.forget(name)
         try:
             for name, directory in directories.items():
                 self.load(name, directory, optimizer=True)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too, must leave the previous adapters in place
             for name in list(self.registry):
                 self.forget(name)
-            for adapter in before.values():
+            for adapter in previous.values():
                 self.registry.add(adapter)
             raise
 
@@ -139,7 +139,7 @@ class AdapterSet:
         self.registry.check(name, lora)
 
     def require(self, names: str | Sequence[str]) -> list[Adapter]:
-        """Return the adapters of one name or several, each once; ConfigError for an unknown name."""
+        """Return the adapters of one name or several, without duplicates; ConfigError for an unknown name."""
         return [self.registry[name] for name in dict.fromkeys([names] if isinstance(names, str) else names)]
 
     def make_room(self, names: Sequence[str]) -> None:
@@ -148,7 +148,8 @@ class AdapterSet:
         def make() -> None:
             for adapter in chosen:
                 adapter.moments()
-            max(chosen, key=lambda adapter: adapter.layout.size).make_room()  # the step works on one after the other
+            # A step updates them in turn, so the largest bounds its temporaries.
+            max(chosen, key=lambda adapter: adapter.layout.size).make_room()
 
         with_room(make, self._groups.rank)
 
@@ -157,7 +158,7 @@ class AdapterSet:
             adapter.clear()
 
     def add(self, name: str, lora: Lora) -> None:
-        """Add a new adapter and allocate what a step of it needs. Collective."""
+        """Add a new adapter and allocate the memory of its steps. Collective."""
 
         def make() -> Adapter:
             adapter = self.registry.create(name, lora)
@@ -167,16 +168,16 @@ class AdapterSet:
         self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
 
     def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
-        """Return an adapter, whole and on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
+        """Return an unsharded adapter on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
-        whole = gather(vectors, adapter, self._shape_groups, self._groups)
-        if whole is None:
+        factors = gather(vectors, adapter, self._shape_groups, self._groups)
+        if factors is None:
             return None
         if not optimizer:
-            return SavedAdapter(adapter.lora, whole[0])
+            return SavedAdapter(adapter.lora, factors[0])
         counters = {counter: getattr(adapter, counter) for counter in COUNTERS}
-        return SavedAdapter(adapter.lora, whole[0], (whole[1], whole[2]), **counters)
+        return SavedAdapter(adapter.lora, factors[0], (factors[1], factors[2]), **counters)
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
@@ -191,28 +192,28 @@ class AdapterSet:
 
     def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None, replace: bool = False) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
-        before = self.registry.get(name) if replace else None
-        if before is not None:
+        previous = self.registry.get(name) if replace else None
+        if previous is not None:
             self.forget(name)
         try:
             self.registry.add(self._read(name, path, optimizer, lora))
         except BaseException:
-            if before is not None:
-                self.registry.add(before)
+            if previous is not None:
+                self.registry.add(previous)
             raise
 
     def _read(self, name: str, path: Path, optimizer: bool, lora: Lora | None) -> Adapter:
         problem = saved = None
         try:
             saved = read(path, optimizer=optimizer)
-            if self._groups.rank == 0:
+            if self._groups.rank == 0:  # it reads base weights from disk, once is enough
                 check_base_weights(path, self._model_dir)
             missing = [name for name in saved.values if name not in self.registry.projections]
             if missing:
                 raise CheckpointError(
                     f"{path} adapts {missing[0]}, which adapters.targets does not allow in this model"
                 )
-            if not (path / STATE).is_file():  # ours is known by its digest
+            if not (path / STATE).is_file():  # files with our state were compared with their digests
                 peft_format.check_complete(path, saved.values, self.registry.adaptable)
         except (CheckpointError, OSError) as error:
             problem = CheckpointError(f"{error} (rank {self._groups.rank})")
@@ -220,6 +221,7 @@ class AdapterSet:
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = None
+        # Not in the try block: the registry is the same everywhere, so all ranks raise alike.
         self.registry.check(name, settings)
         try:
             adapter = with_room(lambda: self._restored(name, settings, saved), self._groups.rank)
@@ -232,7 +234,7 @@ class AdapterSet:
         return adapter
 
     def _restored(self, name: str, settings: Lora, saved: SavedAdapter) -> Adapter:
-        """Build an adapter from a saved one. Moments that were not saved are allocated by its first step."""
+        """Build an adapter from a saved one. If no moments were saved, its first step allocates them."""
         adapter = self.registry.create(name, settings)
         scatter(saved.values, adapter, adapter.values, self._shape_groups)
         if saved.moments is not None:
@@ -243,26 +245,26 @@ class AdapterSet:
         return adapter
 
     def factors(self, name: str, *, everywhere: bool = False) -> tuple[Lora, dict[str, Factors]] | None:
-        """Return an adapter's settings and whole factors on rank 0 (or ``everywhere``), None on the others. Collective."""
+        """Return an adapter's settings and unsharded factors on rank 0 (or ``everywhere``), None elsewhere. Collective."""
         adapter = self.registry[name]
-        whole = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups, everywhere=everywhere)
-        return None if whole is None else (adapter.lora, whole[0])
+        factors = gather([adapter.values.detach()], adapter, self._shape_groups, self._groups, everywhere=everywhere)
+        return None if factors is None else (adapter.lora, factors[0])
 
     def named_weights(self, name: str, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return an adapter's tensors as :meth:`save` writes them, on rank 0 (or ``everywhere``), else none. Collective."""
-        whole = self.factors(name, everywhere=everywhere)
-        return {} if whole is None else to_tensors(whole[1], whole[0].rank)
+        """Return an adapter's tensors as :meth:`save` writes them, on rank 0 (or ``everywhere``), else {}. Collective."""
+        settings_and_factors = self.factors(name, everywhere=everywhere)
+        return {} if settings_and_factors is None else to_tensors(settings_and_factors[1], settings_and_factors[0].rank)
 
     def as_peft(self, name: str, base_model: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """(``adapter_config.json``, its tensors in float32 on the CPU) of an adapter on rank 0, None on others. Collective."""
-        whole = self.factors(name)
-        if whole is None:
+        """Return an adapter's (``adapter_config.json``, float32 tensors on the CPU) on rank 0, None elsewhere. Collective."""
+        settings_and_factors = self.factors(name)
+        if settings_and_factors is None:
             return None
-        lora, factors = whole
+        lora, factors = settings_and_factors
         return to_config(lora, factors, base_model, list(self.registry.adaptable)), to_tensors(factors, lora.rank)
 
     def forget(self, name: str) -> None:
-        """Remove an adapter with all that belongs to it."""
+        """Remove an adapter and its state."""
         self.registry.remove(name)
 
 
@@ -271,14 +273,14 @@ def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[st
     settings = lora or saved.lora
     if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:
         raise ConfigError(
-            f"{path} has rank {saved.lora.rank} and scaling {saved.lora.scaling:g}; the settings given have "
+            f"{path} has rank {saved.lora.rank} and scaling {saved.lora.scaling:g}; the settings passed have "
             f"{settings.rank} and {settings.scaling:g}"
         )
     different = sorted({name for name in projections if matches(name, settings.targets)} ^ saved.values.keys())
     if different and lora is not None:
         has = "adapts" if different[0] in saved.values else "does not adapt"
-        raise ConfigError(f"{path} {has} {different[0]}, unlike the targets given, {lora.targets}")
-    # A layer that gets no factors would start with A = 0 and B = 0, and never learn.
+        raise ConfigError(f"{path} {has} {different[0]}, unlike the targets passed, {lora.targets}")
+    # A targeted layer without saved factors would start with A = 0 and B = 0, and never learn.
     return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
 
 
@@ -309,12 +311,12 @@ class MixedAdapters(AdapterSet):
         self._pool: StackPool | None = None
 
     def keep_stacks(self, limit: int, on_drop: Callable[[StackedAdapters], None]) -> StackPool:
-        """From now on take stacks from a pool, whose memory stays where it is; see :class:`StackPool`."""
+        """Create a pool to take stacks from, so that they keep their addresses; see :class:`StackPool`."""
         self._pool = StackPool(self._shape_groups, self._dtype, self._device, limit, on_drop)
         return self._pool
 
     def abandon(self) -> None:
-        """Gradients of a call are added to the adapters' own by :meth:`collect` alone."""
+        """Do nothing: only :meth:`collect` adds a call's gradients to the adapters'."""
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
@@ -326,23 +328,23 @@ class MixedAdapters(AdapterSet):
             self._applied.stacked = self._applied.segments = None
 
     def _filled_stack(self, names: Sequence[str]) -> StackedAdapters:
-        """Return the stack that holds the present factors of these adapters."""
+        """Return a stack filled with the current factors of these adapters."""
         adapters = tuple(self.registry[name] if name else None for name in names)
         if self._pool is not None:
             self._stacked = self._pool.take(adapters)
         elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
-            self._stacked = None  # frees the old one first
+            self._stacked = None  # free the old stack before allocating another
             self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
         self._stacked.fill()
         return self._stacked
 
     def collect(self) -> None:
-        """Add the gradients of the last call to its adapters' own."""
+        """Add the gradients of the last call to those of its adapters."""
         assert self._stacked is not None
         self._stacked.collect()
 
     def forget(self, name: str) -> None:
-        """Remove an adapter, and whatever copies of it there are."""
+        """Remove an adapter and its copies in stacks."""
         if self._pool is not None:
             self._pool.forget(self.registry[name])
         if self._stacked is not None and self.registry[name] in self._stacked.adapters:
@@ -352,7 +354,8 @@ class MixedAdapters(AdapterSet):
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Set the batch's segments: the adapter of each token, by its index in ``names``."""
         lengths = [length // self._topology.context for length in batch.padded_lengths]
-        count = len(names) if self._pool is None else places(len(names))
+        # Stacks of a pool have empty slots, for which segments must exist as well.
+        count = len(names) if self._pool is None else stack_capacity(len(names))
         counts = tokens_per_adapter(batch.adapter_index, lengths, count)
         ranks = self._topology.tensor if self._topology.sequence_parallel else 1
         batch.segments = token_segments(
@@ -364,7 +367,7 @@ class MixedAdapters(AdapterSet):
         )
 
     def _keys(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> Tensor | None:
-        """Dropout keys of the tokens, in the order in which layers see them."""
+        """Return the tokens' dropout keys in the order in which layers see the tokens."""
         adapters = [self.registry[name] if name else None for name in names]
         if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
             return None
@@ -376,6 +379,7 @@ class MixedAdapters(AdapterSet):
                 if adapter is None
                 else token_keys(adapter.seed, adapter.step_count, sample, positions)
             )
+        # Megatron's layers see a plain batch as [sequence, batch]: samples alternate.
         interleaved = self._sequence_first and batch.packed is None
         keys = torch.stack(parts, dim=1).flatten() if interleaved else torch.cat(parts)
         return to_device(keys, self._device)

@@ -1,4 +1,4 @@
-"""``W x`` becomes ``W x + scaling * B A x``, every token with its own adapter, called by hooks in a model's layers."""
+"""Add ``scaling * B A x`` to ``W x``, with each token's adapter. Called by hooks on a model's layers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megascend.lora.target_modules import TargetModule, matches
 
 
 class AppliedAdapters:
-    """The adapters that a model's layers apply at present, and the arithmetic of each kind of layer.
+    """Adapters that a model's layers currently apply, and the arithmetic for each kind of layer.
 
-    A layer is named by the number of its shape group, its own number in that, and the target module.
+    A layer is identified by the index of its shape group, its index in the group, and the target module.
 
     Args:
         sequence_parallel: tensor parallel ranks hold slices of the tokens between layers.
 
     Attributes:
-        stacked: the adapters of the present call, or None while adapters are off.
-        segments: which adapter each token of the present micro batch belongs to.
+        stacked: adapters of the current call, or None while adapters are off.
+        segments: per-token adapter segments of the current micro batch.
     """
 
     def __init__(self, *, sequence_parallel: bool = False) -> None:
@@ -34,7 +34,7 @@ class AppliedAdapters:
         self.stacked: StackedAdapters | None = None
         self.segments: TokenSegments | None = None
         self._output: tuple[int, TargetModule] | None = None
-        self._root = torch.empty(0, requires_grad=True)
+        self._root = torch.empty(0, requires_grad=True)  # makes autograd call LookUp.backward; token ids cannot
 
     @property
     def mixed(self) -> TokenSegments | None:
@@ -42,16 +42,17 @@ class AppliedAdapters:
         return self.segments if self.stacked is not None and len(self.stacked.adapters) > 1 else None
 
     def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
-        """Bring ``A x`` from where A acts to where B does."""
+        """Communicate ``A x`` from the ranks that apply A to those that apply B."""
         return down
 
     def to_linear(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
-        """``out`` with the adapters' part of a linear layer; both are [..., features]."""
-        stacked, segments = self._present()
+        """Return ``out`` plus the adapters' part of a linear layer; both are [..., features]."""
+        stacked, segments = self._active()
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
-        column, apart = target.split == "column", self._sequence_parallel
-        before, after = (segments.local, segments.whole) if column else (segments.whole, segments.local)
-        x = drop(x, stacked, segments, target, local=apart and column)
+        column, sequence_parallel = target.split == "column", self._sequence_parallel
+        before, after = (segments.local, segments.full) if column else (segments.full, segments.local)
+        # Only column parallel layers see this rank's slice of the tokens as input; row parallel ones see all of them.
+        x = drop(x, stacked, segments, target, local=sequence_parallel and column)
         down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
         total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
@@ -64,16 +65,17 @@ class AppliedAdapters:
         if rows.order is None:
             down = GroupedLinear.apply(x, a, a_grads, rows.segments, None)
             return GroupedLinear.apply(down, b, b_grads, rows.segments, out)
-        down = GroupedLinear.apply(Moved.apply(x, rows.order, rows.place), a, a_grads, rows.segments, None)
+        # Grouped products need sorted rows; only the delta is moved back, as the base output is in order.
+        down = GroupedLinear.apply(Moved.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
         delta = GroupedLinear.apply(down, b, b_grads, rows.segments, None)
-        return out + Moved.apply(delta, rows.place, rows.order)
+        return out + Moved.apply(delta, rows.inverse, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
-        """Add the adapters' part of the embedding of ``ids`` [batch, sequence] to ``out``: [batch, sequence, h], or this rank's
+        """Add the adapters' part of the embedding of ``ids`` [batch, sequence] to ``out``.
 
-        slice [sequence, batch, h] under sequence parallelism.
+        ``out`` is [batch, sequence, h], or this rank's slice [sequence, batch, h] under sequence parallelism.
         """
-        stacked, segments = self._present()
+        stacked, segments = self._active()
         if not adapted_segments(stacked, segments, target):
             return out
         a, a_grads, b, b_grads = stacked.factors(shape_group, 0, segments.single)
@@ -85,11 +87,11 @@ class AppliedAdapters:
         return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
 
     def down_of_output(self, x: Tensor) -> Tensor | None:
-        """``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""
+        """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""
         if self.lora_delta(self.segments) is None:
             return None
         assert self._output is not None
-        stacked, segments = self._present()
+        stacked, segments = self._active()
         shape_group, target = self._output
         a, a_grads, _, _ = stacked.factors(shape_group, 0, segments.single)
         x = drop(x, stacked, segments, target, local=self._sequence_parallel)
@@ -97,7 +99,7 @@ class AppliedAdapters:
         return self.exchange(down, target)
 
     def lora_delta(self, segments: TokenSegments | None) -> LowRank | None:
-        """What the adapters of a micro batch's tokens add to their logits; None if none acts on the output layer."""
+        """Return the adapters' low-rank addition to a micro batch's logits; None if none acts on the output layer."""
         if self.stacked is None or self._output is None:
             return None
         assert segments is not None
@@ -108,14 +110,14 @@ class AppliedAdapters:
         factors: FactorsAndGrads = self.stacked.factors(shape_group, 0, segments.single)
         return LowRank(factors[2], factors[3], adapted)
 
-    def _present(self) -> tuple[StackedAdapters, TokenSegments]:
+    def _active(self) -> tuple[StackedAdapters, TokenSegments]:
         assert self.stacked is not None
-        assert self.segments is not None, "a micro batch was begun without its segments"
+        assert self.segments is not None, "the micro batch has no segments"
         return self.stacked, self.segments
 
 
 def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:
-    """With a frozen embedding nothing would need a gradient before the first adapter, and recomputation would end there."""
+    """Make a frozen embedding's output require a gradient, without which recomputation would skip the layers' backward."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
@@ -126,23 +128,23 @@ def adapted_segments(
 ) -> tuple[tuple[int, slice], ...]:
     """Return (index of the adapter in the stack, its tokens) of the micro batch's adapters that act on ``target``.
 
-    The tokens are all of a tensor parallel group, so that its ranks agree on what they exchange.
+    Tokens are those of all ranks of the tensor parallel group, so that its ranks issue the same collectives.
     """
     name = target.slices[0].name
     acts = [adapter is not None and matches(name, adapter.lora.targets) for adapter in stacked.adapters]
     if segments.single is not None:
         return ((0, slice(0, len(segments.adapter_index))),) if acts[segments.single] else ()
-    assert segments.whole is not None
-    found, start = [], 0
-    for index, count in enumerate(segments.whole.sizes()):
+    assert segments.full is not None
+    adapted, start = [], 0
+    for index, count in enumerate(segments.full.sizes()):
         if count and acts[index]:
-            found.append((index, slice(start, start + count)))
+            adapted.append((index, slice(start, start + count)))
         start += count
-    return tuple(found)
+    return tuple(adapted)
 
 
 class LookUp(torch.autograd.Function):
-    """This rank's part of ``A x`` for one-hot x: each token's row of its adapter's table, zero if another rank has it.
+    """Lookup of this rank's part of ``A x`` for one-hot x: a row of the token's adapter, zero if another rank has it.
 
     The gradient goes straight into a float32 buffer, as in :class:`megascend.lora.grouped.GroupedLinear`.
     """
@@ -162,23 +164,23 @@ class LookUp(torch.autograd.Function):
         """
         count, size, rank = tables.shape
         local = ids.flatten() - start
-        mine = ((local >= 0) & (local < size))[:, None]
-        rows = torch.where(mine[:, 0], local, 0)
+        is_local = ((local >= 0) & (local < size))[:, None]
+        rows = torch.where(is_local[:, 0], local, 0)
         if adapter_index is not None:
             rows = rows + adapter_index * size
-        ctx.save_for_backward(rows, mine)
+        ctx.save_for_backward(rows, is_local)
         ctx.grads = grads.view(count * size, rank)
         if not size:  # all of this rank's vocabulary is padding
             return tables.new_zeros(*ids.shape, rank)
-        # where, not a product: a row that is not meant may be anything.
-        return torch.where(mine, tables.view(count * size, rank)[rows], 0).view(*ids.shape, rank)
+        # where, not a product: a row of another rank's token may be NaN or inf.
+        return torch.where(is_local, tables.view(count * size, rank)[rows], 0).view(*ids.shape, rank)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[None, ...]:
         (grad,) = outputs
-        rows, mine = ctx.saved_tensors
+        rows, is_local = ctx.saved_tensors
         if len(ctx.grads):
-            values = torch.where(mine, grad.reshape(len(rows), -1), 0).float()
+            values = torch.where(is_local, grad.reshape(len(rows), -1), 0).float()
             ctx.grads.index_put_((rows,), values, accumulate=True)
         return None, None, None, None, None, None
 
@@ -186,7 +188,7 @@ class LookUp(torch.autograd.Function):
 def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Tensor:
     """Return the dropout keys of the tokens at ``positions`` int64 [n] of a sample, in [0, 2^31).
 
-    ``seed`` and ``step`` are the adapter's, ``input_ids`` the whole sample: equal samples of one step share masks.
+    ``seed`` and ``step`` are the adapter's, ``input_ids`` the sample's: equal samples of one step share masks.
     """
     sample = zlib.crc32(input_ids.numpy().tobytes(), zlib.crc32(f"{seed}/{step}".encode()))
     return mix(positions + sample)
@@ -203,15 +205,16 @@ def mix(values: Tensor) -> Tensor:
 def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: TargetModule, *, local: bool) -> Tensor:
     """Apply each token's adapter's dropout to ``x`` [..., in] in training mode; ``local``: x is this rank's slice of the tokens.
 
-    Each element's mask is a hash of (token key, layer, feature), so that a tenant's masks are the same alone or in a mixed batch,
-    in every layout, and when a layer is recomputed.
+    Each element's mask is a hash of (token key, layer, feature), so a tenant's masks are the same in its own or a mixed batch, in
+    every layout, and when a layer is recomputed.
     """
     if segments.keys is None or not target.module.training:
         return x
-    which = segments.mine if local else slice(None)
-    rate = stacked.dropouts[segments.adapter_index[which]][:, None]
+    rows = segments.local_slice if local else slice(None)
+    rate = stacked.dropouts[segments.adapter_index[rows]][:, None]
     layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
     columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
-    drawn = mix(segments.keys[which][:, None] ^ columns)
+    drawn = mix(segments.keys[rows][:, None] ^ columns)
+    # double: float32 cannot represent all thresholds below 2^31.
     keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
     return x * keep.view(x.shape)

@@ -1,4 +1,4 @@
-"""The two whole factors of an adapted weight, as saved and loaded; and merged into weights that are exported."""
+"""Unsharded factors of adapted weights, as saved and loaded, and merging them into exported weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Factors:
         return self.a.shape[-2]
 
     def delta(self, scaling: float) -> Tensor:
-        """``scaling * B A``: [out, in]; of experts [experts, out, in]."""
+        """Return ``scaling * B A``: [out, in]; of experts [experts, out, in]."""
         return scaling * (self.b @ self.a)
 
 
-OF_ONE_EXPERT = re.compile(
+EXPERT_WEIGHT = re.compile(
     r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|gate_up_proj)\.weight$"
 )
 
@@ -46,7 +46,7 @@ def merged(
 ) -> Callable[[str, Tensor], Tensor] | None:
     """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
-    Experts may be stored one by one or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
+    Experts may be stored separately or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
     CheckpointError. ``transposed``: fused experts stored as [experts, in, out]. None stays None (ranks that write nothing).
     """
     if adapter is None:
@@ -65,20 +65,20 @@ def merged(
 
 
 def delta_for(name: str, lora: Lora, factors: dict[str, Factors]) -> Tensor | None:
-    """``scaling * B A`` for the checkpoint's tensor ``name``, or None if the adapter leaves it alone."""
+    """Return ``scaling * B A`` for the checkpoint's tensor ``name``; None if the adapter does not adapt it."""
     module = name.removesuffix(".weight")
     if module in factors:
         delta = factors[module].delta(lora.scaling)
         return delta.mT if is_embedding(module) else delta
-    single = OF_ONE_EXPERT.match(name)
+    single = EXPERT_WEIGHT.match(name)
     if single is None:
         return None
     number, part = int(single["number"]), single["part"]
     fused = "down_proj" if part == "down_proj" else "gate_up_proj"
-    whole = factors.get(f"{single['experts']}.{fused}")
-    if whole is None:
+    pair = factors.get(f"{single['experts']}.{fused}")
+    if pair is None:
         return None
-    delta = lora.scaling * (whole.b[number] @ whole.a[number])
+    delta = lora.scaling * (pair.b[number] @ pair.a[number])
     if part in ("down_proj", "gate_up_proj"):
         return delta
     gate, up = torch.chunk(delta, 2)

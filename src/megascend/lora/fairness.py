@@ -1,19 +1,19 @@
-"""The requests that run next, when many adapters share one model. Pure: requests in, one unit of work out.
+"""Scheduling of many adapters' requests on one model. Pure: requests in, one unit of work out.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the service. Every adapter has a start tag:
 the tokens it was served, or the virtual time if that is later, so that idling earns nothing. The smallest tag leads the
-next batch, and the virtual time is the leader's tag. Others that fit ride along while they are at most one full batch
-ahead of the leader. From this follow the bounds, where L is an adapter's largest request and B is max_batch_tokens:
+next batch, and the virtual time is the leader's tag. Other requests that fit join while they are at most one full batch
+ahead of the leader. This gives the bounds, where L is an adapter's largest request and B is max_batch_tokens:
 
 - Adapters that always have work, from the start, differ by at most B + L tokens, L of the one that is ahead.
-- A request counts as ``Ledger.least`` tokens at least: a unit of work takes its time even for one token, and requests that
-  share no batch with others (another loss, forwards) would otherwise keep them waiting for a unit a token.
+- A request counts as at least ``Ledger.least`` tokens: a unit of work has a fixed cost, and requests that share no batch
+  with others (another loss, forwards) would otherwise delay them by a unit for every token.
 - A request at the head of its line leads after at most one batch for every other adapter, if its own adapter is not
   ahead of the virtual time. If it is ahead by d tokens, each other adapter is served at most d + B + L before it.
 - Optimizer steps cost no tokens. They run before any batch, all that are due at once, but never twice in a row while
-  a batch waits, so they cannot hold it up for more than one unit.
+  a batch waits, so they cannot delay it by more than one unit.
 
-No clocks, no hashes, no sets: ranks that are asked the same decide the same.
+It uses no clocks, hashes or sets, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ R = TypeVar("R", bound="Request")
 
 @dataclass(frozen=True)
 class Request:
-    """What scheduling has to know of one request.
+    """Scheduling information of one request.
 
     Attributes:
         number: order of submission over all adapters; the earlier one wins a tie.
@@ -45,13 +45,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What was served so far.
+    """Record of the service so far.
 
     Attributes:
         now: virtual time in tokens; it never falls.
         served: of adapters ahead of ``now``, the tag at which their next request starts.
         stepped: True if the last unit was optimizer steps.
-        least: tokens that a request is charged for at least.
+        least: smallest number of tokens that a request is charged for.
     """
 
     now: int = 0
@@ -60,11 +60,11 @@ class Ledger:
     least: int = 0
 
     def start(self, adapter: str) -> int:
-        """Start tag of this adapter's next request."""
+        """Return the start tag of this adapter's next request."""
         return max(self.now, self.served.get(adapter, 0))
 
     def charged(self, unit: Sequence[Request]) -> Ledger:
-        """The ledger once ``unit`` has run, whether it succeeded or not."""
+        """Return the ledger after ``unit`` has run, whether it succeeded or not."""
         if unit[0].kind == "optimizer_step":
             return replace(self, stepped=True)
         now = min(self.start(request.adapter) for request in unit)
@@ -73,12 +73,12 @@ class Ledger:
 
 
 def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list[R]:
-    """The requests to run together now: optimizer steps, forward_backwards with one loss, or forwards.
+    """Choose the requests to run together now: optimizer steps, forward_backwards with one loss, or forwards.
 
     Args:
-        heads: the first waiting request of every adapter, in any order; no calls. Later ones have to wait: an adapter's
-            requests run in the order of submission, one in a unit.
-        ledger: what was served before; charge it with the result.
+        heads: the first waiting request of every adapter, in any order; no calls. An adapter's requests run in the order of
+            submission, one per unit.
+        ledger: of the service so far; charge it with the result.
         max_batch_tokens: most tokens of one batch. A larger request runs alone.
 
     Returns:
@@ -91,12 +91,12 @@ def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list
     work.sort(key=lambda request: (ledger.start(request.adapter), request.number))
     unit: list[R] = []
     for request in work:
-        if not unit or _may_ride(request, unit, ledger, max_batch_tokens):
+        if not unit or _may_join(request, unit, ledger, max_batch_tokens):
             unit.append(request)
     return unit
 
 
-def _may_ride(request: Request, unit: Sequence[Request], ledger: Ledger, max_batch_tokens: int) -> bool:
+def _may_join(request: Request, unit: Sequence[Request], ledger: Ledger, max_batch_tokens: int) -> bool:
     leader = unit[0]
     return (
         (request.kind, request.loss) == (leader.kind, leader.loss)

@@ -1,4 +1,4 @@
-"""Products of segments of rows with one matrix each: what applies many adapters to one batch at once."""
+"""Grouped matrix products, one matrix for each segment of rows: they apply many adapters to one batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TORCH_GROUPS = 1023
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows of a matrix that follow each other and share something, segment by segment; a segment may be empty.
+    """Consecutive segments of a matrix's rows, one for each matrix of a grouped product; a segment may be empty.
 
     Attributes:
-        ends: int32 [segments] on the device, where each segment ends; the last is the number of rows.
-        counts: rows of each segment, where the CPU knows them; else they are read from the device when needed.
+        ends: int32 [segments] on the device, the end of each segment; the last is the number of rows.
+        counts: rows of each segment if the CPU knows them; else they are read from the device when needed.
     """
 
     ends: Tensor
@@ -31,11 +31,11 @@ class Segments:
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> Segments:
-        """Segments of known lengths."""
+        """Build segments of known lengths."""
         return cls(to_device(torch.tensor(counts).cumsum(0).int(), device), tuple(counts))
 
     def sizes(self) -> list[int]:
-        """Rows of each segment. Waits for the device unless the CPU knows them."""
+        """Return the rows of each segment. Waits for the device unless the CPU knows them."""
         if self.counts is not None:
             return list(self.counts)
         return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
@@ -43,7 +43,7 @@ class Segments:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Return what multiplies all segments at once on a device: torch on compute capability 9.0, torch_npu on NPUs.
+    """Return the library with grouped products on a device: torch on compute capability 9.0, torch_npu on NPUs.
 
     Not torch on 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
     """
@@ -53,20 +53,21 @@ def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
 
 
 def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton"] | None:
-    """Return the kernel for these operands, or None: 16 bits; sizes in multiples of 8, but for Triton's of low rank."""
+    """Return the kernel for these operands, or None. Needs 16 bits and, except Triton's for low rank, sizes that are
+    multiples of 8."""
     k, m = weights.shape[-2:]
     if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
-    found = kernel_of(rows.device)
-    if found == "torch" and rows.is_cuda and min(k, m) <= MAX_RANK:
+    kernel = kernel_of(rows.device)
+    if kernel == "torch" and rows.is_cuda and min(k, m) <= MAX_RANK:
         return "triton"
-    if k % 8 or m % 8 or (found == "torch" and rows.dtype != torch.bfloat16):
+    if k % 8 or m % 8 or (kernel == "torch" and rows.dtype != torch.bfloat16):
         return None
-    return found
+    return kernel
 
 
 def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tensor | None = None) -> Tensor:
-    """``rows[segment g] @ weights[g]``, plus ``base``: [n, k] and [segments, k, m] to [n, m].
+    """Compute ``rows[segment g] @ weights[g]``, plus ``base``: [n, k] and [segments, k, m] to [n, m].
 
     Args:
         weights: also [outer, inner, k, m], of segment ``outer * len(inner) + inner``; without ``segments`` [1, k, m].
@@ -84,12 +85,12 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tens
     elif kernel == "npu":
         out = grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
     else:
-        out = torch.cat([part @ of for part, of in zip(rows.split(segments.sizes()), weights, strict=True)])
+        out = torch.cat([part @ matrix for part, matrix in zip(rows.split(segments.sizes()), weights, strict=True)])
     return out if base is None else out.add_(base)
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | None) -> None:
-    """``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m].
+    """Compute ``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m].
 
     Args:
         into: also [outer, inner, k, m], as the weights of :func:`product`.
@@ -103,45 +104,45 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
         accumulate(into.mT, right, left, segments)
     elif segments is None:
         into.flatten(0, -3)[0].add_(left.T @ right)
-    elif into.dim() == 4:  # by (outer, inner), which need not be how they lie in memory
-        whole = torch.zeros_like(into, memory_format=torch.contiguous_format).flatten(0, 1)
-        accumulate(whole, left, right, segments)
-        into.add_(whole.view(into.shape))
+    elif into.dim() == 4:  # by (outer, inner), whose strides may not allow a flat view
+        sums = torch.zeros_like(into, memory_format=torch.contiguous_format).flatten(0, 1)
+        accumulate(sums, left, right, segments)
+        into.add_(sums.view(into.shape))
     elif kernel == "torch":
         for start, end in _parts(len(into)):
-            found = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
-            into[start:end].add_(found[1:] if start else found)
+            products = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
+            into[start:end].add_(products[1:] if start else products)
     elif kernel == "npu":
         into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
     else:
         sizes = segments.sizes()
-        for total, one, other in zip(into, left.split(sizes), right.split(sizes), strict=True):
-            if len(one):
-                total.add_(one.T @ other)
+        for total, left_rows, right_rows in zip(into, left.split(sizes), right.split(sizes), strict=True):
+            if len(left_rows):
+                total.add_(left_rows.T @ right_rows)
 
 
 def _parts(segments: int) -> list[tuple[int, int]]:
-    """Return each call's first and last segment. Segments' begins are known on the device alone, so all calls start at row 0."""
+    """Return (start, end) segments of each call. Only the device knows where segments begin, so all calls start at row 0."""
     starts = [0, *range(TORCH_GROUPS, segments, TORCH_GROUPS - 1)]
     return list(zip(starts, [*starts[1:], segments], strict=True))
 
 
 def _product_by_torch(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """:func:`product` of any number of segments, without a wait for the device."""
-    (_, first), *others = _parts(len(weights))
+    """Compute :func:`product` of any number of segments, without a wait for the device."""
+    (_, first), *rest = _parts(len(weights))
     out = torch._grouped_mm(rows, weights[:first], offs=ends[:first])
-    for start, end in others:
-        found = torch._grouped_mm(rows, weights[start - 1 : end], offs=ends[start - 1 : end])
+    for start, end in rest:
+        products = torch._grouped_mm(rows, weights[start - 1 : end], offs=ends[start - 1 : end])
         before = torch.arange(len(rows), device=rows.device) < ends[start - 1]
-        out = torch.where(before[:, None], out, found)
+        out = torch.where(before[:, None], out, products)
     return out
 
 
 class GroupedLinear(torch.autograd.Function):
-    """``base + rows[segment g] @ weights[g]``, whose weight gradients go straight into a float32 buffer, or nowhere.
+    """``base + rows[segment g] @ weights[g]``, whose weight gradients are added to a float32 buffer, if there is one.
 
-    The weights are no autograd inputs: their gradient would be a fresh tensor for every layer and micro batch, to be added
-    to the buffer by another kernel.
+    The weights are not autograd inputs: autograd would allocate their gradient for every layer and micro batch and need another
+    kernel to add it to the buffer.
     """
 
     @staticmethod
@@ -158,11 +159,11 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = outputs
         rows, weights = ctx.saved_tensors
-        whole = grad.contiguous()
+        contiguous = grad.contiguous()
         if ctx.grads is not None:
-            accumulate(ctx.grads, rows, whole, ctx.segments)
+            accumulate(ctx.grads, rows, contiguous, ctx.segments)
         return (
-            product(whole, weights.mT, ctx.segments),
+            product(contiguous, weights.mT, ctx.segments),
             None,
             None,
             None,

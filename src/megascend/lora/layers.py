@@ -1,8 +1,8 @@
-"""Adapters inside Megatron's layers: ``W x`` becomes ``W x + scaling * B A x``, every token with its own adapter.
+"""Adapters in Megatron's layers: ``W x`` becomes ``W x + scaling * B A x``, with each token's adapter.
 
-Communication follows the layer's. Only ``A x``, a few numbers a token, travels: where ranks share a layer's output, it is
-gathered (sequence parallelism) or its gradient summed; where they share the input, it is summed. The embedding is a layer
-whose ranks share the input, the output layer one whose ranks share the output, which the output head forms.
+Communication follows the layer's. Only ``A x``, a few numbers a token, is communicated: in column parallel layers it is
+gathered (sequence parallelism) or its gradient is reduced; in row parallel layers it is reduced. The embedding is a row
+parallel layer, the output layer a column parallel one, whose output the output head computes.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class AdapterManager(MixedAdapters):
             chunk.requires_grad_(False)
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         check_untied(limits.targets, layout.prefix, tied=not config.untie_embeddings_and_output_weights)
-        found = find_target_modules(chunks, layout)
-        mine = sorted({fused_slice.name for target in found for fused_slice in target.slices})
-        everything = sorted({name for rank in gather_objects(mine, "world", groups, "layers") for name in rank})
+        targets = find_target_modules(chunks, layout)
+        # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
+        local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
+        all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
         registry = AdapterRegistry.of_model(
-            found, everything, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
+            targets, all_names, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
         )
         self.layers = AdapterLayers(
             chunks,
@@ -94,7 +95,7 @@ class AdapterManager(MixedAdapters):
 
 
 class AdapterLayers(AppliedAdapters):
-    """Hooks on the adapted layers of this rank, and which adapters they apply at the moment."""
+    """Forward hooks on the adapted layers of this rank, and the adapters that they currently apply."""
 
     def __init__(
         self, chunks: Sequence[Any], shape_groups: Sequence[ShapeGroup], *, tensor_size: int, sequence_parallel: bool
@@ -111,7 +112,11 @@ class AdapterLayers(AppliedAdapters):
                     self._output = number, target
                     target.module.register_forward_hook(self._after_output)
                     continue
-                expose_normed_input(target.module)
+                if isinstance(target.module, te.TELayerNormColumnParallelLinear) and hasattr(
+                    target.module, "return_layernorm_output"
+                ):
+                    # Adapters act on the linear layer's input, which is inside a layer with a fused norm.
+                    patch(target.module, "return_layernorm_output", True, "adapters see the norm's output")
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
                     self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
@@ -120,7 +125,7 @@ class AdapterLayers(AppliedAdapters):
                 chunk.embedding.register_forward_hook(start_graph)
 
     def watch(self, output: Tensor) -> None:
-        """Return to this micro batch when its backward pass begins: recomputed layers must find its segments."""
+        """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
             output.register_hook(lambda _: setattr(self, "segments", segments))
@@ -140,7 +145,7 @@ class AdapterLayers(AppliedAdapters):
         return self.to_experts(shape_group, layer, grouped, x, out), bias
 
     def _after_output(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Append ``A x`` to the hidden states that go to the output head, which finds B by :meth:`lora_delta`."""
+        """Append ``A x`` to the hidden states for the output head, which gets B from :meth:`lora_delta`."""
         down = self.down_of_output(inputs[0])
         if down is None:
             return output
@@ -153,11 +158,11 @@ class AdapterLayers(AppliedAdapters):
         return out if self.stacked is None else self.to_embedding(shape_group, target, inputs[0], out)
 
     def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
-        """Bring ``A x`` [sequence, batch, r] from where A acts to where B does."""
+        """Communicate ``A x`` [sequence, batch, r] from the ranks that apply A to those that apply B."""
         if self._tensor_size == 1:
             return down
         if target.split == "column":
-            # Every rank's output rows give a part of the gradient of A x; both sum it.
+            # Every rank's output rows give a part of the gradient of A x; both functions reduce it in backward.
             if self._sequence_parallel:
                 return gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True)
             return copy_to_tensor_model_parallel_region(down)
@@ -166,14 +171,8 @@ class AdapterLayers(AppliedAdapters):
         return reduce_from_tensor_model_parallel_region(down)
 
 
-def expose_normed_input(module: Any) -> None:
-    """Let a layer with a norm inside hand out the norm's output, which is the input that adapters see."""
-    if isinstance(module, te.TELayerNormColumnParallelLinear) and hasattr(module, "return_layernorm_output"):
-        patch(module, "return_layernorm_output", True, "adapters see the norm's output")
-
-
 def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Any, Tensor]:
-    """(output, bias, the linear layer's own input) of a layer that has just run."""
+    """Return (output, bias, input of the linear layer) of a layer that has just run."""
     if not isinstance(module, te.TELayerNormColumnParallelLinear):
         out, bias = output
         return out, bias, inputs[0]
@@ -183,19 +182,19 @@ def split_output(module: Any, inputs: tuple[Any, ...], output: Any) -> tuple[Ten
         else:
             (out, normed), bias = output
         return out, bias, normed
-    # MindSpeed's layer keeps its norm's output to itself.
+    # MindSpeed's layer does not return its norm's output, so the norm runs again here.
     norm = getattr(module, "_rmsnorm" if module.config.normalization == "RMSNorm" else "_layernorm", None)
     if norm is None:
-        raise PlatformError(f"{type(module).__name__} does not tell its norm's output, which adapters need")
+        raise PlatformError(f"{type(module).__name__} has no norm that adapters can take their input from")
     out, bias = output
     return out, bias, norm(inputs[0])
 
 
 class ExpertRows:
-    """The adapters of the rows that one layer's experts of this rank compute at the moment.
+    """Adapters of the rows that one layer's experts on this rank are computing.
 
     Args:
-        in_order: rows of an expert lie as their tokens do, which lie by adapter.
+        in_order: rows of an expert are in the order of their tokens, which are sorted by adapter.
     """
 
     def __init__(self, *, in_order: bool) -> None:
@@ -204,7 +203,7 @@ class ExpertRows:
         self._grouped: ExpertAdapterRows | None = None
 
     def take(self, adapter_index: Tensor | None) -> None:
-        """Remember the rows' adapters (None: all have the same)."""
+        """Set the rows' adapters (None: all have the same)."""
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
@@ -219,18 +218,18 @@ class ExpertRows:
             return ExpertAdapterRows(segments)
         row = torch.arange(len(self.adapter_index), device=segments.ends.device)
         expert = torch.searchsorted(segments.ends, row.int(), right=True)
-        # On NPUs rows are sorted: the assertion that they need not be has not been tried there, and MindSpeed dispatches itself.
+        # On NPUs always sort: the device-side assertion is untested there, and MindSpeed has a dispatcher of its own.
         in_order = self._in_order and device.type != "npu"
         return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
 
 
 def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
-    """Have the token dispatcher of a mixture-of-experts layer send tokens' adapter indices beside them.
+    """Make the token dispatcher of a mixture-of-experts layer send tokens' adapter indices with them.
 
     It permutes tokens by expert and exchanges them over expert parallel ranks.
 
     Args:
-        mixed: returns the micro batch's segments, or None if its tokens are all of one adapter, or of none.
+        mixed: returns the micro batch's segments, or None if all its tokens have one adapter, or none.
     """
     dispatcher = moe.token_dispatcher
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
@@ -240,14 +239,15 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         )
     rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
-    permuted: list[Tensor | None] = [None]
+    permuted: list[Tensor | None] = [None]  # passed from the first hook to the second
 
     def dispatch_preprocess(*args: Any, **options: Any) -> Any:
         result = preprocess(*args, **options)
         permuted[0], segments = None, mixed()
         if segments is not None:
-            mine = segments.adapter_index[segments.mine]
-            permuted[0] = mine[dispatcher.reversed_local_input_permutation_mapping]
+            local = segments.adapter_index[segments.local_slice]
+            # The row of a permuted token is its index in the unpermuted ones, so this permutes the indices alike.
+            permuted[0] = local[dispatcher.reversed_local_input_permutation_mapping]
         return result
 
     def dispatch_postprocess(*args: Any, **options: Any) -> Any:
@@ -256,15 +256,15 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
 
-    why = "tells which adapter each token that is sent to an expert belongs to"
-    patch(dispatcher, "dispatch_preprocess", dispatch_preprocess, why)
-    patch(dispatcher, "dispatch_postprocess", dispatch_postprocess, why)
+    reason = "sends the adapter index of every token to its expert"
+    patch(dispatcher, "dispatch_preprocess", dispatch_preprocess, reason)
+    patch(dispatcher, "dispatch_postprocess", dispatch_postprocess, reason)
     return rows
 
 
 def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> Tensor:
-    """Send adapter indices [rows] the way that the dispatcher has just sent the permuted tokens."""
-    column = adapter_index[:, None].float()  # small enough to be exact
+    """Exchange adapter indices [rows] as the dispatcher has just exchanged the permuted tokens."""
+    column = adapter_index[:, None].float()  # the collectives take floats; indices this small are exact
     if dispatcher.ep_size > 1:
         column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
     if dispatcher.tp_size > 1:
@@ -272,7 +272,7 @@ def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> T
         column = gather_from_sequence_parallel_region(
             column, group=dispatcher.tp_group, output_split_sizes=None if splits is None else splits.tolist()
         )
-    if (sort_received := getattr(dispatcher, "sort_received", None)) is not None:  # of moe.experts: grouped
+    if (sort_received := getattr(dispatcher, "sort_received", None)) is not None:  # with moe.experts: grouped
         column = sort_received(column)
     elif dispatcher.num_local_experts > 1:
         column, _ = sort_chunks_by_idxs(

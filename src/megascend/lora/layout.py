@@ -1,8 +1,8 @@
-"""How one adapter's factors lie in one flat vector. Pure arithmetic.
+"""Layout of an adapter's factors in one flat vector. Pure arithmetic.
 
-All factors of an adapter on a rank are views of one fp32 vector, so that reducing, measuring, clipping and stepping them
-each is one operation. Layers with factors of the same shape form a shape group, whose factors are two tensors over all its
-layers. Factors that are reduced over the same ranks lie together.
+All factors of an adapter on a rank are views of one fp32 vector, so that an all-reduce, the norm, clipping and a step are one
+operation each. Layers with factors of the same shape form a shape group, whose factors are two tensors over all its layers.
+Factors that are reduced over the same ranks are contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megascend.lora.target_modules import TargetModule
 
 Sharding = Literal["copied", "split", "expert_copied", "expert_split"]
 SHARDINGS: tuple[Sharding, ...] = ("copied", "split", "expert_copied", "expert_split")
-"""Whether a factor is the same on all tensor parallel ranks or divided over them, outside experts and inside."""
+"""``copied``: the same on all tensor parallel ranks; ``split``: divided over them. ``expert``: of routed experts."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class ShapeGroup:
 
     @property
     def first(self) -> TargetModule:
-        """One of them, where any will do."""
+        """The first target module; shapes are the same in all of them."""
         return self.target_modules[0]
 
     def sharding(self, factor: Literal["a", "b"]) -> Sharding:
-        """How tensor parallel ranks share a factor: A follows the layer's input, B its output."""
+        """Return how tensor parallel ranks share a factor: A follows the layer's input, B its output."""
         split = (factor == "a") == (self.first.split == "row")
         if self.first.is_expert:
             return "expert_split" if split else "expert_copied"
         return "split" if split else "copied"
 
     def shape(self, factor: Literal["a", "b"], rank: int) -> tuple[int, ...]:
-        """A: [layers, experts, slices, rank, in]. B, transposed: [layers, experts, rank, out]; an output row is in one slice."""
+        """Return a factor's shape: A [layers, experts, slices, rank, in]; B, transposed, [layers, experts, rank, out]."""
         target = self.first
         if factor == "a":
             return (len(self.target_modules), target.experts, len(target.slices), rank, target.in_features)
@@ -47,7 +47,7 @@ class ShapeGroup:
 
 @dataclass(frozen=True)
 class Span:
-    """Where one factor of one shape group lies."""
+    """Range of one factor of one shape group in the flat vector."""
 
     shape_group: int
     factor: Literal["a", "b"]
@@ -71,20 +71,20 @@ class FlatLayout:
 
 def shape_groups(target_modules: Sequence[TargetModule]) -> list[ShapeGroup]:
     """Group target modules whose factors have the same shapes."""
-    found: dict[tuple[object, ...], list[TargetModule]] = {}
+    groups: dict[tuple[object, ...], list[TargetModule]] = {}
     for target in target_modules:
-        found.setdefault(target.shape_key, []).append(target)
-    return [ShapeGroup(tuple(members)) for members in found.values()]
+        groups.setdefault(target.shape_key, []).append(target)
+    return [ShapeGroup(tuple(members)) for members in groups.values()]
 
 
-def flat_layout(of: Sequence[ShapeGroup], rank: int) -> FlatLayout:
+def flat_layout(groups: Sequence[ShapeGroup], rank: int) -> FlatLayout:
     """Lay out the factors of an adapter of ``rank``."""
     spans: list[Span] = []
     ranges: dict[Sharding, tuple[int, int]] = {}
     end = 0
     for sharding in SHARDINGS:
         start = end
-        for number, shape_group in enumerate(of):
+        for number, shape_group in enumerate(groups):
             for factor in ("a", "b"):
                 if shape_group.sharding(factor) == sharding:
                     spans.append(Span(number, factor, end, shape_group.shape(factor, rank)))

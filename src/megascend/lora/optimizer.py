@@ -1,4 +1,4 @@
-"""Reducing, measuring and stepping the gradients of several adapters, each as if it were alone."""
+"""Optimizer step of several adapters; the result of each does not depend on the others."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megascend.topology.topology import Topology
 
 
 class AdapterOptimizer:
-    """Steps adapters. The state is that of the adapters; the ranks it is reduced over are those of the topology."""
+    """Optimizer of adapters. Its state is in the adapters; gradients are reduced over the topology's ranks."""
 
     def __init__(self, topology: Topology, groups: ProcessGroups) -> None:
         self._topology, self._groups = topology, groups
 
     def step(self, adapters: Sequence[Adapter], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
-        """Reduce, clip and step each adapter by its own gradients; skip one whose gradients are not finite.
+        """Reduce and clip gradients and step, adapter by adapter; skip one whose gradients are not finite.
 
-        Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: of this step alone.
+        Collective over the world, whose ranks pass the same adapters. Waits for the device once. ``adam``: for this step only.
         """
-        self._groups.monitor.call("grad reduce", self._reduce_all, adapters)
+        self._groups.monitor.call("grad reduce", self._reduce, adapters)
         with self._groups.monitor.phase("update"):
             counted: list[Sharding] = [
                 sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
@@ -40,22 +40,20 @@ class AdapterOptimizer:
                 dist.all_reduce(squares)
             return update(adapters, squares.sqrt().tolist(), adam)
 
-    def _reduce_all(self, adapters: Sequence[Adapter]) -> None:
-        for adapter in adapters:
-            self._reduce(adapter)
-
-    def _reduce(self, adapter: Adapter) -> None:
-        """Sum the gradients over the ranks that have seen different tokens, or different parts of a sum."""
+    def _reduce(self, adapters: Sequence[Adapter]) -> None:
+        """Sum the gradients over ranks with different tokens or partial sums."""
         topology = self._topology
-        for sharding in SHARDINGS:
-            start, stop = adapter.layout.ranges[sharding]
-            if start == stop:
-                continue
-            grads = adapter.grads[start:stop]
-            for name in reductions(sharding, topology):
-                dist.all_reduce(grads, group=self._groups.device_group(name))
-        if topology.data * topology.context > 1:
-            adapter.grads.div_(topology.data * topology.context)  # the loss is scaled for a mean, as for Megatron's DDP
+        ranks = topology.data * topology.context
+        for adapter in adapters:
+            for sharding in SHARDINGS:
+                start, stop = adapter.layout.ranges[sharding]
+                if start == stop:
+                    continue
+                grads = adapter.grads[start:stop]
+                for name in reductions(sharding, topology):
+                    dist.all_reduce(grads, group=self._groups.device_group(name))
+            if ranks > 1:
+                adapter.grads.div_(ranks)  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
 
 
 def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
@@ -69,29 +67,29 @@ def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
 def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[str, Adam]) -> dict[str, StepResult]:
     """Clip and step each adapter, or skip it if its norm is not finite; then clear its gradients.
 
-    Adapters of equal settings go through AdamW in one call: each number is computed as in a call of its adapter alone. ``norms``:
-    of the reduced gradients over all ranks, loss scale included.
+    Adapters with equal settings share an AdamW call, with the same results as separate calls. ``norms``: of the reduced gradients
+    over all ranks, loss scale included.
     """
     steps = [adapter.next_step(norm, adam.get(adapter.name)) for adapter, norm in zip(adapters, norms, strict=True)]
-    taken = [(adapter, step) for adapter, step in zip(adapters, steps, strict=True) if not step.skipped]
-    # Before a number changes: there may be no room for them.
-    moments = {adapter.name: adapter.moments() for adapter, _ in taken}
-    scaled = [(adapter.grads, step.factor) for adapter, step in taken if step.factor != 1]
+    finite = [(adapter, step) for adapter, step in zip(adapters, steps, strict=True) if not step.skipped]
+    # Allocate before any value changes: this may run out of memory.
+    moments = {adapter.name: adapter.moments() for adapter, _ in finite}
+    scaled = [(adapter.grads, step.factor) for adapter, step in finite if step.factor != 1]
     if scaled:
         grads, factors = zip(*scaled, strict=True)
         torch._foreach_mul_(grads, factors)
-    alike: dict[tuple[bool, float, tuple[float, float], float, float], list[Adapter]] = defaultdict(list)
-    for adapter, step in taken:
-        alike[adapter.fused, step.adam.lr, step.adam.betas, step.adam.eps, step.adam.weight_decay].append(adapter)
-    for (fused, lr, betas, eps, weight_decay), together in alike.items():
+    by_settings: dict[tuple[bool, float, tuple[float, float], float, float], list[Adapter]] = defaultdict(list)
+    for adapter, step in finite:
+        by_settings[adapter.fused, step.adam.lr, step.adam.betas, step.adam.eps, step.adam.weight_decay].append(adapter)
+    for (fused, lr, betas, eps, weight_decay), members in by_settings.items():
         adamw(
-            [adapter.values for adapter in together],
-            [adapter.grads for adapter in together],
-            [moments[adapter.name][0] for adapter in together],
-            [moments[adapter.name][1] for adapter in together],
+            [adapter.values for adapter in members],
+            [adapter.grads for adapter in members],
+            [moments[adapter.name][0] for adapter in members],
+            [moments[adapter.name][1] for adapter in members],
             [],
-            [adapter.taken_count for adapter in together],
-            foreach=False,
+            [adapter.taken_count for adapter in members],
+            foreach=False,  # allocates temporaries for all adapters at once
             fused=fused,
             amsgrad=False,
             beta1=betas[0],
@@ -108,9 +106,9 @@ def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[st
 def reductions(sharding: Sharding, topology: Topology) -> list[str]:
     """Return the groups over which gradients of a factor are summed.
 
-    Outside experts, a factor that tensor parallel ranks have in common gets equal gradients on all of them, but under
-    sequence parallelism each has seen its slice of the tokens only. Inside experts that are divided over tensor parallel
-    ranks, each has a part of the sum.
+    Outside experts, a factor that is copied on tensor parallel ranks gets equal gradients on all of them, except under sequence
+    parallelism, where each rank's are of its slice of the tokens. In experts that are divided over tensor parallel ranks, each
+    has a partial sum.
     """
     names = []
     if sharding == "copied" and topology.sequence_parallel and topology.tensor > 1:
@@ -123,16 +121,16 @@ def reductions(sharding: Sharding, topology: Topology) -> list[str]:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending ranges, neighbours as one and empty ones left out. Pure."""
-    found: list[tuple[int, int]] = []
+    """Merge adjacent ascending ranges and drop empty ones. Pure."""
+    result: list[tuple[int, int]] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
         elif stop > start:
-            found.append((start, stop))
-    return found
+            result.append((start, stop))
+    return result
 
 
 def loss_scales(names: Sequence[str], adapters: Mapping[str, Adapter]) -> list[float]:
-    """The loss scale of each name's adapter, 1 for the model itself."""
+    """Return the loss scale of each name's adapter, 1 for the model itself."""
     return [adapters[name].loss_scale if name else 1.0 for name in names]

@@ -1,7 +1,7 @@
-"""Adapters on disk as Hugging Face PEFT keeps them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""Adapters on disk in Hugging Face PEFT's format: ``adapter_config.json`` beside ``adapter_model.safetensors``.
 
-PEFT knows no dropout for parameters, so an adapter of experts carries ``lora_dropout`` 0.0 in its PEFT files; the value that it
-was trained with is in ``megascend_adapter.json``.
+PEFT has no dropout for parameters, so an adapter of experts has ``lora_dropout`` 0.0 in its PEFT files; the value that it was
+trained with is in ``megascend_adapter.json``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def write(
     lora: Lora,
     factors: Mapping[str, Factors],
     base_model: str,
-    known: Collection[str] | None = None,
+    adaptable: Collection[str] | None = None,
 ) -> None:
     """Write both files into ``folder``, which exists; ``peft.PeftModel.from_pretrained(model, folder)`` loads them.
 
     Args:
-        folder: where; files of the same names are overwritten. Atomicity is the caller's.
-        lora: rank, alpha, rslora and dropout are written, dropout as 0.0 beside fused experts (see the module).
+        folder: files of the same names are overwritten. The caller makes the write atomic.
+        lora: rank, alpha, rslora and dropout are written, dropout as 0.0 with fused experts (see the module).
         factors: of every adapted projection by its Hugging Face name; fused experts as ``....mlp.experts.down_proj``.
-        base_model: name or path of the base model, for the reader's information.
-        known: every projection of the base model that PEFT could adapt. With it the configuration names layers by their
-            ends (``q_proj``) where all that end so are adapted; without it, by their whole names. A model that has fused
-            experts and other MLPs beside them is recognised by it as well, should ``factors`` be of the latter only.
+        base_model: name or path of the base model, for information.
+        adaptable: every projection of the base model that PEFT could adapt. With it the configuration names layers by their
+            last component (``q_proj``) if all with that component are adapted; without it, by their full names. It also
+            shows whether a model has fused experts if ``factors`` are only of its other MLPs.
     """
     try:
         tensors = to_tensors(factors, lora.rank)
-        config = to_config(lora, factors, base_model, known)
+        config = to_config(lora, factors, base_model, adaptable)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except (CheckpointError, OSError, SafetensorError) as error:
@@ -56,8 +56,8 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
     """Read an adapter that PEFT or :func:`write` saved.
 
     Returns:
-        The settings (``targets`` as the configuration lists them if that says the same, else the adapted layers' whole
-        names; no seed, optimizer or schedule) and the factors by Hugging Face name, in float32.
+        The settings (``targets`` as the configuration lists them if that has the same meaning here, else the adapted layers'
+        full names; no seed, optimizer or schedule) and the factors by Hugging Face name, in float32.
     """
     try:
         config = _load_config(folder / CONFIG)
@@ -82,10 +82,10 @@ def check_complete(folder: Path, names: Collection[str], adaptable: Collection[s
 
 def _load_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"there is no {path.name}; expected a folder that peft's save_pretrained wrote")
+        raise CheckpointError(f"{path.name} is missing; expected a folder that peft's save_pretrained wrote")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise CheckpointError(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path.name} must hold an object, found {type(config).__name__}")
@@ -97,10 +97,10 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         if (folder / "adapter_model.bin").is_file():
             raise CheckpointError(
-                "the weights are in adapter_model.bin, a pickle, which may run code when it is read. Load it with peft "
-                f"where you trust it and save it again, as {WEIGHTS}: save_pretrained(..., safe_serialization=True)"
+                "the weights are in adapter_model.bin, a pickle, which can run code when it is read. If you trust it, load it "
+                f"with peft and save it again as {WEIGHTS}: save_pretrained(..., safe_serialization=True)"
             )
-        raise CheckpointError(f"there is no {WEIGHTS}")
+        raise CheckpointError(f"{WEIGHTS} is missing")
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -111,7 +111,7 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 _RENAMED_BY_PEFT = ("gate_proj", "up_proj", "down_proj", "gate")
-"""Modules that PEFT takes for experts of an old checkpoint, wherever they are, if the model has fused experts."""
+"""Modules that PEFT converts as experts of an old checkpoint, at any depth, if the model has fused experts."""
 
 _PLAIN_INIT = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -125,8 +125,8 @@ _NOT_PLAIN = {
     "use_dora": "DoRA also learns the length of every row",
     "lora_bias": "its B has a bias",
     "fan_in_fan_out": "it adapts layers that store their weight transposed",
-    "modules_to_save": "it carries whole layers beside the factors",
-    "trainable_token_indices": "it carries rows of the embedding beside the factors",
+    "modules_to_save": "it has full layers in addition to the factors",
+    "trainable_token_indices": "it has rows of the embedding in addition to the factors",
     "layer_replication": "it repeats layers of the base model",
     "megatron_config": "it adapts PEFT's own Megatron layers",
     "alora_invocation_tokens": "Activated LoRA adapts only part of a sequence",
@@ -138,18 +138,19 @@ _NOT_PLAIN = {
 
 
 def to_config(
-    lora: Lora, names: Collection[str], base_model: str, known: Collection[str] | None = None
+    lora: Lora, names: Collection[str], base_model: str, adaptable: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` for an adapter of the projections ``names``; see :func:`write`."""
+    """Build the content of ``adapter_config.json`` for an adapter of the projections ``names``; see :func:`write`."""
     if not names:
-        raise CheckpointError("an adapter of no layer cannot be saved")
-    universe = {*names, *(known or ())}
+        raise CheckpointError("cannot save an adapter without layers")
+    universe = {*names, *(adaptable or ())}
     fused = any(is_expert_parameter(name) for name in universe)
     parameters = [name for name in names if is_expert_parameter(name)]
     weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]
+    # As target_modules PEFT would take them for experts; as target_parameters it does not rename them.
     weights = [name for name in weights if name not in parameters]
     modules = [name for name in names if name not in parameters and name not in weights]
-    shorten = universe if known is not None else set()
+    shorten = universe if adaptable is not None else set()
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -168,16 +169,16 @@ def to_config(
         "alpha_pattern": {},
         "use_dora": False,
     }
-    if parameters or weights:  # a PEFT that does not know the field yet reads the others
+    if parameters or weights:  # omitted otherwise, for versions of PEFT without the field
         config["target_parameters"] = _ends_of(parameters, 2, shorten)
         config["target_parameters"] += [f"{name}.weight" for name in _ends_of(weights, 2, shorten)]
     return config
 
 
 def check_plain(config: Mapping[str, Any]) -> None:
-    """Refuse settings of PEFT that say more than ``W + scaling * B A`` with one rank and one scaling everywhere.
+    """Refuse settings of PEFT beyond ``W + scaling * B A`` with one rank and one scaling everywhere.
 
-    ``velora_config`` and the settings of initialisations say how factors came about, not what they mean.
+    ``velora_config`` and settings of initialisations may have any value: they do not change what the factors compute.
     """
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
@@ -201,23 +202,23 @@ def check_plain(config: Mapping[str, Any]) -> None:
         if config.get(field):
             raise CheckpointError(f"{CONFIG}: {field} is {config[field]!r}; this is not plain LoRA: {reason}")
     for field, default, value in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
-        for pattern, other in (config.get(field) or {}).items():
-            if other != value:
+        for pattern, pattern_value in (config.get(field) or {}).items():
+            if pattern_value != value:
                 raise CheckpointError(
-                    f"{CONFIG}: {field} sets {other!r} for {pattern!r}, but {default} is {value}; one adapter has one "
+                    f"{CONFIG}: {field} sets {pattern_value!r} for {pattern!r}, but {default} is {value}; one adapter has one "
                     "rank and one alpha"
                 )
-    start = config.get("init_lora_weights", True)
-    if str(start).lower() not in _PLAIN_INIT:
+    initialisation = config.get("init_lora_weights", True)
+    if str(initialisation).lower() not in _PLAIN_INIT:
         raise CheckpointError(
-            f"{CONFIG}: init_lora_weights is {start!r}, which changes the base model's weights too, so this adapter does "
-            f"not fit {config.get('base_model_name_or_path')!r} itself. PEFT saves it as plain LoRA with "
+            f"{CONFIG}: init_lora_weights is {initialisation!r}, which changes the base model's weights too, so this adapter "
+            f"does not fit {config.get('base_model_name_or_path')!r} itself. PEFT saves it as plain LoRA with "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
 def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
-    """The settings of an adapter of the projections ``names``, of a configuration that :func:`check_plain` passed."""
+    """Build the settings of an adapter of the projections ``names`` from a configuration that :func:`check_plain` accepted."""
     return Lora(
         rank=config["r"],
         alpha=config["lora_alpha"],
@@ -228,35 +229,35 @@ def to_lora(config: Mapping[str, Any], names: Collection[str]) -> Lora:
 
 
 def targeted(config: Mapping[str, Any], adaptable: Iterable[str]) -> set[str]:
-    """Return those of a base model's projections that peft would adapt by a configuration that :func:`check_plain` passed."""
+    """Return the base model's projections that peft would adapt with a configuration that :func:`check_plain` accepted."""
     modules, excluded = config.get("target_modules"), config.get("exclude_modules")
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]+"
     numbers = {layers} if isinstance(layers, int) else set(layers or ())
-    at = re.compile(rf"\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\.")
+    layer_pattern = re.compile(rf"\.(?:{'|'.join([pattern] if isinstance(pattern, str) else pattern)})\.(\d+)\.")
     parameters = _parameters(config)
-    found = set()
+    names = set()
     for name in adaptable:
-        layer = at.search(f".{name}")
-        elsewhere = layers is not None and (layer is None or int(layer[1]) not in numbers)
+        layer = layer_pattern.search(f".{name}")
+        other_layer = layers is not None and (layer is None or int(layer[1]) not in numbers)
         if is_expert_parameter(name):
-            chosen = matches(name, parameters)
+            is_target = matches(name, parameters)
         else:
-            chosen = _names(modules, name) and not elsewhere and not _names(excluded, name)
-            chosen = chosen or matches(name, parameters)
-        if chosen:
-            found.add(name)
-    return found
+            is_target = _matches_setting(modules, name) and not other_layer and not _matches_setting(excluded, name)
+            is_target = is_target or matches(name, parameters)
+        if is_target:
+            names.add(name)
+    return names
 
 
-def _names(targets: Any, name: str) -> bool:
-    """Check whether ``target_modules`` or ``exclude_modules`` mean a module: a list of ends, a pattern, or ``all-linear``."""
+def _matches_setting(targets: Any, name: str) -> bool:
+    """Check whether ``target_modules`` or ``exclude_modules`` (suffixes, a pattern or ``all-linear``) match a module."""
     if isinstance(targets, str):
         return matches(name, "all-linear") if targets == "all-linear" else re.fullmatch(targets, name) is not None
     return matches(name, targets or ())
 
 
 def _parameters(config: Mapping[str, Any]) -> list[str]:
-    """Return ``target_parameters`` in our names."""
+    """Return ``target_parameters`` under megascend's names."""
     return [
         f"experts.{target}" if target in EXPERT_PARAMETERS else target.removesuffix(".weight")
         for target in config.get("target_parameters") or []
@@ -264,7 +265,7 @@ def _parameters(config: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
-    """As listed in the configuration, if that means exactly ``names`` to us too; else ``names``."""
+    """Return the configuration's targets if they match exactly ``names`` here too; else ``names``."""
     modules = config.get("target_modules") or []
     parameters = _parameters(config)
     narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
@@ -283,7 +284,7 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
 
 
 def _ends_of(names: Iterable[str], parts: int, universe: Collection[str]) -> list[str]:
-    """``names`` by their last ``parts`` components where all names of ``universe`` that end so are among them."""
+    """Shorten ``names`` to their last ``parts`` components if they include all names of ``universe`` that end so."""
     names = set(names)
 
     def end(name: str) -> str:

@@ -1,11 +1,11 @@
-"""The tensors of peft's ``adapter_model.safetensors``, and whole factors: plain functions from one to the other.
+"""Conversion between unsharded factors and the tensors of peft's ``adapter_model.safetensors``. Pure functions.
 
-What peft does with fused experts is peft/tuners/lora/layer.py, class ``ParamWrapper``: A is [experts * rank, in] with the
-expert slowest, B is [out, rank * experts] with the expert fastest, and of two adapted parameters of one module the first
-that the module declares lies inside (``experts.base_layer``).
+For fused experts see peft/tuners/lora/layer.py, class ``ParamWrapper``: A is [experts * rank, in] with the expert slowest, B
+is [out, rank * experts] with the expert fastest, and of two adapted parameters of one module the first that the module
+declares is nested in the second's wrapper (``experts.base_layer``).
 
-Factors of an embedding are parameters of their own, ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B``
-[hidden, rank]. Where embedding or output layer are adapted, peft also saves their own weights (``base_layer.weight``).
+Factors of an embedding are parameters named ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B`` [hidden, rank].
+If the embedding or output layer is adapted, peft also saves its base weight (``base_layer.weight``).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<project
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether a projection is a fused parameter of all experts of a layer."""
+    """Check whether a projection is a fused parameter of all experts of a layer."""
     parts = name.split(".")
     return parts[-1] in EXPERT_PARAMETERS and parts[-2:-1] == ["experts"]
 
 
 def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
-    """``factors`` under PEFT's names and in PEFT's shapes."""
+    """Convert ``factors`` to PEFT's names and shapes."""
     tensors = {}
     for name, pair in factors.items():
         _check_factors(name, pair, rank)
@@ -47,27 +47,28 @@ def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
         module = _peft_module(name, factors)
         ends = ("lora_embedding_A", "lora_embedding_B") if is_embedding(name) else ("lora_A.weight", "lora_B.weight")
         for end, tensor in zip(ends, (a, b), strict=True):
-            # q, k and v may share one A in memory
+            # clone: safetensors refuses tensors that share memory, as q, k and v may share one A
             tensors[f"{_PREFIX}{module}.{end}"] = tensor.clone(memory_format=torch.contiguous_format)
     return tensors
 
 
 def base_layer(key: str) -> str | None:
-    """The embedding or output layer whose own weight peft saves under ``key``, or None for any other key."""
+    """Return the embedding or output layer whose base weight peft saves under ``key``; None for any other key."""
     match = _BASE_KEY.fullmatch(key)
     return match["module"] if match else None
 
 
 def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iterable[str]) -> dict[str, Factors]:
-    """Invert :func:`to_tensors`. Weights of the base model among ``tensors`` are passed over (see ``check_base_weights``).
+    """Invert :func:`to_tensors`. Skips weights of the base model among ``tensors`` (see ``check_base_weights``).
 
-    ``target_parameters``: of the configuration; a single pair of an ``experts`` module is named by nothing else.
+    ``target_parameters``: of the configuration; the only name of a single pair of an ``experts`` module.
     """
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}
     fused: dict[str, dict[int, Factors]] = {}
     single: dict[str, dict[str, dict[int, Factors]]] = {}
     for module, pair in _pairs(tensors).items():
+        # Two adapted parameters of one module are nested wrappers; the depth tells them apart.
         bare = re.sub(r"(\.base_layer)+$", "", module)
         depth = (len(module) - len(bare)) // len(".base_layer")
         expert = _ONE_EXPERT.fullmatch(module)
@@ -92,7 +93,7 @@ def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iter
 
 
 def _peft_module(name: str, names: Collection[str]) -> str:
-    """The module that PEFT keeps the factors of projection ``name`` in, if it adapts ``names``."""
+    """Return the module in which PEFT keeps the factors of projection ``name`` if it adapts ``names``."""
     if not is_expert_parameter(name):
         return name
     experts, _, parameter = name.rpartition(".")
@@ -101,16 +102,14 @@ def _peft_module(name: str, names: Collection[str]) -> str:
 
 
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """A and B of every module, as stored but in float32."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return A and B of every module, in float32 and the stored shapes."""
+    pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if base_layer(key) is not None:
             continue
         match = _KEY.fullmatch(key)
         if match is not None and bool(match["embedding"]) != is_embedding(match["module"]):
-            raise CheckpointError(
-                f"{WEIGHTS} holds {key}; lora_embedding_A and B are those of {EMBEDDING}, and of nothing else here"
-            )
+            raise CheckpointError(f"{WEIGHTS} holds {key}; lora_embedding_A and B are supported for {EMBEDDING} only")
         if match is None:
             raise CheckpointError(
                 f"{WEIGHTS} holds {key}, which is not a factor of plain LoRA ({_PREFIX}LAYER.lora_A.weight or lora_B)"
@@ -119,25 +118,25 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
             raise CheckpointError(
                 f"{WEIGHTS}: {key} must be a matrix of floating-point values, found {tensor.dtype} {list(tensor.shape)}"
             )
-        found.setdefault(match["module"], {})[match["factor"] or match["embedding"]] = tensor.float()
-    for module, pair in found.items():
+        pairs.setdefault(match["module"], {})[match["factor"] or match["embedding"]] = tensor.float()
+    for module, pair in pairs.items():
         for factor, other in ("AB", "BA"):
             if factor not in pair:
                 raise CheckpointError(f"{WEIGHTS} holds lora_{other} of {module}, but no lora_{factor}")
-    return {module: Factors(pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: Factors(pair["A"], pair["B"]) for module, pair in pairs.items()}
 
 
 def _fused_experts(
     experts: str, layers: Mapping[int, Factors], rank: int, target_parameters: list[str]
 ) -> dict[str, Factors]:
-    """The pairs of one ``experts`` module by depth of nesting, 0 outermost, unfolded and given their names."""
+    """Unfold and name the pairs of one ``experts`` module; ``layers``: by depth of nesting, 0 outermost."""
     names = [f"{experts}.{p}" for p in EXPERT_PARAMETERS if matches(f"{experts}.{p}", target_parameters)]
     if sorted(layers) != list(range(len(names))):
         raise CheckpointError(
             f"{WEIGHTS} holds {len(layers)} pair(s) of factors of {experts}, but target_parameters of {CONFIG}, "
             f"{target_parameters}, names {len(names)} of its parameters {', '.join(EXPERT_PARAMETERS)}"
         )
-    found = {}
+    factors = {}
     for depth, name in zip(sorted(layers, reverse=True), names, strict=True):
         a, b = layers[depth].a, layers[depth].b
         if a.shape[0] % rank or b.shape[1] != a.shape[0]:
@@ -148,43 +147,43 @@ def _fused_experts(
         count = a.shape[0] // rank
         a = a.reshape(count, rank, -1)
         b = b.reshape(b.shape[0], rank, count).permute(2, 0, 1).contiguous()
-        found[name] = Factors(a, b)
-    if len(found) == 2:
-        gate_up, down = found.values()
+        factors[name] = Factors(a, b)
+    if len(factors) == 2:
+        gate_up, down = factors.values()
         if gate_up.a.shape[-1] != down.b.shape[-2] or gate_up.b.shape[-2] != 2 * down.a.shape[-1]:
             raise CheckpointError(
                 f"{WEIGHTS}: gate_up_proj of {experts} would be {_described(gate_up)} and down_proj "
                 f"{_described(down)}, which do not fit together"
             )
-    return found
+    return factors
 
 
 def _single_experts(experts: str, projections: Mapping[str, Mapping[int, Factors]], rank: int) -> dict[str, Factors]:
-    """Adapters of one expert each, as for checkpoints of transformers 4, as factors of the fused parameters."""
+    """Stack factors of single experts (checkpoints of transformers 4) into factors of the fused parameters."""
     counts = {projection: sorted(pairs) for projection, pairs in projections.items()}
-    everyone = list(range(1 + max(indices[-1] for indices in counts.values())))
+    expected = list(range(1 + max(indices[-1] for indices in counts.values())))
     for projection, indices in counts.items():
-        if indices != everyone:
-            missing = sorted(set(everyone) - set(indices))
-            raise CheckpointError(f"{WEIGHTS} holds no {projection} of experts {missing} of {experts}, but of others")
+        if indices != expected:
+            missing = sorted(set(expected) - set(indices))
+            raise CheckpointError(f"{WEIGHTS} lacks {projection} of experts {missing} of {experts}")
         for index, pair in projections[projection].items():
             _check_factors(f"{experts}.{index}.{projection}", pair, rank, WEIGHTS)
-    found = {}
+    factors = {}
     if "gate_proj" in projections or "up_proj" in projections:
-        found[f"{experts}.gate_up_proj"] = _stack([_gate_up(experts, index, projections) for index in everyone])
+        factors[f"{experts}.gate_up_proj"] = _stack([_gate_up(experts, index, projections) for index in expected])
     if "down_proj" in projections:
-        found[f"{experts}.down_proj"] = _stack([projections["down_proj"][index] for index in everyone])
-    return found
+        factors[f"{experts}.down_proj"] = _stack([projections["down_proj"][index] for index in expected])
+    return factors
 
 
 def _gate_up(experts: str, index: int, projections: Mapping[str, Mapping[int, Factors]]) -> Factors:
-    """One expert's gate and up projection as one: possible only where they share A."""
+    """Join one expert's gate and up projections, which must have the same A."""
     pairs = [projections.get(projection, {}).get(index) for projection in ("gate_proj", "up_proj")]
     gate, up = pairs
     if gate is None or up is None or not torch.equal(gate.a, up.a):
-        found = "only one of gate_proj and up_proj" if gate is None or up is None else "a different A for each"
+        problem = "only one of gate_proj and up_proj" if gate is None or up is None else "a different A for each"
         raise CheckpointError(
-            f"{WEIGHTS} adapts gate_proj and up_proj of {experts}.{index}, which are one parameter here, with {found}; "
+            f"{WEIGHTS} adapts gate_proj and up_proj of {experts}.{index}, which are one parameter here, with {problem}; "
             "a LoRA of the same rank needs one A for both. Train it on target_parameters "
             "['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']"
         )
@@ -197,16 +196,16 @@ def _stack(pairs: list[Factors]) -> Factors:
 
 def _check_factors(name: str, pair: Factors, rank: int, file: str = "") -> None:
     a, b = pair.a, pair.b
-    wanted = 3 if is_expert_parameter(name) else 2
-    where = f"{file}: {name}" if file else name
-    if a.ndim != wanted or b.ndim != wanted or a.shape[:-2] != b.shape[:-2]:
-        raise CheckpointError(f"{where}: A and B need {wanted} dimensions, found {_described(pair)}")
+    dims = 3 if is_expert_parameter(name) else 2
+    label = f"{file}: {name}" if file else name
+    if a.ndim != dims or b.ndim != dims or a.shape[:-2] != b.shape[:-2]:
+        raise CheckpointError(f"{label}: A and B need {dims} dimensions, found {_described(pair)}")
     if a.shape[-2] != rank or b.shape[-1] != rank:
-        raise CheckpointError(f"{where}: A and B are {_described(pair)}, but the rank is {rank}")
+        raise CheckpointError(f"{label}: A and B are {_described(pair)}, but the rank is {rank}")
     for factor, tensor in (("A", a), ("B", b)):
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
-            raise CheckpointError(f"{where}: {bad} of {tensor.numel()} values of {factor} are NaN or infinite")
+            raise CheckpointError(f"{label}: {bad} of {tensor.numel()} values of {factor} are NaN or infinite")
 
 
 def _described(pair: Factors) -> str:

@@ -1,4 +1,4 @@
-"""Requests of many tenants, run in mixed batches on one model: submit first, wait later."""
+"""Queue of many tenants' requests, run in mixed batches on one model: submit first, wait later."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from megascend.lora.fairness import Ledger, Request, RequestKind, next_unit
 T = TypeVar("T")
 
 CALLS_AT_ONCE = 8
-"""Calls that run between two units of work, one of an adapter at a time."""
+"""Most calls between two units of work; adapters take turns."""
 SMALL_REQUESTS = 64
-"""A request counts as this part of a full batch at least: what it takes to run one, however small it is."""
+"""The least that a request is charged is a full batch divided by this: a request has a fixed cost, however small it is."""
 
 
-class Backend(Protocol):
-    """What the queue needs of a backend.
+class QueueBackend(Protocol):
+    """Backend interface that the queue needs.
 
-    The methods raise DataError, ConfigError or OutOfDeviceMemoryError on all ranks, and then have changed nothing: no
-    gradient, no parameter. ``shard`` returns the very objects that it was given. ``check_samples`` and ``discard_gradients`` are
-    local. After torch.OutOfMemoryError, ``recover_memory`` says whether other calls may follow.
+    The methods raise DataError, ConfigError or OutOfDeviceMemoryError on all ranks, and only before they change a gradient or a
+    parameter. ``shard`` returns its arguments' sample objects, not copies. ``check_samples`` and ``discard_gradients`` are local.
+    After torch.OutOfMemoryError, ``recover_memory`` returns whether the backend can be used further.
     """
 
     @property
@@ -56,35 +56,35 @@ class Backend(Protocol):
 
 
 class AdapterFuture(Generic[T]):
-    """What a submitted request will give."""
+    """Future of a submitted request."""
 
     def __init__(self, run_once: Callable[[], bool]) -> None:
         self._run_once = run_once
-        self._done = False
+        self._finished = False
         self._value: T | None = None
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """True once there is a value or an error. Runs nothing."""
-        return self._done
+        """Return True once there is a value or an error. Runs nothing."""
+        return self._finished
 
     def result(self) -> T:
-        """Run the queue until this request is done; its value, or its own error raised. Collective."""
-        while not self._done:
+        """Run the queue until this request is done; return its value or raise its error. Collective."""
+        while not self._finished:
             if not self._run_once():
-                raise MegascendError("result() was called while the queue was running this very request")
+                raise MegascendError("result() was called while the queue was running this request")
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
 
     def _finish(self, value: T) -> None:
-        self._value, self._done = value, True
+        self._value, self._finished = value, True
 
     def _fail(self, error: Exception) -> None:
-        self._error, self._done = error, True
+        self._error, self._finished = error, True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # compared by identity: samples have no equality
 class _Waiting(Request):
     samples: Sequence[Sample]
     future: AdapterFuture[Any]
@@ -94,34 +94,34 @@ class _Waiting(Request):
 
 
 class AdapterQueue:
-    """Takes requests for adapters, mixes those that can share a batch, and divides the model's time fairly by tokens.
+    """Queue of requests for adapters: mixes those that can share a batch, and shares the model fairly by tokens.
 
-    All ranks construct the queue alike and call the same methods in the same order, from one thread, with the same
-    global lists of samples. The queue decides from those calls alone, so every rank runs the same units.
+    All ranks construct the queue with the same arguments and call the same methods in the same order, from one thread, with
+    the same global lists of samples. The queue's decisions depend on nothing else, so every rank runs the same units.
 
     The requests of one adapter run in the order of submission. A tenant submits ``forward_backward`` and
-    ``optimizer_step`` before it waits for either. Submitting runs nothing, and bad samples do not raise there: the error
-    is in that request's own future, and the other adapters do not notice.
+    ``optimizer_step`` before it waits for either. Submitting runs nothing and does not raise for bad samples: the error
+    is in that request's future, and other adapters are not affected.
 
     After a failed ``forward_backward``, all requests of its adapter fail up to and including its next
     ``optimizer_step``, submitted already or not: that step would use incomplete gradients. The gradients are dropped, and
-    the adapter goes on from there.
+    the adapter's later requests run.
 
     Args:
         backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
-        max_batch_tokens: most input tokens of one mixed batch; a larger request runs alone.
-        max_pending: most requests of one adapter that may wait.
+        max_batch_tokens: most input tokens of one mixed batch; a larger request runs by itself.
+        max_pending: most waiting requests of one adapter.
     """
 
-    def __init__(self, backend: Backend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
+    def __init__(self, backend: QueueBackend, *, max_batch_tokens: int = 65536, max_pending: int = 64) -> None:
         if max_batch_tokens < 1 or max_pending < 1:
             raise ConfigError(f"max_batch_tokens={max_batch_tokens} and max_pending={max_pending} must be at least 1")
         self._backend = backend
         self._max_batch_tokens = max_batch_tokens
         self._max_pending = max_pending
-        self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and every first request can run
-        self._unchecked: set[int] = set()  # numbers of requests behind a call, which may change what they need
-        self._spoiled: dict[str, Exception] = {}  # adapters whose gradients are incomplete, and why
+        self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and the first request of each can run
+        self._unchecked: set[int] = set()  # numbers of requests behind a call, which may create their adapter
+        self._incomplete: dict[str, Exception] = {}  # adapters with incomplete gradients, and why
         self._ledger = Ledger(least=max_batch_tokens // SMALL_REQUESTS)
         self._numbers = count()
 
@@ -139,16 +139,16 @@ class AdapterQueue:
         Args:
             logprobs: the value also has the log-probabilities of all samples' targets, on every rank.
 
-        What is wrong with the adapter's name, the samples or the loss is an error of the future, not of this call. The
-        samples are copied, but not their tensors: leave those as they are until the request is done.
+        Errors in the adapter's name, the samples or the loss are raised by the future, not by this call. The samples are
+        copied, but not their tensors: do not change those until the request is done.
 
         Raises:
-            QueueFullError: ``max_pending`` requests of this adapter wait; nothing was submitted.
+            QueueFullError: ``max_pending`` requests of this adapter are waiting; nothing was submitted.
         """
         return self._submit(adapter, "forward_backward", samples, loss, logprobs=logprobs)
 
     def failed(self, adapter: str, error: Exception) -> AdapterFuture[AdapterLoss]:
-        """The place in line of a ``forward_backward`` that cannot be run, as its caller has found out.
+        """Enqueue a ``forward_backward`` that already failed the caller's validation.
 
         Its future fails with ``error``, and the adapter's requests up to its next ``optimizer_step`` fail because of it.
 
@@ -158,26 +158,26 @@ class AdapterQueue:
         return self._submit(adapter, "forward_backward", problem=error)
 
     def optimizer_step(self, adapter: str, adam: Adam | None = None) -> AdapterFuture[StepResult]:
-        """Update ``adapter`` with what its earlier forward_backwards accumulated. Errors as in forward_backward.
+        """Update ``adapter`` with the gradients of its earlier forward_backwards. Errors as in forward_backward.
 
         Args:
-            adam: settings for this step alone; see ``MegatronBackend.optimizer_step``.
+            adam: settings for this step only; see ``MegatronBackend.optimizer_step``.
         """
         return self._submit(adapter, "optimizer_step", adam=adam)
 
     def forward(self, adapter: str, samples: Sequence[Sample]) -> AdapterFuture[list[Tensor]]:
-        """Log-probabilities under ``adapter``: fp32 [length] for every one of ``samples``, the global list, in its order.
+        """Compute log-probabilities under ``adapter``: fp32 [length] for each of ``samples``, the global list, in its order.
 
-        Every rank gets all of them. Errors as in forward_backward, but nothing else fails because of them.
+        Every rank gets all of them. Errors as in forward_backward, but they fail no other request.
         """
         return self._submit(adapter, "forward", samples)
 
     def call(self, adapter: str, function: Callable[[], T]) -> AdapterFuture[T]:
-        """Run ``function`` in the adapter's turn, after all of its requests before and before those that follow.
+        """Run ``function`` in the order of the adapter's requests: after the earlier ones, before the later ones.
 
-        For what is no step, such as creating, loading or saving the adapter, which need not exist yet. A MegascendError, or a
-        lack of memory, is an error of the future; nothing else fails because of it. Unlike a forward, a call runs between a
-        failed forward_backward and its optimizer_step.
+        For work other than steps, such as creating, loading or saving the adapter, which need not exist yet. The future raises a
+        MegascendError or a lack of memory; it fails no other request. Unlike a forward, a call also runs between a failed
+        forward_backward and its optimizer_step.
 
         Raises:
             QueueFullError: as :meth:`forward_backward`.
@@ -185,7 +185,7 @@ class AdapterQueue:
         return self._submit(adapter, "call", function=function)
 
     def pending(self, adapter: str) -> int:
-        """Requests of this adapter in line, counting those with bad samples whose turn has not come."""
+        """Return the number of this adapter's waiting requests, including failed ones that have not been dequeued."""
         return len(self._lines.get(adapter, ()))
 
     def cancel(self, adapter: str) -> None:
@@ -194,21 +194,21 @@ class AdapterQueue:
             self._unchecked.discard(waiting.number)
             if not waiting.future.done():
                 waiting.future._fail(MegascendError(f"{waiting.kind} of adapter {adapter!r} was cancelled"))
-        self._spoiled.pop(adapter, None)
+        self._incomplete.pop(adapter, None)
         self._discard(adapter)
 
     # --- running ---
 
     def run_once(self) -> bool:
-        """Run the calls whose turn it is, :data:`CALLS_AT_ONCE` at most, and a unit of work. False if nothing was pending."""
+        """Run up to :data:`CALLS_AT_ONCE` calls that are first in line, and a unit of work. False if nothing was pending."""
         calls = sum(self.run_call() for _ in range(CALLS_AT_ONCE))
         return self.run_unit() or calls > 0
 
     def run_call(self) -> bool:
-        """Run a call whose turn it is; that of another adapter comes next. False if there is none.
+        """Run a call that is first in line, then move its adapter behind the others. False if there is none.
 
         Raises:
-            BaseException: what is not the call's own error, KeyboardInterrupt too; its future has failed.
+            BaseException: any error that the future does not hold for the caller, KeyboardInterrupt too; the future has failed.
         """
         adapter = next((adapter for adapter, line in self._lines.items() if line[0].kind == "call"), None)
         if adapter is None:
@@ -216,7 +216,7 @@ class AdapterQueue:
         waiting = self._lines[adapter][0]
         self._pop(adapter)
         if adapter in self._lines:
-            self._lines[adapter] = self._lines.pop(adapter)  # behind those of others
+            self._lines[adapter] = self._lines.pop(adapter)  # dicts keep their order: other adapters' calls are next
         problem: MegascendError | None = None
         try:
             assert waiting.function is not None
@@ -230,7 +230,7 @@ class AdapterQueue:
         except BaseException as error:
             self._fail(waiting, error, gradients_lost=False)
             raise
-        if problem is not None:  # only here has the error let go of the call's tensors
+        if problem is not None:  # outside the except block, whose traceback keeps the call's tensors alive
             self._fail(waiting, problem, gradients_lost=False)
             if not self._backend.recover_memory():
                 raise problem
@@ -240,18 +240,19 @@ class AdapterQueue:
     def run_unit(self) -> bool:
         """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if none was pending.
 
-        DataError and ConfigError end up in the future of the request that caused them. A batch that does not fit into the
-        device's memory is run request by request, where the backend can; one that does not fit alone fails with
-        OutOfDeviceMemoryError.
+        DataError and ConfigError are set in the future of the request that caused them. A batch that does not fit into the
+        device's memory is run again one request at a time, if the backend has recovered; a request that does not fit by itself
+        fails with OutOfDeviceMemoryError.
 
         Raises:
-            BaseException: whatever else went wrong, KeyboardInterrupt too. The unit's futures have failed, and its
-                adapters' gradients are taken to be incomplete.
+            BaseException: any other error, KeyboardInterrupt too. The unit's futures have failed, and its adapters' gradients
+                count as incomplete.
         """
         heads = [line[0] for line in self._lines.values() if line[0].kind != "call"]
         if not heads:
             return False
         unit = next_unit(heads, self._ledger, self._max_batch_tokens)
+        # Charged before it runs: a unit that fails has used the model, too.
         self._ledger = self._ledger.charged(unit)
         for waiting in unit:
             self._pop(waiting.adapter)
@@ -290,7 +291,7 @@ class AdapterQueue:
             return future
         if self.pending(adapter) >= self._max_pending:
             raise QueueFullError(
-                f"{kind}: adapter {adapter!r} has max_pending={self._max_pending} requests waiting; run some, or raise that"
+                f"{kind}: adapter {adapter!r} has max_pending={self._max_pending} requests waiting; run some, or raise the limit"
             )
         stamped: list[Sample] = []
         try:
@@ -304,7 +305,7 @@ class AdapterQueue:
         except Exception as error:
             if error is not problem and not isinstance(error, DataError | ConfigError):
                 raise
-            future._fail(error)  # it still takes its place in line: earlier requests of this adapter are not to blame
+            future._fail(error)  # it is enqueued all the same: only requests behind it may fail because of it
         tokens = sum(map(len, stamped))
         waiting = _Waiting(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
         if behind_call:
@@ -314,7 +315,7 @@ class AdapterQueue:
         return future
 
     def _run(self, unit: Sequence[_Waiting]) -> None:
-        """Run a unit; if the backend refuses it, run its requests one by one, so that only the culprit fails."""
+        """Run a unit; if the backend refuses it, run its requests one at a time, so that only the invalid one fails."""
         problem: Exception | None = None
         recover = False
         try:
@@ -322,7 +323,7 @@ class AdapterQueue:
         except (DataError, ConfigError, OutOfDeviceMemoryError) as error:
             problem = error
         except torch.OutOfMemoryError as error:
-            if unit[0].kind == "optimizer_step":  # some adapters may have made theirs
+            if unit[0].kind == "optimizer_step":  # some adapters may have been updated
                 raise
             problem = no_room(error)
             recover = True
@@ -330,7 +331,7 @@ class AdapterQueue:
             for waiting, value in zip(unit, values, strict=True):
                 waiting.future._finish(value)
             return
-        # Only here has the error let go of the call's tensors.
+        # Outside the except block, whose traceback keeps the call's tensors alive.
         if recover and not self._backend.recover_memory():
             raise problem
         if len(unit) > 1:
@@ -339,10 +340,10 @@ class AdapterQueue:
             return
         self._fail(unit[0], problem, gradients_lost=unit[0].kind == "forward_backward")
         if unit[0].kind == "optimizer_step":
-            self._discard(unit[0].adapter)  # the next step must not use what this one was to use
+            self._discard(unit[0].adapter)  # the next step must not use these gradients
 
     def _call(self, unit: Sequence[_Waiting]) -> Sequence[Any]:
-        """The backend's answer to each request of a unit."""
+        """Return the backend's result for each request of a unit."""
         kind, adapters = unit[0].kind, [waiting.adapter for waiting in unit]
         samples = [sample for waiting in unit for sample in waiting.samples]
         if kind == "optimizer_step":
@@ -351,59 +352,62 @@ class AdapterQueue:
             return [results[adapter] for adapter in adapters]
         share = self._backend.shard(samples)
         if kind == "forward":
-            logprobs = iter(self._of_all(samples, share, self._backend.forward(share).logprobs))
+            logprobs = iter(self._gather_samples(samples, share, self._backend.forward(share).logprobs))
             return [[next(logprobs) for _ in waiting.samples] for waiting in unit]
-        asked = any(waiting.logprobs for waiting in unit)
-        result = self._backend.forward_backward(share, unit[0].loss, **({"logprobs": True} if asked else {}))
+        wants_logprobs = any(waiting.logprobs for waiting in unit)
+        result = self._backend.forward_backward(share, unit[0].loss, **({"logprobs": True} if wants_logprobs else {}))
         losses = [result.adapters[adapter] for adapter in adapters]
-        if not asked:
+        if not wants_logprobs:
             return losses
         assert result.logprobs is not None
-        logprobs = iter(self._of_all(samples, share, result.logprobs))
-        of_requests = [[next(logprobs) for _ in waiting.samples] for waiting in unit]
+        logprobs = iter(self._gather_samples(samples, share, result.logprobs))
+        logprobs_by_request = [[next(logprobs) for _ in waiting.samples] for waiting in unit]
         return [
-            replace(loss, logprobs=found) if waiting.logprobs else loss
-            for loss, found, waiting in zip(losses, of_requests, unit, strict=True)
+            replace(loss, logprobs=values) if waiting.logprobs else loss
+            for loss, values, waiting in zip(losses, logprobs_by_request, unit, strict=True)
         ]
 
-    def _of_all(self, samples: Sequence[Sample], share: Sequence[Sample], mine: Sequence[Tensor]) -> list[Tensor]:
-        """A tensor of each of ``samples``, in their order, from those of the shares of all data parallel ranks."""
-        position = {id(sample): index for index, sample in enumerate(samples)}
-        own = [(position[id(sample)], tensor) for sample, tensor in zip(share, mine, strict=True)]
-        found = dict(entry for part in self._backend.gather_by_data_rank(own) for entry in part)
-        return [found[index] for index in range(len(samples))]
+    def _gather_samples(
+        self, samples: Sequence[Sample], share: Sequence[Sample], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Gather a tensor for each of ``samples``, in their order, from the shares of all data parallel ranks."""
+        # By identity: shard() returns these objects, and equal samples of two tenants must stay apart.
+        index_of = {id(sample): index for index, sample in enumerate(samples)}
+        indexed = [(index_of[id(sample)], tensor) for sample, tensor in zip(share, tensors, strict=True)]
+        by_index = dict(entry for part in self._backend.gather_by_data_rank(indexed) for entry in part)
+        return [by_index[index] for index in range(len(samples))]
 
     def _fail(self, waiting: _Waiting, error: BaseException, gradients_lost: bool) -> None:
-        if not isinstance(error, Exception):  # a future must not raise KeyboardInterrupt at whoever reads it later
+        if not isinstance(error, Exception):  # a future must not raise KeyboardInterrupt when it is read later
             error = MegascendError(
                 f"{waiting.kind} of adapter {waiting.adapter!r}: interrupted by {type(error).__name__}"
             )
         waiting.future._fail(error)
         if gradients_lost:
-            self._spoiled[waiting.adapter] = error
+            self._incomplete[waiting.adapter] = error
 
     def _drop_failed(self, adapter: str) -> None:
-        """Take from the front of a line what has failed already, and what must fail because of that."""
+        """Dequeue requests that have failed, and those that must fail because of them."""
         while adapter in self._lines:
             first = self._lines[adapter][0]
             if first.kind == "call":
                 return
             if first.number in self._unchecked:
                 self._unchecked.discard(first.number)
-                if adapter not in self._backend.adapters:  # the call that was to create it has failed
+                if adapter not in self._backend.adapters:  # the call that creates it has failed
                     self._pop(adapter)
                     first.future._fail(self._unknown(first.kind, adapter))
                     continue
                 self._check(first)
-            if not first.future.done() and adapter not in self._spoiled:
+            if not first.future.done() and adapter not in self._incomplete:
                 return
             self._pop(adapter)
             if not first.future.done():
-                first.future._fail(_not_run(first, self._spoiled[adapter]))
+                first.future._fail(_not_run(first, self._incomplete[adapter]))
             if first.kind == "forward_backward":
-                self._spoiled.setdefault(adapter, cast("Exception", first.future._error))
+                self._incomplete.setdefault(adapter, cast("Exception", first.future._error))
             elif first.kind == "optimizer_step":
-                self._spoiled.pop(adapter, None)
+                self._incomplete.pop(adapter, None)
                 self._discard(adapter)
 
     def _check(self, waiting: _Waiting) -> None:
@@ -415,8 +419,8 @@ class AdapterQueue:
             waiting.future._fail(error)
 
     def _unknown(self, kind: str, adapter: str) -> ConfigError:
-        known = ", ".join(map(repr, self._backend.adapters)) or "none"
-        return ConfigError(f"{kind}: there is no adapter {adapter!r}; there are: {known}")
+        adapters = ", ".join(map(repr, self._backend.adapters)) or "none"
+        return ConfigError(f"{kind}: unknown adapter {adapter!r}; adapters: {adapters}")
 
     def _pop(self, adapter: str) -> None:
         self._unchecked.discard(self._lines[adapter].popleft().number)
@@ -429,12 +433,12 @@ class AdapterQueue:
 
 
 def no_room(error: torch.OutOfMemoryError) -> OutOfDeviceMemoryError:
-    """Build the error of a request that the device's memory has no room for."""
+    """Build the error of a request that does not fit into the device's memory."""
     return OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
 
 
 def stamp(adapter: str, samples: Sequence[Sample]) -> list[Sample]:
-    """Copies that belong to ``adapter``. Pairs are renamed, so that those of two tenants never become one."""
+    """Copy samples for ``adapter``. Pairs are renamed, so that two tenants' pairs never merge."""
     if not samples:
         raise DataError(f"the request of adapter {adapter!r} has no samples")
     for index, sample in enumerate(samples):

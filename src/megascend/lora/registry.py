@@ -1,4 +1,4 @@
-"""The adapters of a backend: added, found and removed by name, within limits."""
+"""Registry of a backend's adapters, by name and within limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class AdapterRegistry(Mapping[str, Adapter]):
-    """Adapters by name. Each owns its memory; one that is removed leaves nothing behind.
+    """Mapping of names to adapters. Each adapter owns its memory, which is freed when it is removed.
 
     Attributes:
-        limits: what adapters may ask for.
+        limits: number, ranks and targets that adapters may have.
         shape_groups: this rank's layers that they act on.
-        projections: names of all Hugging Face weights in the model that they may target.
-        adaptable: names of those that an adapter could target if ``limits`` allowed it.
+        projections: names of all Hugging Face weights of the model that ``limits`` allows as targets.
+        adaptable: names of all that an adapter could target with other limits.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class AdapterRegistry(Mapping[str, Adapter]):
     @classmethod
     def of_model(
         cls,
-        found: Sequence[TargetModule],
-        everything: Sequence[str],
+        targets: Sequence[TargetModule],
+        all_names: Sequence[str],
         limits: Adapters,
         *,
         adam: Adam,
@@ -61,15 +61,16 @@ class AdapterRegistry(Mapping[str, Adapter]):
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterRegistry:
-        """Build the registry of a model's adapters; ``found``: this rank's possible targets, ``everything``: all ranks' weights
-        in them.
+        """Build the registry of a model's adapters.
+
+        ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
         """
-        check_exist("adapters.targets names", "can be adapted", limits.targets, everything)
+        check_exist("adapters.targets names", "can be adapted", limits.targets, all_names)
         return cls(
             limits,
-            shape_groups([target for each in found if (target := restrict(each, limits.targets)) is not None]),
-            [name for name in everything if matches(name, limits.targets)],
-            adaptable=everything,
+            shape_groups([target for module in targets if (target := restrict(module, limits.targets)) is not None]),
+            [name for name in all_names if matches(name, limits.targets)],
+            adaptable=all_names,
             adam=adam,
             schedule=schedule,
             seed=seed,
@@ -79,8 +80,8 @@ class AdapterRegistry(Mapping[str, Adapter]):
 
     def __getitem__(self, name: str) -> Adapter:
         if name not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise ConfigError(f"there is no adapter {name!r}; there are: {known}")
+            adapters = ", ".join(sorted(self._adapters)) or "none"
+            raise ConfigError(f"unknown adapter {name!r}; adapters: {adapters}")
         return self._adapters[name]
 
     def __contains__(self, name: object) -> bool:
@@ -99,18 +100,17 @@ class AdapterRegistry(Mapping[str, Adapter]):
             raise ConfigError(f"adapter {name!r} exists; remove it first, or choose another name")
         if len(self._adapters) >= self.limits.max_count:
             raise ConfigError(
-                f"adapter {name!r} would be one more than adapters.max_count: {self.limits.max_count}; remove one or raise "
-                "the limit"
+                f"adapter {name!r} exceeds adapters.max_count ({self.limits.max_count}); remove one or raise the limit"
             )
         if lora.rank > self.limits.max_rank:
             raise ConfigError(
-                f"adapter {name!r} has rank {lora.rank}, above adapters.max_rank: {self.limits.max_rank}; lower its rank or "
+                f"adapter {name!r}: rank {lora.rank} exceeds adapters.max_rank ({self.limits.max_rank}); lower the rank or "
                 "raise the limit"
             )
         check_targets(name, lora, self.projections)
 
     def create(self, name: str, lora: Lora) -> Adapter:
-        """A new adapter with the first values that peft gives; see :func:`initialise`. Not added yet."""
+        """Build an adapter with peft's initial values; see :func:`initialise`. Does not add it."""
         self.check(name, lora)
         seed = self._seed if lora.seed is None else lora.seed
         adapter = Adapter(
@@ -130,16 +130,16 @@ class AdapterRegistry(Mapping[str, Adapter]):
         return adapter
 
     def add(self, adapter: Adapter) -> None:
-        """Make an adapter known by its name."""
+        """Add an adapter under its name."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter and free its memory."""
+        """Remove an adapter and free its memory."""
         del self._adapters[self[name].name]
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless ``name`` can be a file name everywhere: letters, digits, ``._-``, no path tricks."""
+    """Raise ConfigError unless ``name`` can be a file name everywhere: letters, digits, ``._-``, no path traversal."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or ".." in name or name.endswith("."):
         raise ConfigError(
             f"adapter name {name!r} is not allowed: up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
@@ -148,15 +148,15 @@ def check_name(name: str) -> None:
 
 
 def check_exist(
-    what: str, whose: str, targets: Literal["all-linear"] | Sequence[str], projections: Sequence[str]
+    subject: str, rule: str, targets: Literal["all-linear"] | Sequence[str], projections: Sequence[str]
 ) -> None:
-    """Raise ConfigError unless ``targets`` mean some of ``projections``, and every one of them is or ends one."""
+    """Raise ConfigError unless every one of ``targets`` matches some of ``projections``."""
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
         wrong = unknown[0] if unknown else targets
         raise ConfigError(
-            f"{what} {wrong!r}, which is not a layer that {whose} in this model; those are {', '.join(ends) or 'none'}"
+            f"{subject} {wrong!r}, which is not a layer that {rule} in this model; those are {', '.join(ends) or 'none'}"
         )
 
 
@@ -171,15 +171,15 @@ def check_targets(name: str, lora: Lora, projections: Sequence[str]) -> None:
 
 
 def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lora, seed: int) -> None:
-    """Draw the factor that does not start at zero: A [layers, experts, slices, rank, in]; B [1, 1, rank, out] of an embedding.
+    """Draw the factor that is not zero at first: A [layers, experts, slices, rank, in]; B [1, 1, rank, out] of an embedding.
 
-    Every layer draws from its own generator: all layouts draw the same.
+    Every projection has its own generator, so all layouts draw the same values.
     """
     for layer, target in enumerate(target_modules):
         for number, fused_slice in enumerate(target.slices):
             if not matches(fused_slice.name, lora.targets):
                 continue
-            if target.is_embedding:  # as torch.nn.Embedding
+            if target.is_embedding:  # peft draws it as torch.nn.Embedding does
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{fused_slice.name}".encode()))
                 values[layer, 0].copy_(torch.randn(lora.rank, target.out_features, generator=generator))
                 continue
@@ -188,9 +188,10 @@ def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lor
 
 
 def first_values(target: TargetModule, fused_slice: FusedSlice, expert: int, rank: int, seed: int) -> Tensor:
-    """This rank's columns of the first A of one projection: kaiming-uniform with a = sqrt(5), as in peft."""
+    """Draw this rank's columns of a projection's initial A: kaiming-uniform with a = sqrt(5), as in peft."""
+    # Drawn in full and then cut, so that every layout has the same values.
     label = f"{seed}/{fused_slice.name}" + (f"/{target.expert_start + expert}" if target.is_expert else "")
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
     bound = target.in_total**-0.5
-    whole = torch.empty(rank, target.in_total).uniform_(-bound, bound, generator=generator)
-    return whole[:, target.in_start : target.in_start + target.in_features]
+    factor = torch.empty(rank, target.in_total).uniform_(-bound, bound, generator=generator)
+    return factor[:, target.in_start : target.in_start + target.in_features]

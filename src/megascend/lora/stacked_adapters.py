@@ -1,4 +1,4 @@
-"""The adapters of one call, side by side in the model's precision, with views for their fused layers; and a pool of stacks."""
+"""Stacked copies of one call's adapters in the model's precision, with views for fused layers; and a pool of stacks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megascend.lora.layout import ShapeGroup
 
 FactorsAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 
-RANK_MULTIPLE = 8  # grouped kernels take rows of 16 bytes
+RANK_MULTIPLE = 8  # grouped kernels need rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class StackedFactors:
-    """One shape group's factors of all adapters of a call, and where their gradients gather.
+    """One shape group's factors of all adapters of a call, and their gradient buffers.
 
     Attributes:
         a, a_grads: [layers, adapters, experts, in, slices * rank], the first in the model's precision, the second float32. In
-            memory ``in`` comes last, as grouped kernels want it; of embeddings, which read whole rows, it does not.
-        b, b_grads: [layers, adapters, experts, slices * rank, out]. B carries the adapter's scaling and is zero outside
+            memory ``in`` is innermost, as grouped kernels need it, except for embeddings, which read rows.
+        b, b_grads: [layers, adapters, experts, slices * rank, out]. B includes the adapter's scaling and is zero outside
             the output rows of a slice.
     """
 
@@ -38,7 +38,7 @@ class StackedFactors:
 
 @dataclass(frozen=True)
 class StackedPart:
-    """What moves as one piece between an adapter and the stack: four views of equal shapes."""
+    """Unit of copying between an adapter and the stack: four views of equal shapes."""
 
     values: Tensor
     grads: Tensor
@@ -48,7 +48,7 @@ class StackedPart:
 
 @dataclass(frozen=True)
 class StackedParts:
-    """The pieces of all adapters of a stack: of A, and of B by the scaling that B carries in the stack."""
+    """Parts of all adapters of a stack: of A, and of B by the scaling that is included in the stack's B."""
 
     a: list[StackedPart]
     b: dict[float, list[StackedPart]]
@@ -61,12 +61,12 @@ class StackedAdapters:
     zero too, so they need no mask. A ``None`` among the adapters stands for the base model alone.
 
     Attributes:
-        adapters: whose factors these are.
-        dropouts: float32 [adapters] on the device, each one's dropout.
-        rank: that all are padded to.
+        adapters: owners of the factors.
+        dropouts: float32 [adapters] on the device, their dropout.
+        rank: to which all factors are padded.
 
     Args:
-        rank: default: the smallest that grouped kernels take for these adapters.
+        rank: default: the smallest that grouped kernels accept for these adapters.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StackedAdapters:
         rank: int | None = None,
     ) -> None:
         self._shape_groups, self._device = shape_groups, device
-        self._name(adapters)
+        self._assign(adapters)
         self.rank = common_rank(adapters) if rank is None else rank
         self.stacks = [self._allocate(shape_group, dtype, device) for shape_group in shape_groups]
         self._blocks = [
@@ -88,16 +88,16 @@ class StackedAdapters:
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Serve other adapters from now on, if they fit the memory that there is."""
+        """Hold other adapters from now on if they fit the allocated memory; return whether they do."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
         self.serve(adapters)
         return True
 
     def serve(self, adapters: Sequence[Adapter | None]) -> None:
-        """Serve other adapters from now on: as many, and none of a higher rank."""
-        self._name(adapters)
-        for stack in self.stacks:  # whatever the last ones left where these have nothing
+        """Hold other adapters from now on: the same number, none of a higher rank."""
+        self._assign(adapters)
+        for stack in self.stacks:  # clear values of the last adapters that these do not overwrite
             stack.a.zero_()
             stack.b.zero_()
 
@@ -105,14 +105,14 @@ class StackedAdapters:
     def bytes(self) -> int:
         """Memory of factors and gradients."""
         return sum(
-            of.numel() * of.element_size()
+            tensor.numel() * tensor.element_size()
             for stack in self.stacks
-            for of in (stack.a, stack.a_grads, stack.b, stack.b_grads)
+            for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
         )
 
-    def _name(self, adapters: Sequence[Adapter | None]) -> None:
+    def _assign(self, adapters: Sequence[Adapter | None]) -> None:
         self.adapters = tuple(adapters)
-        self._found_parts: StackedParts | None = None
+        self._cached_parts: StackedParts | None = None
         rates = [0.0 if adapter is None else adapter.lora.dropout for adapter in adapters]
         self.dropouts = to_device(torch.tensor(rates), self._device)
 
@@ -131,7 +131,7 @@ class StackedAdapters:
         return StackedFactors(a, a_grads, b, torch.zeros(b.shape, device=device))
 
     def fill(self) -> None:
-        """Copy the adapters' present values in and zero the gradients."""
+        """Copy the adapters' current values in and zero the gradients."""
         for stack in self.stacks:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
@@ -142,7 +142,7 @@ class StackedAdapters:
                 torch.mul(part.values, scaling, out=part.stack)
 
     def collect(self) -> None:
-        """Add the gathered gradients to the adapters' own."""
+        """Add the stack's gradients to the adapters'."""
         for scaling, parts in ((1.0, self._parts.a), *self._parts.b.items()):
             if parts:
                 torch._foreach_add_([part.grads for part in parts], [part.stack_grads for part in parts], alpha=scaling)
@@ -152,47 +152,49 @@ class StackedAdapters:
 
     @property
     def _parts(self) -> StackedParts:
-        """Made once for the adapters that are served: of 32 adapters there are hundreds."""
-        if self._found_parts is None:
-            found = StackedParts([], {})
+        """Parts of the adapters, cached: 32 adapters have hundreds."""
+        if self._cached_parts is None:
+            parts = StackedParts([], {})
             for index, adapter in enumerate(self.adapters):
                 if adapter is not None:
-                    self._add_parts(found, index, adapter)
-            self._found_parts = found
-        return self._found_parts
+                    self._add_parts(parts, index, adapter)
+            self._cached_parts = parts
+        return self._cached_parts
 
-    def _add_parts(self, found: StackedParts, index: int, adapter: Adapter) -> None:
-        of_scaling = found.b.setdefault(adapter.lora.scaling, [])
-        both = zip(adapter.views(adapter.values.detach()), adapter.views(adapter.grads), strict=True)
-        for (span, values), (_, grads) in both:
+    def _add_parts(self, parts: StackedParts, index: int, adapter: Adapter) -> None:
+        b_parts = parts.b.setdefault(adapter.lora.scaling, [])
+        pairs = zip(adapter.views(adapter.values.detach()), adapter.views(adapter.grads), strict=True)
+        for (span, values), (_, grads) in pairs:
             number, stack = span.shape_group, self.stacks[span.shape_group]
             if span.factor == "a":
-                of_stack, of_grads = (
-                    self._slices(number, of.mT, index, adapter.lora.rank) for of in (stack.a, stack.a_grads)
+                stack_slices, grad_slices = (
+                    self._slices(number, factor.mT, index, adapter.lora.rank) for factor in (stack.a, stack.a_grads)
                 )
-                found.a.append(StackedPart(values, grads, of_stack, of_grads))
+                parts.a.append(StackedPart(values, grads, stack_slices, grad_slices))
                 continue
-            of_stack, of_grads = (self._slices(number, of, index, adapter.lora.rank) for of in (stack.b, stack.b_grads))
+            stack_slices, grad_slices = (
+                self._slices(number, factor, index, adapter.lora.rank) for factor in (stack.b, stack.b_grads)
+            )
             for slice_number, blocks in enumerate(self._blocks[number]):
                 for block in blocks:
-                    # Outside its rows a slice's gradient may be anything, and is not looked at.
-                    whole = (values, grads, of_stack[:, :, slice_number], of_grads[:, :, slice_number])
-                    of_scaling.append(StackedPart(*(block.of(tensor) for tensor in whole)))
+                    # Outside its rows a slice's gradient is undefined and never read.
+                    tensors = (values, grads, stack_slices[:, :, slice_number], grad_slices[:, :, slice_number])
+                    b_parts.append(StackedPart(*(block.view(tensor) for tensor in tensors)))
 
     def factors(self, shape_group: int, layer: int, index: int | None) -> FactorsAndGrads:
-        """(A, its gradients, B, its gradients) of one layer: [adapters * experts, ...], or of one adapter of a dense layer."""
+        """Return (A, its gradients, B, its gradients) of one layer: [adapters * experts, ...], or of one adapter."""
         key = (shape_group, layer, index)
         if key not in self._views:
             stack = self.stacks[shape_group]
-            one = slice(None) if index is None else slice(index, index + 1)
+            selection = slice(None) if index is None else slice(index, index + 1)
             a, a_grads, b, b_grads = (
-                tensor[layer, one].flatten(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
+                tensor[layer, selection].flatten(0, 1) for tensor in (stack.a, stack.a_grads, stack.b, stack.b_grads)
             )
             self._views[key] = a, a_grads, b, b_grads
         return self._views[key]
 
     def factors_of_experts(self, shape_group: int, layer: int) -> FactorsAndGrads:
-        """(A, its gradients, B, its gradients) of one layer's experts: [experts, adapters, ...], as their rows are grouped."""
+        """Return (A, its gradients, B, its gradients) of a layer's experts: [experts, adapters, ...], the order of their rows."""
         key = (shape_group, layer, "experts")
         if key not in self._views:
             stack = self.stacks[shape_group]
@@ -202,64 +204,64 @@ class StackedAdapters:
             self._views[key] = a, a_grads, b, b_grads
         return self._views[key]
 
-    def _slices(self, shape_group: int, of: Tensor, index: int, rank: int) -> Tensor:
-        """One adapter's rows, [layers, experts, slices, rank, x], of factors [layers, adapters, experts, slices * rank, x]."""
+    def _slices(self, shape_group: int, factor: Tensor, index: int, rank: int) -> Tensor:
+        """View one adapter's rows [layers, experts, slices, rank, x] of [layers, adapters, experts, slices * rank, x]."""
         count = len(self._shape_groups[shape_group].first.slices)
-        return of[:, index].unflatten(-2, (count, self.rank))[..., :rank, :]
+        return factor[:, index].unflatten(-2, (count, self.rank))[..., :rank, :]
 
 
 def common_rank(adapters: Sequence[Adapter | None]) -> int:
-    """The rank that all are padded to: the largest; with several, a multiple that grouped kernels take."""
+    """Return the rank to pad to: the largest; with several adapters, rounded up to a multiple that grouped kernels accept."""
     largest = max((adapter.lora.rank for adapter in adapters if adapter is not None), default=1)
     return largest if len(adapters) == 1 else -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """``count`` blocks of ``length`` rows that follow each other, ``step`` rows from one's first to the next one's."""
+    """``count`` ascending blocks of ``length`` rows, which start ``step`` rows apart."""
 
     start: int
     length: int
     step: int
     count: int
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """These of the last dimension of ``tensor``: [..., count, length], a view."""
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return these rows of the last dimension of ``tensor``: [..., count, length], a view."""
         stop = self.start + (self.count - 1) * self.step + self.length
         return tensor[..., self.start : stop].unfold(-1, self.length, self.step)
 
 
 def row_blocks(rows: Tensor) -> list[RowBlocks]:
-    """Ascending rows, int64 [n], as few blocks: those of q in Megatron's fused layer are one, whatever the number of groups."""
+    """Describe ascending rows, int64 [n], by few blocks: q's rows in Megatron's fused layer are one for any number of groups."""
     if not len(rows):
         return []
     gaps = rows.diff()
     if (gaps < 1).any():
-        raise ValueError("rows of a slice have to ascend")
+        raise ValueError("rows of a slice must be ascending")
     ends = [*(gaps > 1).nonzero().flatten().tolist(), len(rows) - 1]
     firsts = [0, *(end + 1 for end in ends[:-1])]
-    found: list[RowBlocks] = []
+    blocks: list[RowBlocks] = []
     for first, end in zip(firsts, ends, strict=True):
         start, length = int(rows[first]), end - first + 1
-        last = found[-1] if found else None
+        last = blocks[-1] if blocks else None
         if last is not None and length == last.length and last.count == 1:
-            found[-1] = RowBlocks(last.start, length, start - last.start, 2)
+            blocks[-1] = RowBlocks(last.start, length, start - last.start, 2)
         elif last is not None and length == last.length and start == last.start + last.count * last.step:
-            found[-1] = RowBlocks(last.start, length, last.step, last.count + 1)
+            blocks[-1] = RowBlocks(last.start, length, last.step, last.count + 1)
         else:
-            found.append(RowBlocks(start, length, length, 1))
-    return found
+            blocks.append(RowBlocks(start, length, length, 1))
+    return blocks
 
 
 class StackPool:
     """A stack for each of a few sizes: numbers and ranks of adapters, rounded up to powers of two.
 
-    Captured steps read factors and add gradients by address, so a stack keeps its memory while adapters come and go as its
-    contents; places that a call does not need are empty.
+    Captured steps read factors and add gradients by address, so a stack keeps its memory while the adapters in it change; slots
+    that a call does not need are empty.
 
     Args:
-        limit: stacks kept; the one used longest ago makes room.
-        on_drop: called with a stack that is given up, before its memory is free.
+        limit: stacks kept; the least recently used is dropped.
+        on_drop: called with a dropped stack before its memory is freed.
     """
 
     def __init__(
@@ -275,9 +277,10 @@ class StackPool:
         self._stacks: OrderedDict[tuple[int, int], StackedAdapters] = OrderedDict()
 
     def take(self, adapters: Sequence[Adapter | None]) -> StackedAdapters:
-        """The stack for a call of ``adapters``, which come first in it, in their order."""
-        adapters = (*adapters, *[None] * (places(len(adapters)) - len(adapters)))
-        key = len(adapters), padded_rank(adapters)
+        """Return the stack for a call of ``adapters``, which are first in it, in their order."""
+        adapters = (*adapters, *[None] * (stack_capacity(len(adapters)) - len(adapters)))
+        # Powers of two keep the number of stacks, and with it of captured graphs, small.
+        key = len(adapters), max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))
         stack = self._stacks.get(key)
         if stack is None:
             while len(self._stacks) >= self._limit:
@@ -301,11 +304,6 @@ class StackPool:
         return sum(stack.bytes for stack in self._stacks.values())
 
 
-def places(adapters: int) -> int:
-    """Adapters that the stack for a call of so many has room for."""
+def stack_capacity(adapters: int) -> int:
+    """Return the number of slots in the stack for a call of so many adapters."""
     return next_power_of_two(adapters)
-
-
-def padded_rank(adapters: Sequence[Adapter | None]) -> int:
-    """The rank of their stack: a power of two that grouped kernels take."""
-    return max(RANK_MULTIPLE, next_power_of_two(common_rank(adapters)))

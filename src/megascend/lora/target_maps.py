@@ -1,4 +1,4 @@
-"""Adapter targets of Megatron's layers: a map of one transformer layer for every architecture, in a registry.
+"""Adapter targets in Megatron's layers: a registry with a map of one transformer layer for every architecture.
 
 Architectures that name their modules as Llama does (Qwen, Mistral, Mixtral, GLM-4 and many others) share
 :func:`layer_targets`, the default; :func:`register_lora_targets` adds others, whose maps may use the functions below it.
@@ -17,8 +17,8 @@ from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, ModelLa
 TargetMap = Callable[[Any, int, ModelLayout], Iterable[TargetModule]]
 """(Megatron's transformer layer, its number from 0, the layout) -> its target modules, in the model's order.
 
-A map raises ConfigError for a kind of layer that it does not know. Factors are saved under ``FusedSlice.name``, so a map decides
-what an adapter of its architecture looks like to peft.
+A map raises ConfigError for a kind of layer that it does not support. Factors are saved under ``FusedSlice.name``, so a map
+defines an adapter's names in peft.
 """
 
 _by_model_type: dict[str, TargetMap] = {}
@@ -53,15 +53,15 @@ def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[Targ
 
 
 def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[TargetModule]:
-    """Yield the embedding as a row parallel layer of one-hot inputs: A is split by vocabulary, B is whole on every rank."""
+    """Yield the embedding as a row parallel layer of one-hot inputs: A is split by vocabulary, B is the same on all ranks."""
     name, module = f"{layout.prefix}{EMBEDDING}", embedding.word_embeddings
     sliced = layout.topology.sequence_parallel and layout.topology.tensor > 1
-    # With learned positions Megatron slices the sequence after adding them, so that B would see all of it on every rank.
+    # With learned positions Megatron slices the sequence after adding them, so B would get the full sequence on every rank.
     if not layout.has(name) or (sliced and not module.reduce_scatter_embeddings):
         return
-    shard, everything = layout.vocab_shard(module), torch.arange(module.weight.shape[1])
-    whole = FusedSlice(name, len(everything), everything, everything)
-    yield TargetModule(module, "row", (whole,), shard.rows, len(everything), shard.start, layout.vocab_size)
+    shard, columns = layout.vocab_shard(module), torch.arange(module.weight.shape[1])
+    weight = FusedSlice(name, len(columns), columns, columns)
+    yield TargetModule(module, "row", (weight,), shard.rows, len(columns), shard.start, layout.vocab_size)
 
 
 def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
@@ -69,8 +69,8 @@ def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
         return
     shard, columns = layout.vocab_shard(module), module.weight.shape[1]
     rows = torch.arange(shard.rows)
-    own = FusedSlice(OUTPUT, layout.vocab_size, rows, shard.start + rows)
-    yield TargetModule(module, "column", (own,), columns, shard.rows, 0, columns)
+    weight = FusedSlice(OUTPUT, layout.vocab_size, rows, shard.start + rows)
+    yield TargetModule(module, "column", (weight,), columns, shard.rows, 0, columns)
 
 
 def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
@@ -89,7 +89,7 @@ def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[Targ
 
 
 def attention(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
-    """q, k and v, which Megatron fuses, and the output projection."""
+    """Yield q, k and v, which Megatron fuses, and the output projection."""
     module: Any = getattr(layer, "self_attention", None)
     gated = getattr(layout.config, "attention_output_gate", False)  # the gate is inside q_proj
     if hasattr(module, "linear_qkv") and not gated:
@@ -102,23 +102,23 @@ def attention(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetMo
 
 def _unknown(layout: ModelLayout) -> str:
     return (
-        f"which the map of adapters' targets for model_type {layout.config.hf_model_type!r} does not know "
-        "(megascend.register_lora_targets takes another)"
+        f"which the map of adapters' targets for model_type {layout.config.hf_model_type!r} does not "
+        "support (megascend.register_lora_targets registers another)"
     )
 
 
 def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
-    """Build the fused projection: for every query group its query heads, its key, its value; ``folder``: attention's name."""
+    """Build the fused projection: query heads, key and value of each query group; ``folder``: the attention's name."""
     config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
     heads = config.num_attention_heads // (groups * size)
     rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
     slices = []
-    for name, chosen in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
-        local = chosen.flatten()
-        whole = rank * len(local) + torch.arange(len(local))
-        slices.append(FusedSlice(layout.name(number, folder, name), len(local) * size, local, whole))
+    for name, part in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
+        local = part.flatten()
+        global_rows = rank * len(local) + torch.arange(len(local))
+        slices.append(FusedSlice(layout.name(number, folder, name), len(local) * size, local, global_rows))
     return TargetModule.of(module, "column", layout, slices)
 
 
@@ -136,7 +136,7 @@ def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[s
 
 
 def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
-    """transformers fuses the experts' weights, gate above up, into one parameter, and peft adapts that."""
+    """Yield experts as transformers fuses them and peft adapts them: gate above up in one parameter, and down."""
     grouped = moe.experts
     if not hasattr(grouped.linear_fc1, "weight0") or not layout.config.gated_linear_unit:
         raise ConfigError(f"adapters: layer {number} has experts ({type(grouped).__name__}), {_unknown(layout)}")
@@ -147,25 +147,25 @@ def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule
 def linear(
     module: Any, split: Literal["column", "row"], layout: ModelLayout, names: Sequence[str], moe: Any = None
 ) -> TargetModule:
-    """Build a layer whose output is that of one Hugging Face weight, or of gate and up, half each on every rank.
+    """Build the target for a layer of one Hugging Face weight, or of gate and up, half and half on every rank.
 
-    ``names``: of the weight, or of gate and up. Under one name, a column parallel layer of a gated MLP is gate above up.
+    ``names``: of the weight, or of gate and up. With one name, a column parallel layer of a gated MLP is gate above up.
     """
     out, _ = weight_shape(module)
     rank, size = layout.tensor_rank(expert=moe is not None)
     gated = split == "column" and layout.config.gated_linear_unit
     half = out // 2 if gated else out
-    everything = torch.arange(out)
+    all_rows = torch.arange(out)
     if split == "row":
-        slices = [FusedSlice(names[0], out, everything, everything)]
+        slices = [FusedSlice(names[0], out, all_rows, all_rows)]
     elif len(names) == 2:
         local = torch.arange(half)
-        whole = rank * half + local
-        slices = [FusedSlice(name, half * size, local + which * half, whole) for which, name in enumerate(names)]
+        global_rows = rank * half + local
+        slices = [FusedSlice(name, half * size, local + index * half, global_rows) for index, name in enumerate(names)]
     elif gated:
         rows = torch.arange(half)
-        whole = torch.cat([rank * half + rows, half * size + rank * half + rows])
-        slices = [FusedSlice(names[0], out * size, everything, whole)]
+        global_rows = torch.cat([rank * half + rows, half * size + rank * half + rows])
+        slices = [FusedSlice(names[0], out * size, all_rows, global_rows)]
     else:
-        slices = [FusedSlice(names[0], out * size, everything, rank * out + everything)]
+        slices = [FusedSlice(names[0], out * size, all_rows, rank * out + all_rows)]
     return TargetModule.of(module, split, layout, slices, moe)

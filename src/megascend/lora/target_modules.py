@@ -1,9 +1,9 @@
-"""What adapters act on: a linear layer of the model, the Hugging Face weights that lie in it, and the rows of this rank.
+"""Target modules of adapters: a linear layer of the model, the Hugging Face weights in it, and this rank's rows of them.
 
-Megatron fuses what Hugging Face keeps apart (q, k and v; gate and up). An adapter is defined on the Hugging Face side,
-as peft has it, so a fused layer has several slices, each with factors of its own. Which layers of an architecture have
-which weights say the maps in :mod:`megascend.lora.target_maps`; a transformers model says it itself
-(:mod:`megascend.lora.transformers_targets`).
+Megatron fuses weights that are separate in Hugging Face's format (q, k and v; gate and up). An adapter is defined on Hugging
+Face's weights, as in peft, so a fused layer has several slices, each with its own factors. The maps in
+:mod:`megascend.lora.target_maps` say which layers of an architecture hold which weights; for transformers models
+:mod:`megascend.lora.transformers_targets` reads it from the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megascend.kernels.softmax import VocabShard
 from megascend.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
-"""What transformers calls the modules before and after the layers. ``all-linear`` does not mean them, as in peft."""
+"""Names in transformers of the modules before and after the layers. As in peft, ``all-linear`` does not include them."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class FusedSlice:
 
     Attributes:
         name: the weight's module in the Hugging Face model, e.g. ``model.layers.0.self_attn.q_proj``.
-        out_features: rows of the whole Hugging Face weight.
+        out_features: rows of the Hugging Face weight.
         local_rows: int64 [n], rows of the Megatron layer on this rank that belong to it.
-        global_rows: int64 [n], which rows of the Hugging Face weight these are.
+        global_rows: int64 [n], the same rows' indices in the Hugging Face weight.
     """
 
     name: str
@@ -42,7 +42,7 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class TargetModule:
-    """One layer that adapters act on: a linear layer, or the embedding, which is one of one-hot inputs.
+    """A layer that adapters act on: a linear layer, or the embedding, a linear layer of one-hot inputs.
 
     Attributes:
         module: the layer.
@@ -50,11 +50,11 @@ class TargetModule:
             share its input (the embedding's is).
         slices: the Hugging Face weights in it, at least one.
         in_features, out_features: of this rank; rows that pad a vocabulary do not count.
-        in_start, in_total: this rank's first input column, and the whole weight's columns.
-        experts, expert_start, expert_total: experts of this rank, the first one's number, and of the model; 1, 0 and None
-            where the layer is no expert layer.
+        in_start, in_total: this rank's first input column, and the unsharded weight's columns.
+        experts, expert_start, expert_total: experts on this rank, the index of the first, and experts of the model; 1, 0 and None
+            if the layer is not an expert layer.
         moe: Megatron's mixture-of-experts layer around it, or None.
-        drawn_as: the projection by whose name its dropout is drawn, if not the first of ``slices``.
+        drawn_as: the projection whose name seeds its dropout, if not the first of ``slices``.
     """
 
     module: Any
@@ -79,8 +79,9 @@ class TargetModule:
         slices: Sequence[FusedSlice],
         moe: Any = None,
     ) -> TargetModule:
-        """Build a linear layer of Megatron's by its weight on this rank; ``moe``: the layer whose experts' weights it holds, or
-        None.
+        """Build the target for a Megatron linear layer from its weight on this rank.
+
+        ``moe``: the mixture-of-experts layer whose experts' weights it holds, or None.
         """
         missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
         if missing:
@@ -90,14 +91,14 @@ class TargetModule:
         start, total = (rank * columns, columns * size) if split == "row" else (0, columns)
         if moe is None:
             return cls(module, split, tuple(slices), columns, rows, start, total)
-        everyone = layout.config.num_moe_experts
-        count = everyone // layout.topology.expert
-        first = layout.place.expert * count
-        return cls(module, split, tuple(slices), columns, rows, start, total, count, first, everyone, moe)
+        total_experts = layout.config.num_moe_experts
+        count = total_experts // layout.topology.expert
+        first = layout.coordinates.expert * count
+        return cls(module, split, tuple(slices), columns, rows, start, total, count, first, total_experts, moe)
 
     @property
     def is_expert(self) -> bool:
-        """True for the layers of routed experts."""
+        """True for layers of routed experts."""
         return self.expert_total is not None
 
     @property
@@ -112,53 +113,53 @@ class TargetModule:
 
     @property
     def shape_key(self) -> tuple[Any, ...]:
-        """Target modules with the same value have factors of the same shapes, split in the same way."""
+        """Key that is equal for target modules whose factors have the same shapes and sharding."""
         names = tuple(fused_slice.name.rsplit(".", 1)[-1] for fused_slice in self.slices)
         return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
 
 
 class ModelLayout:
-    """What is needed to find a layer's Hugging Face names and this rank's rows."""
+    """Mapping from Megatron's layers to Hugging Face names and this rank's rows."""
 
     def __init__(
-        self, config: Any, topology: Topology, place: Coordinates, tensor_names: Collection[str], vocab_size: int
+        self, config: Any, topology: Topology, coordinates: Coordinates, tensor_names: Collection[str], vocab_size: int
     ) -> None:
-        self.config, self.topology, self.place, self.vocab_size = config, topology, place, vocab_size
+        self.config, self.topology, self.coordinates, self.vocab_size = config, topology, coordinates, vocab_size
         self.names = set(tensor_names)
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""
 
     def name(self, number: int, *path: str) -> str:
-        """Full name of a module in layer ``number`` (from 0), e.g. ``name(2, "self_attn", "q_proj")``."""
+        """Return the full name of a module in layer ``number`` (from 0), e.g. of ``name(2, "self_attn", "q_proj")``."""
         return ".".join([f"{self.prefix}layers.{number}", *path])
 
     def has(self, module: str) -> bool:
-        """True if the checkpoint has a weight of that module."""
+        """Check whether the checkpoint has a weight of a module."""
         return f"{module}.weight" in self.names or module in self.names
 
     def tensor_rank(self, *, expert: bool) -> tuple[int, int]:
-        """(this rank, ranks) that share a linear layer, of experts or outside of them."""
+        """Return (this rank, size) of the tensor parallel group of linear layers, of experts or outside them."""
         if expert:
-            return self.place.expert_tensor, self.topology.expert_tensor
-        return self.place.tensor, self.topology.tensor
+            return self.coordinates.expert_tensor, self.topology.expert_tensor
+        return self.coordinates.tensor, self.topology.tensor
 
     def vocab_shard(self, module: Any) -> VocabShard:
-        """The rows of an embedding or output layer on this rank, without padding."""
-        return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.place.tensor, None)
+        """Return this rank's rows of an embedding or output layer, without padding."""
+        return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.coordinates.tensor, None)
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a projection is the embedding."""
+    """Check whether a projection is the embedding."""
     return name.split(".")[-1] == EMBEDDING
 
 
 def is_output(name: str) -> bool:
-    """Whether a projection is the output layer."""
+    """Check whether a projection is the output layer."""
     return name.split(".")[-1] == OUTPUT
 
 
 def matches(name: str, targets: Literal["all-linear"] | Sequence[str]) -> bool:
-    """True if the projection ``name`` is among ``targets``: itself, or its last components, as in peft."""
+    """Check whether ``targets`` include the projection ``name``, in full or by its last components, as in peft."""
     if targets == "all-linear":
         return not is_embedding(name) and not is_output(name)
     return any(name == target or name.endswith(f".{target}") for target in targets)
@@ -167,7 +168,7 @@ def matches(name: str, targets: Literal["all-linear"] | Sequence[str]) -> bool:
 def check_untied(targets: Literal["all-linear"] | Sequence[str], prefix: str, *, tied: bool) -> None:
     """Raise ConfigError if ``targets`` name a weight that embedding and output layer share.
 
-    Merging such an adapter would change both uses, of which peft warns. ``prefix``: of the embedding's name.
+    Merging such an adapter would change both uses; peft warns of that. ``prefix``: of the embedding's name.
     """
     for name in (f"{prefix}{EMBEDDING}", OUTPUT):
         if tied and matches(name, targets):
@@ -179,12 +180,12 @@ def check_untied(targets: Literal["all-linear"] | Sequence[str], prefix: str, *,
 
 
 def restrict(target: TargetModule, targets: Literal["all-linear"] | Sequence[str]) -> TargetModule | None:
-    """``target`` with only the targeted slices, or None if there are none."""
-    kept = tuple(fused_slice for fused_slice in target.slices if matches(fused_slice.name, targets))
-    return replace(target, slices=kept) if kept else None
+    """Return ``target`` with only the targeted slices; None if no slice is targeted."""
+    slices = tuple(fused_slice for fused_slice in target.slices if matches(fused_slice.name, targets))
+    return replace(target, slices=slices) if slices else None
 
 
 def weight_shape(module: Any) -> tuple[int, int]:
-    """(output, input) features of a linear layer's weight on this rank; of experts, of each one's."""
+    """Return (output, input) features of a linear layer's weight on this rank; of an expert layer, of one expert's."""
     weight = module.weight0 if hasattr(module, "weight0") else module.weight
     return weight.shape[0], weight.shape[1]

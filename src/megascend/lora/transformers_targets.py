@@ -1,4 +1,4 @@
-"""What adapters act on in a transformers model: linear layers, fused experts, the embedding, the output layer."""
+"""Adapter targets in a transformers model: linear layers, fused experts, the embedding, the output layer."""
 
 from __future__ import annotations
 
@@ -12,68 +12,76 @@ from megascend.lora.peft_tensors import EXPERT_PARAMETERS
 from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, TargetModule
 
 FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one input, to which Megatron's engine applies one dropout mask, that of the first one that is adapted."""
+"""Layers of one input: Megatron's engine applies one dropout mask to it, that of the first adapted layer."""
 
 
 def layer_targets(model: Any) -> list[TargetModule]:
-    """Return linear layers and fused experts of a model's layers, without routers and experts that have no gate."""
-    found = []
+    """Return linear layers and fused experts of a model's layers, except routers and experts without a gate."""
+    targets = []
     for name, module in model.named_modules():
         if ".layers." not in f".{name}":
             continue
         if isinstance(module, nn.Linear) and not name.endswith("gate"):
             out_features, in_features = module.weight.shape
-            found.append(_target(name, module, out_features, in_features))
+            targets.append(_target(name, module, out_features, in_features))
         elif name.endswith(".experts") and getattr(module, "has_gate", True):
             for parameter in EXPERT_PARAMETERS:
                 weight = getattr(module, parameter, None)
                 if isinstance(weight, Tensor) and weight.ndim == 3:
                     count, *sizes = weight.shape
                     in_features, out_features = sizes if getattr(module, "is_transposed", False) else reversed(sizes)
-                    found.append(_target(f"{name}.{parameter}", module, out_features, in_features, count))
-    return found
+                    targets.append(_target(f"{name}.{parameter}", module, out_features, in_features, count))
+    return targets
 
 
 def embedding_and_output(model: Any) -> list[TargetModule]:
-    """The embedding and the output layer, those of them that are plain, by the names that peft's format knows."""
-    found = []
+    """Return the embedding and the output layer if they are plain and named as peft's format requires."""
+    targets = []
     for name, module in model.named_modules():
         last = name.rsplit(".", 1)[-1]
         if module is model.get_input_embeddings() and last == EMBEDDING and type(module) is nn.Embedding:
             rows, columns = module.weight.shape
-            everything = torch.arange(columns)
-            own = FusedSlice(name, columns, everything, everything)
-            found.append(TargetModule(module, "row", (own,), rows, columns, 0, rows))
+            all_columns = torch.arange(columns)
+            weight = FusedSlice(name, columns, all_columns, all_columns)
+            targets.append(TargetModule(module, "row", (weight,), rows, columns, 0, rows))
         elif module is model.get_output_embeddings() and last == OUTPUT and isinstance(module, nn.Linear):
             out_features, in_features = module.weight.shape
-            found.append(_target(name, module, out_features, in_features))
-    return found
+            targets.append(_target(name, module, out_features, in_features))
+    return targets
 
 
 def experts_without_gate(model: nn.Module) -> Iterator[str]:
-    """Names of fused experts that peft's format of two parameters does not fit."""
+    """Yield names of fused experts that peft's format of two parameters cannot hold."""
     for name, module in model.named_modules():
         if name.endswith(".experts") and not getattr(module, "has_gate", True):
             yield name
 
 
 def drawn_as(name: str, allowed: Sequence[str]) -> str | None:
-    """Return the projection, among ``allowed``, that names the dropout of ``name``, so that all engines draw alike."""
+    """Return the projection in ``allowed`` whose name seeds the dropout of ``name``, so that all engines draw alike."""
     parent, _, last = name.rpartition(".")
-    for together in FUSED_BY_MEGATRON:
-        if last in together:
-            return next((first for each in together if (first := f"{parent}.{each}") in allowed), None)
+    for siblings in FUSED_BY_MEGATRON:
+        if last in siblings:
+            return next((first for sibling in siblings if (first := f"{parent}.{sibling}") in allowed), None)
     return None
 
 
 def is_transposed(target: TargetModule) -> bool:
-    """The weight is stored as [experts, in, out]."""
+    """Check whether a weight is stored as [experts, in, out]."""
     return target.is_expert and getattr(target.module, "is_transposed", False)
 
 
 def _target(name: str, module: Any, out_features: int, in_features: int, experts: int | None = None) -> TargetModule:
     rows = torch.arange(out_features)
-    part = FusedSlice(name, out_features, rows, rows)
+    weight = FusedSlice(name, out_features, rows, rows)
     return TargetModule(
-        module, "column", (part,), in_features, out_features, 0, in_features, experts=experts or 1, expert_total=experts
+        module,
+        "column",
+        (weight,),
+        in_features,
+        out_features,
+        0,
+        in_features,
+        experts=experts or 1,
+        expert_total=experts,
     )

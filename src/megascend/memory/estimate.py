@@ -1,7 +1,7 @@
-"""Peak memory of a rank in a training step, item by item.
+"""Estimate of a rank's peak memory in a training step, item by item.
 
-``max(activations and what works on them, the optimizer's temporaries)`` on top of what stays from step to step. The formulas are
-those of the engines' own code and of the kernels under it; ``tests/memory`` holds them against measured peaks.
+The peak is ``max(activations and temporaries of the passes, temporaries of the optimizer)`` on top of persistent state. The
+formulas follow the code of the engines and kernels; ``tests/memory`` compares them with measured peaks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from megascend.topology.topology import Topology
 
 MIB = 2**20
 CUDA_CONTEXT = 500 * MIB
-"""What the driver, its modules and libraries take on a GPU outside of torch's allocator; roughly."""
+"""Approximate GPU memory of the driver, its modules and libraries, outside torch's allocator."""
 FRAGMENTATION = 0.04
-"""Of the activations, what torch's allocator holds and cannot use; roughly."""
+"""Approximate fraction of the activations that torch's allocator reserves but cannot use."""
 
 ENGINES = ("megatron", "fsdp", "single")
-"""Those that there is an estimate for."""
+"""Engines with an estimate."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the rank that needs most.
+    """Memory of the rank that needs most, in bytes.
 
     Attributes:
-        items: of tensors, by what they are for; their sum is the peak.
-        overhead: of the device beside them, by what takes it; a rule of thumb.
+        items: of tensors, by purpose; their sum is the peak.
+        overhead: outside tensors, by purpose; a rule of thumb.
         stage: pipeline stage of that rank.
-        remarks: what the formulas leave out.
+        remarks: effects that the formulas omit.
     """
 
     items: Items
@@ -44,12 +44,12 @@ class Estimate:
 
     @property
     def tensors(self) -> int:
-        """Peak of all tensors: what ``torch.cuda.max_memory_allocated`` tells."""
+        """Peak of all tensors, as in ``torch.cuda.max_memory_allocated``."""
         return sum(self.items.values())
 
     @property
     def total(self) -> int:
-        """What the device has to have."""
+        """Required device memory."""
         return self.tensors + sum(self.overhead.values())
 
 
@@ -61,8 +61,9 @@ def estimate(
     workload: Workload,
     kernels: Kernels,
 ) -> Estimate | None:
-    """Return what a run's largest micro batch needs; None for an engine from outside. ``hf_config``: the model's
-    ``config.json``.
+    """Estimate the memory of a run's largest micro batch; None for a registered engine.
+
+    ``hf_config``: the model's ``config.json``.
     """
     if config.engine not in ENGINES:
         return None
@@ -71,7 +72,7 @@ def estimate(
     if sizes.latent:
         remarks.append("attention with latent keys and values (MLA) is counted as plain attention")
     if sizes.experts:
-        remarks.append("experts are taken to have equal loads")
+        remarks.append("experts are assumed to have equal loads")
     if config.engine == "megatron":
         per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels)
     else:

@@ -1,4 +1,4 @@
-"""Sizes of a model and of a step's workload that decide how much memory the step takes."""
+"""Sizes of a model and of a step's workload that determine the step's memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.unsupported import expert_layers
 
 Items = dict[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 Kernels = Literal["fused", "plain"]
-"""``fused``: Transformer Engine's and Triton's, on CUDA; also taken for NPUs, where nothing was measured. ``plain``: PyTorch's on
-a CPU."""
+"""``fused``: Transformer Engine's and Triton's, on CUDA; also assumed for NPUs, where nothing was measured. ``plain``: PyTorch's
+on a CPU."""
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -26,8 +26,8 @@ class Workload:
 
     Attributes:
         tokens: padding included, over all context parallel ranks.
-        micro_batches: most that a rank has in a step.
-        packed: samples of different length lie one after the other; False: a padded batch, which samples of one length are, too.
+        micro_batches: largest number on a rank in a step.
+        packed: samples of different length are concatenated; False: a padded batch, also used for samples of equal length.
         longest: tokens of the longest sample; None: one sample may fill the micro batch.
     """
 
@@ -42,16 +42,16 @@ LAYER = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Widths are numbers of elements for a token.
+    """Sizes of a model; widths are elements per token.
 
     Attributes:
         query, key_value: widths of all query heads, and of all key heads (values are as wide).
         ffn: of a dense MLP.
         expert_ffn, shared_ffn: of one routed expert, and of all shared experts together.
         experts, topk: routed experts of a layer, and of a token.
-        qk_norm: queries and keys are normalised head by head.
-        gated: MLPs have a gate beside the first projection.
-        latent: attention has latent keys and values (MLA), of which this module knows too little.
+        qk_norm: queries and keys are normalised per head.
+        gated: MLPs have a gate projection.
+        latent: attention has latent keys and values (MLA), for which there are no formulas.
         with_experts: for each layer, whether it has experts.
     """
 
@@ -74,13 +74,13 @@ class ModelSizes:
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
-        """Of a checkpoint, from its headers and its ``config.json``."""
+        """Read the sizes of a checkpoint from its headers and its ``config.json``."""
         text = hf_config.get("text_config", hf_config)
         shape, names = info.shape, info.tensors
         head_dim = info.attention_width // shape.num_heads
         if shape.is_moe:
-            found = {layer_of(name) for name in names if ".experts." in name}
-            with_experts = expert_layers(text) or [layer in found for layer in range(shape.num_layers)]
+            moe_layers = {layer_of(name) for name in names if ".experts." in name}
+            with_experts = expert_layers(text) or [layer in moe_layers for layer in range(shape.num_layers)]
         else:
             with_experts = [False] * shape.num_layers
         return cls(
@@ -104,6 +104,6 @@ class ModelSizes:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a weight belongs to, by its name; None outside of all."""
-    found = LAYER.search(name)
-    return None if found is None else int(found[1] or found[2])
+    """Return the index of a weight's layer, by its name; None for a weight outside the layers."""
+    match = LAYER.search(name)
+    return None if match is None else int(match[1] or match[2])

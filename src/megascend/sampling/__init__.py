@@ -1,1 +1,1 @@
-"""Text from the model as it is trained, on the ranks that train it."""
+"""Sampling from the model in training, on the ranks that train it."""

@@ -1,4 +1,4 @@
-"""The next token of every row, from the logits of the place before it. Pure."""
+"""Choice of every row's next token from logits. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row's token is chosen.
+    """Sampling parameters and random number for one row's next token.
 
     Attributes:
         temperature, top_p, top_k: as in :class:`megascend.sampling.request.SamplingParams`.
-        uniform: number in [0, 1) that decides.
+        uniform: random number in [0, 1) that selects the token.
     """
 
     temperature: float
@@ -27,12 +27,12 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Tokens of all rows.
+class ChosenTokens:
+    """Chosen tokens of all rows.
 
     Attributes:
         tokens: token ids.
-        logprobs: of the model's own distribution (temperature 1, whole vocabulary).
+        logprobs: of the model's distribution (temperature 1, full vocabulary).
         drawn_logprobs: of the distribution that the token was drawn from; 0 for the likeliest token at temperature 0.
     """
 
@@ -42,54 +42,57 @@ class Chosen:
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """In [0, 1), from its arguments alone: what token ``position`` of a request's response ``sample`` is drawn with."""
+    """Return the number in [0, 1) that draws token ``position`` of a request's response ``sample``: a hash of the arguments."""
     content = f"{seed} {sample} {position}".encode()
     (number,) = struct.unpack("<Q", hashlib.blake2b(content, digest_size=8).digest())
-    return (number >> 11) / 2**53
+    return (number >> 11) / 2**53  # 53 bits, the precision of a float: the result is below 1
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> Chosen:
-    """Choose a token for every row of ``logits`` [rows, vocabulary]; NaN is never chosen unless nothing else is there.
+def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
+    """Choose a token for every row of ``logits`` [rows, vocabulary]; NaN is never chosen unless all are NaN.
 
     A token is drawn by inverting the cumulative distribution in fp64: the first token at which it exceeds the uniform number.
     """
-    wide = logits.double()
-    model = wide.log_softmax(-1)
-    heat = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=logits.device)
-    numbers = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=logits.device)
-    greedy = heat == 0
-    drawn_from = (wide / torch.where(greedy, 1.0, heat)[:, None]).log_softmax(-1)
+    wide = logits.double()  # fp32 sums over a vocabulary lose tokens of small probability
+    model_distribution = wide.log_softmax(-1)
+    temperature = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=logits.device)
+    uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=logits.device)
+    greedy = temperature == 0
+    drawn_distribution = (wide / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     for row, draw in enumerate(draws):
         if draw.temperature > 0 and (draw.top_p < 1 or 0 < draw.top_k < logits.shape[-1]):
-            drawn_from[row] = truncated(drawn_from[row], draw.top_k, draw.top_p)
-    cumulative = drawn_from.exp().cumsum(-1)
-    wanted = numbers[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, wide.argmax(-1), drawn)
-    of_model, of_drawn = (each.gather(1, tokens[:, None])[:, 0] for each in (model, drawn_from))
-    return Chosen(tokens.tolist(), of_model.tolist(), torch.where(greedy, 0.0, of_drawn).tolist())
+            drawn_distribution[row] = truncated(drawn_distribution[row], draw.top_k, draw.top_p)
+    cumulative = drawn_distribution.exp().cumsum(-1)
+    # The last sum differs from 1 by rounding; a threshold beyond it would select no token.
+    thresholds = uniforms[:, None] * cumulative[:, -1:]
+    sampled = torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, wide.argmax(-1), sampled)
+    model_logprobs, drawn_logprobs = (
+        logprobs.gather(1, tokens[:, None])[:, 0] for logprobs in (model_distribution, drawn_distribution)
+    )
+    return ChosenTokens(tokens.tolist(), model_logprobs.tolist(), torch.where(greedy, 0.0, drawn_logprobs).tolist())
 
 
 def truncated(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """``logprobs`` [vocabulary] of what is left of a distribution; minus infinity elsewhere.
+    """Truncate a distribution: return renormalised ``logprobs`` [vocabulary], minus infinity for excluded tokens.
 
-    First the ``top_k`` likeliest tokens are kept, then of these the fewest likeliest that have ``top_p`` of what they have
-    together. Of equally likely tokens the one with the smaller id counts as the likelier one. One token is always left.
+    First the ``top_k`` likeliest tokens are kept, then of these the fewest likeliest that have ``top_p`` of their total
+    probability. Of equally likely tokens the smaller id counts as likelier. At least one token is kept.
     """
     ordered, ids = logprobs.sort(descending=True, stable=True)
     if 0 < top_k < len(ordered):
         ordered, ids = ordered[:top_k], ids[:top_k]
     probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    kept = before < top_p
-    kept[0] = True
-    ids = ids[kept]
-    left = torch.full_like(logprobs, -torch.inf)
-    left[ids] = logprobs[ids].log_softmax(-1)
-    return left
+    mass_before = probabilities.cumsum(-1) - probabilities
+    mask = mass_before < top_p
+    mask[0] = True
+    ids = ids[mask]
+    result = torch.full_like(logprobs, -torch.inf)
+    result[ids] = logprobs[ids].log_softmax(-1)
+    return result
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """int64 ids and fp32 log-probabilities [rows, k] of the ``k`` likeliest tokens of [rows, vocabulary], likeliest first."""
-    found = logits.float().log_softmax(-1).topk(k, dim=-1)
-    return found.indices, found.values
+    """Return int64 ids and fp32 log-probabilities [rows, k] of the ``k`` likeliest tokens, likeliest first."""
+    top = logits.float().log_softmax(-1).topk(k, dim=-1)
+    return top.indices, top.values

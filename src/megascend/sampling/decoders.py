@@ -1,4 +1,4 @@
-"""Logits of the next token: by the whole forward pass, on any engine and layout, or with a cache of keys and values."""
+"""Decoders: next-token logits by a full forward pass, on any engine and layout, or with a KV cache."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from megascend.step.step import Step
 
 
 class Decoder(AbstractContextManager["Decoder"], ABC):
-    """The model on the rows of one batch, from its first token to its last.
+    """Next-token logits for the rows of one batch.
 
-    Entered before some of the tokens and left after them, on all ranks; outside, the model is free for other things.
+    A context manager that all ranks enter for every slice of tokens; between slices the model is free for other work.
     """
 
     @abstractmethod
     def logits(self, rows: Sequence[ResponseRow]) -> Tensor | None:
-        """fp32 [rows, vocabulary] on the CPU: what follows each row's prompt and response so far. Collective.
+        """Return next-token logits fp32 [rows, vocabulary] on the CPU, after each row's prompt and response so far. Collective.
 
-        None where the logits do not come out (pipeline stages before the last), or there are no rows.
+        None on pipeline stages before the last, and without rows.
 
         Args:
-            rows: this data parallel rank's that are not done; perhaps none. From one call to the next each has one token more,
-                and rows that are done are left out; none is new, and their order stays.
+            rows: this data parallel rank's unfinished rows; may be empty. Between two calls every row gets one more token and
+                finished rows are dropped; none is added, and the order stays.
         """
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep nothing in force."""
+        """Do nothing by default."""
 
 
 class Recomputed(Decoder):
-    """Prompt and response so far go through the model for every token."""
+    """Decoder without a cache: computes prompt and response again for every token."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
 
     def logits(self, rows: Sequence[ResponseRow]) -> Tensor | None:
         samples = [sample_of(row) for row in rows]
-        found = self._step.next_token_logits(samples, everywhere=False)
-        return torch.stack(found) if found else None
+        logits = self._step.next_token_logits(samples, everywhere=False)
+        return torch.stack(logits) if logits else None
 
 
 def sample_of(row: ResponseRow) -> Sample:
-    """Prompt and response so far; nothing in them is a target."""
+    """Build a sample of prompt and response so far, with weight 0 everywhere."""
     tokens = [*row.request.prompt, *row.tokens]
     return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter)
 
 
 class Cached(Decoder):
-    """A prompt goes through the model once, however many responses it gets.
+    """Decoder with a KV cache: computes a prompt once, for all of its responses.
 
     Args:
         batch: all rows, of all data parallel ranks.
@@ -73,12 +73,12 @@ class Cached(Decoder):
         self._order = sorted({row.request.adapter or "" for row in batch})
         self._longest = max(row.longest for row in batch)
         self._cache: KeyValues | None = None
-        self._numbers: list[int] = []  # of the rows that the cache has
+        self._numbers: list[int] = []  # of the rows in the cache
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._open.enter_context(self._engine.caching())
-        if self._cache is not None:
+        if self._cache is not None:  # else _start() does, after next_token_logits(), which enters its own contexts
             self._evaluate()
         return self
 
@@ -91,43 +91,42 @@ class Cached(Decoder):
         return self._start(rows) if self._cache is None else self._continue(rows, self._cache)
 
     def _start(self, rows: Sequence[ResponseRow]) -> Tensor | None:
-        """Take the prompts through the model."""
-        prompts = {row.of: row for row in rows}
+        """Compute the prompts, filling the cache."""
+        prompts = {row.request_index: row for row in rows}
         samples = [sample_of(row) for row in prompts.values()]
         self._cache = cache = KeyValues(len(samples), self._longest, self._engine.device)
 
-        def keep(batch: MicroBatch) -> None:
+        def fill_cache(batch: MicroBatch) -> None:
             batch.cached = Filling(cache, tuple(batch.members), tuple(batch.lengths), tuple(batch.padded_lengths))
 
-        found = self._step.next_token_logits(samples, everywhere=False, on_batch=keep)
-        places = {of: place for place, of in enumerate(prompts)}
-        own = [places[row.of] for row in rows]
-        cache.take(own)
+        logits = self._step.next_token_logits(samples, everywhere=False, on_batch=fill_cache)
+        prompt_index = {request_index: index for index, request_index in enumerate(prompts)}
+        selection = [prompt_index[row.request_index] for row in rows]  # a prompt's row, once for every response
+        cache.take(selection)
         self._numbers = [row.number for row in rows]
         self._evaluate()
-        return torch.stack(found)[own] if found else None
+        return torch.stack(logits)[selection] if logits else None
 
     def _evaluate(self) -> None:
-        """Dropout off and the rows' adapters in force until the decoder is left."""
+        """Disable dropout and activate the rows' adapters until the context is left."""
         self._open.enter_context(self._engine.evaluating())
         self._open.enter_context(self._engine.trainable.applying(self._order))
 
     def _continue(self, rows: Sequence[ResponseRow], cache: KeyValues) -> Tensor | None:
-        """Take the newest token of every row through the model."""
+        """Compute the newest token of every row."""
         index = [self._order.index(row.request.adapter or "") for row in rows]
-        order = sorted(range(len(rows)), key=lambda place: index[place])  # adapters lie in runs of tokens
-        places = {number: place for place, number in enumerate(self._numbers)}
-        cache.take([places[rows[place].number] for place in order])
-        self._numbers = [rows[place].number for place in order]
-        parts = torch.arange(len(rows)).tensor_split(
-            self._engine.topology.pipeline
-        )  # so that all stages have something to do
+        order = sorted(range(len(rows)), key=lambda row: index[row])  # layers need tokens sorted by adapter
+        cache_index = {number: position for position, number in enumerate(self._numbers)}
+        cache.take([cache_index[rows[row].number] for row in order])
+        self._numbers = [rows[row].number for row in order]
+        stages = self._engine.topology.pipeline
+        parts = torch.arange(len(rows)).tensor_split(stages)  # a micro batch per stage fills the pipeline
         batches = []
         for part in parts:
             members = order[part[0] : part[-1] + 1] if len(part) else []
             growing = Growing(cache, slice(int(part[0]), int(part[-1]) + 1)) if members else None
-            chosen = [rows[place] for place in members]
-            batches.append(self._batch(chosen, [index[place] for place in members], growing))
+            part_rows = [rows[member] for member in members]
+            batches.append(self._batch(part_rows, [index[member] for member in members], growing))
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             return batch.weights.sum(), output.logits(torch.arange(int((~batch.padding).sum()) if batch.cached else 0))

@@ -1,4 +1,4 @@
-"""What is asked of the sampler, and what it answers."""
+"""Requests to the sampler and their results."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 Stop = str | int | tuple[int, ...]
-"""A text, a token id, or token ids in a row."""
+"""A text, a token id, or a sequence of token ids."""
 
 StopReason = Literal["stop", "length", "cancelled"]
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""(token id, log-probability) of the likeliest tokens of one position, the likeliest first."""
+"""(token id, log-probability) of the likeliest tokens at one position, likeliest first."""
 
 
 MAX_PICKS = 64
-"""Most tokens that are named, or drawn, for one place of a prompt."""
+"""Most target tokens, and most draws, at one position of a prompt."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled.
+    """Sampling settings of a response.
 
     Attributes:
         max_tokens: longest response in tokens; 0 samples nothing.
-        temperature: what logits are divided by before a token is drawn; 0 takes the likeliest token.
-        top_p: draw among the likeliest tokens only, as many as it takes to have this probability together; 1: among all.
-        top_k: draw among so many of the likeliest tokens only; 0 or less: among all.
-        seed: the same seed and prompt give the same responses, alone or beside others; None: a new one each time.
-        stop: what ends a response, of which it is then the end: texts, token ids, or token ids in a row.
+        temperature: divisor of the logits before a token is drawn; 0 takes the likeliest token.
+        top_p: draw from the fewest likeliest tokens with at least this total probability; 1: from all.
+        top_k: draw from this many of the likeliest tokens; 0 or less: from all.
+        seed: the same seed and prompt give the same responses in any batch; None: a new seed every time.
+        stop: texts, token ids or sequences of token ids that end a response; the response includes them.
     """
 
     max_tokens: int
@@ -42,7 +42,7 @@ class SamplingParams:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with these settings, or None."""
+        """Error message if these settings are invalid, or None."""
         if self.max_tokens < 0:
             return f"max_tokens={self.max_tokens}: at least 0"
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -56,19 +56,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Responses to one prompt.
+    """Request for responses to one prompt.
 
     Attributes:
         prompt: token ids.
-        adapter: whose responses these are; None: the model's alone.
-        num_samples: how many responses.
-        prompt_logprobs: also give the log-probability of each of the prompt's tokens.
-        topk_prompt_logprobs: also give so many of the likeliest tokens at each place of the prompt, with their log-probabilities.
-        topk_logprobs: the same at each place of the responses.
-        target_tokens: for each of the prompt's tokens but the first, token ids whose log-probabilities in its place are wanted,
-            as many in every row; -1: none.
-        prompt_draws: also draw so many tokens in the place of each of the prompt's but the first, at the request's temperature,
-            from all tokens, each draw by itself.
+        adapter: name of the adapter to sample from; None: the base model.
+        num_samples: number of responses.
+        prompt_logprobs: also return the log-probability of each prompt token.
+        topk_prompt_logprobs: also return this many of the likeliest tokens, with log-probabilities, at each prompt position.
+        topk_logprobs: the same at each position of the responses.
+        target_tokens: for each prompt position but the first, token ids to score there, as many in every row; -1: none.
+        prompt_draws: also draw this many independent tokens at each prompt position but the first, at the request's temperature
+            and from the full vocabulary.
     """
 
     prompt: Sequence[int]
@@ -82,12 +81,12 @@ class SampleRequest:
     prompt_draws: int = 0
 
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
-        """Why it cannot be answered, or None. Pure.
+        """Return why the request cannot be answered, or None. Pure.
 
         Args:
-            adapters: that there are.
+            adapters: names of the existing adapters.
             limit: most tokens of prompt and response together.
-            setting: what sets that limit.
+            setting: name of the setting behind ``limit``, for the message.
         """
         params, length = self.params, len(self.prompt)
         if params.problem is not None:
@@ -95,33 +94,31 @@ class SampleRequest:
         if not length or self.num_samples < 1:
             return f"{length} prompt tokens, num_samples={self.num_samples}: at least 1 of each"
         if self.adapter is not None and self.adapter not in adapters:
-            return f"there is no adapter {self.adapter!r}; there are: {', '.join(sorted(adapters)) or 'none'}"
-        outside = next((token for token in self.prompt if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            return f"prompt token {outside} is not in [0, {vocab_size})"
+            return f"unknown adapter {self.adapter!r}; adapters: {', '.join(sorted(adapters)) or 'none'}"
+        invalid = next((token for token in self.prompt if not 0 <= token < vocab_size), None)
+        if invalid is not None:
+            return f"prompt token {invalid} is not in [0, {vocab_size})"
         if length + params.max_tokens > limit:
             return (
                 f"{length} prompt tokens and max_tokens={params.max_tokens} are together more than {limit} ({setting})"
             )
-        most = max(self.topk_prompt_logprobs, self.topk_logprobs)
-        if not 0 <= min(self.topk_prompt_logprobs, self.topk_logprobs) <= most <= vocab_size:
-            return f"{most} of the likeliest tokens: at least 0, at most {vocab_size}"
+        largest = max(self.topk_prompt_logprobs, self.topk_logprobs)
+        if not 0 <= min(self.topk_prompt_logprobs, self.topk_logprobs) <= largest <= vocab_size:
+            return f"{largest} of the likeliest tokens: at least 0, at most {vocab_size}"
         return self._refusal_of_picks(vocab_size)
 
     def _refusal_of_picks(self, vocab_size: int) -> str | None:
-        rows, most = self.target_tokens, self.prompt_draws
-        if not 0 <= most <= MAX_PICKS:
-            return f"{most} draws at each place of the prompt: from 0 to {MAX_PICKS}"
+        rows, draws = self.target_tokens, self.prompt_draws
+        if not 0 <= draws <= MAX_PICKS:
+            return f"{draws} draws at each position of the prompt: from 0 to {MAX_PICKS}"
         if rows is None:
             return None
         if len(rows) != len(self.prompt) - 1 or len({len(row) for row in rows}) > 1:
-            return (
-                f"target tokens for {len(rows)} places of a prompt of {len(self.prompt)}: a row for each but the first"
-            )
+            return f"target tokens for {len(rows)} positions of a prompt of {len(self.prompt)}: a row for each but the first"
         if rows and len(rows[0]) > MAX_PICKS:
-            return f"{len(rows[0])} target tokens for a place of the prompt: at most {MAX_PICKS}"
-        outside = next((token for row in rows for token in row if not -1 <= token < vocab_size), None)
-        return None if outside is None else f"target token {outside} is not in [0, {vocab_size})"
+            return f"{len(rows[0])} target tokens for a position of the prompt: at most {MAX_PICKS}"
+        invalid = next((token for row in rows for token in row if not -1 <= token < vocab_size), None)
+        return None if invalid is None else f"target token {invalid} is not in [0, {vocab_size})"
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,11 @@ class SampledSequence:
     """One response.
 
     Attributes:
-        tokens: token ids, with what ended it.
-        logprobs: natural logarithm of each token's probability in the model's own distribution, that at temperature 1 over the
-            whole vocabulary, whatever the token was drawn from: what ``backend.forward`` gives for the same tokens.
-        stop_reason: ``stop`` if something of ``stop`` ended it, ``length`` if ``max_tokens`` did.
-        topk_logprobs: at each place, if asked for.
+        tokens: token ids, including the stop that ended it.
+        logprobs: natural logarithm of each token's probability in the model's distribution (temperature 1, full vocabulary),
+            independent of the sampling settings: equal to ``backend.forward`` on the same tokens.
+        stop_reason: ``stop`` if one of ``stop`` ended it, ``length`` if ``max_tokens`` did.
+        topk_logprobs: at each position, if requested.
     """
 
     tokens: tuple[int, ...]
@@ -148,10 +145,10 @@ class SampleResult:
 
     Attributes:
         samples: the responses; none if the request was refused.
-        prompt_logprobs: of each of the prompt's tokens, None for the first; if asked for.
-        topk_prompt_logprobs: at each place of the prompt, None for the first; if asked for.
-        target_logprobs: of ``target_tokens``, 0 in the place of -1; if asked for.
-        prompt_draws: (token id, log-probability) of the draws for each of the prompt's tokens but the first; if asked for.
+        prompt_logprobs: of each prompt token, None for the first; if requested.
+        topk_prompt_logprobs: at each prompt position, None for the first; if requested.
+        target_logprobs: of ``target_tokens``, 0 for -1; if requested.
+        prompt_draws: (token id, log-probability) of the draws at each prompt position but the first; if requested.
         error: why the request was refused, or None.
     """
 

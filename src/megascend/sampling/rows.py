@@ -1,4 +1,4 @@
-"""Responses in progress: when each ends, and in which batches they are sampled. Pure."""
+"""Responses in progress: their ends, and the batches in which they are sampled. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megascend.sampling.request import SampledSequence, SampleRequest, Stop, Sto
 
 @dataclass
 class ResponseRow:
-    """One response on its way; equal on all ranks.
+    """A response in progress; equal on all ranks.
 
     Attributes:
-        number: of this row among those of the call.
-        of: number of its request.
-        sample: number among the request's responses.
+        number: index among the call's rows.
+        request_index: index of its request.
+        sample: index among the request's responses.
         seed: of the request.
         reason: why the row has ended; None: it has not.
-        problem: why it cannot go on.
+        problem: why it cannot continue.
     """
 
     number: int
-    of: int
+    request_index: int
     request: SampleRequest
     sample: int
     seed: int
@@ -44,18 +44,18 @@ class ResponseRow:
 
     @property
     def longest(self) -> int:
-        """Tokens that there may be in the end."""
+        """Most tokens that prompt and response may have."""
         return len(self.request.prompt) + self.request.params.max_tokens
 
     @property
     def draw(self) -> Draw:
-        """How the next token is chosen."""
+        """Sampling parameters and random number for the next token."""
         params = self.request.params
         number = uniform(self.seed, self.sample, len(self.tokens)) if params.temperature > 0 else 0.0
         return Draw(params.temperature, number, params.top_p, params.top_k)
 
     def add(self, token: int, logprob: float, top: TopLogprobs, *, stopped: bool) -> None:
-        """Take the next token."""
+        """Append the next token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.request.topk_logprobs:
@@ -70,58 +70,64 @@ class ResponseRow:
         self.reason, self.problem = "cancelled", f"{problem} (after {len(self.tokens)} tokens)"
 
     def sequence(self) -> SampledSequence:
-        """The finished response."""
-        assert self.reason is not None, "the row is sampled to its end"
+        """Return the finished response."""
+        assert self.reason is not None, "the row has not ended"
         top = tuple(self.top) if self.request.topk_logprobs else None
         return SampledSequence(tuple(self.tokens), tuple(self.logprobs), self.reason, top)
 
 
 def rows_of(requests: Sequence[tuple[int, SampleRequest]], seeds: Sequence[int]) -> list[ResponseRow]:
-    """A row for each response to ``requests``, (number, request) pairs; ``seeds`` are those of all numbers."""
-    pairs = [(of, request, sample) for of, request in requests for sample in range(request.num_samples)]
-    return [ResponseRow(number, of, request, sample, seeds[of]) for number, (of, request, sample) in enumerate(pairs)]
+    """Build a row for each response to ``requests``, (index, request) pairs; ``seeds``: by request index."""
+    samples = [(index, request, sample) for index, request in requests for sample in range(request.num_samples)]
+    return [
+        ResponseRow(number, index, request, sample, seeds[index])
+        for number, (index, request, sample) in enumerate(samples)
+    ]
 
 
-def batches(rows: Sequence[ResponseRow], budget: int, most: int, *, apart: bool = False) -> list[list[ResponseRow]]:
-    """Rows that are sampled at a time, in their order, or, with ``apart``, those of one adapter after those of another.
+def batches(
+    rows: Sequence[ResponseRow], budget: int, max_rows: int, *, by_adapter: bool = False
+) -> list[list[ResponseRow]]:
+    """Group rows into batches that are sampled one after the other; with ``by_adapter`` a batch has one adapter.
 
-    At most ``most``, and no more than ``budget`` tokens when all are as long as the longest of them may become, unless a row
-    alone has more.
+    A batch has at most ``max_rows`` rows and, with all of them as long as the longest may become, at most ``budget`` tokens,
+    unless it is a single row.
     """
-    found: list[list[ResponseRow]] = []
+    result: list[list[ResponseRow]] = []
     longest = 0
-    ordered = sorted(rows, key=lambda row: row.request.adapter or "") if apart else rows
+    ordered = sorted(rows, key=lambda row: row.request.adapter or "") if by_adapter else rows
     for row in ordered:
         longest = max(longest, row.longest)
-        same = not apart or (found and found[-1][0].request.adapter == row.request.adapter)
-        if found and same and len(found[-1]) < most and longest * (len(found[-1]) + 1) <= budget:
-            found[-1].append(row)
+        same = not by_adapter or (result and result[-1][0].request.adapter == row.request.adapter)
+        if result and same and len(result[-1]) < max_rows and longest * (len(result[-1]) + 1) <= budget:
+            result[-1].append(row)
         else:
-            found.append([row])
+            result.append([row])
             longest = row.longest
-    return found
+    return result
 
 
 def shares(rows: Sequence[ResponseRow], parts: int) -> list[list[ResponseRow]]:
-    """Which data parallel rank samples which rows of a batch: dealt one by one, so that responses to one prompt are spread."""
+    """Divide a batch over data parallel ranks, round robin, so that responses to one prompt are spread."""
     return [list(rows[part::parts]) for part in range(parts)]
 
 
 Decode = Callable[[Sequence[int]], str]
 
 MARGIN = 8
-"""Tokens before those that a text can take, so that a character which is cut at the first of them is none of its own."""
+"""Extra tokens that are decoded before a stop text: a character that is cut at the first of them is not part of the text."""
 
 
 def ends(tokens: Sequence[int], stops: Sequence[Stop], decode: Decode | None) -> bool:
-    """Check, after every token of a response, whether the newest completes one of ``stops``; ``decode`` is needed for texts."""
+    """Check whether a response's newest token completes one of ``stops``; ``decode`` is needed for texts."""
     if any(_ends(tokens, stop) for stop in stops if not isinstance(stop, str)):
         return True
     texts = [stop for stop in stops if isinstance(stop, str)]
     if not texts:
         return False
-    assert decode is not None, "requests with texts are refused where there is no tokenizer"
-    # No text takes more tokens than it has bytes; what came before was looked at after earlier tokens.
+    assert decode is not None, "requests with stop texts are refused without a tokenizer"
+    # A text has at most as many tokens as bytes, and earlier tokens have been checked already.
+    # surrogatepass: a text from JSON may contain lone surrogates.
     window = decode(list(tokens[-(max(len(text.encode(errors="surrogatepass")) for text in texts) + MARGIN) :]))
     return any(text in window for text in texts)
 

@@ -1,4 +1,4 @@
-"""Responses of the model that is being trained, sampled on the ranks that train it."""
+"""Sampler of responses from the model in training, on the ranks that train it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megascend.sampling.rows import Decode, ResponseRow, batches, ends, rows_of,
 from megascend.step.step import Step
 
 Cancelled = Callable[[], Collection[int]]
-"""Numbers of the requests that nobody waits for any more."""
+"""Returns the indices of cancelled requests."""
 
 
 @dataclass(frozen=True)
 class _Token:
-    """A row's next token, as the rank that has chosen it tells all others."""
+    """A row's next token, as the rank that chose it sends it to all ranks."""
 
     token: int
     logprob: float
@@ -37,36 +37,35 @@ class _Token:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells all others after a pass.
+class _PassResult:
+    """A rank's results of a pass, which it sends to all ranks.
 
     Attributes:
         tokens: by the row's number.
         failed: numbers of rows without a next token.
-        gone: requests that nobody waits for any more.
-        problem: why sampling cannot go on.
+        cancelled: indices of cancelled requests.
+        problem: why sampling cannot continue.
     """
 
     tokens: dict[int, _Token]
     failed: tuple[int, ...]
-    gone: frozenset[int]
+    cancelled: frozenset[int]
     problem: str | None = None
 
 
 class Sampler:
-    """Answers requests with the weights and adapters as they are at the moment of the call; no second copy of the model is made.
+    """Sampler that uses the current weights and adapters of the training model, without a second copy of it.
 
     Args:
         decode: token ids to text, with special tokens, on every rank; without it requests whose ``stop`` has texts are refused.
-        end_tokens: token ids that end a response whatever its request says: the model's end of sequence.
-        cache_tokens: responses are sampled in batches that have at most so many tokens, prompts included, each counted as long as
-            the longest may become. A longer request is refused.
-        max_rows: and at most so many responses.
-        cache: keep the keys and values of earlier tokens, where the engine can.
+        end_tokens: token ids that end every response: the model's end of sequence.
+        cache_tokens: most tokens of a batch of responses, prompts included, each counted as long as the longest may become. A
+            longer request is refused.
+        max_rows: most responses of a batch.
+        cache: keep the keys and values of earlier tokens if the engine can.
 
     Attributes:
-        why_no_cache: of the last call: why prompt and response so far went through the model for every token; None: only what was
-            new did.
+        why_no_cache: why the last call recomputed prompt and response for every token; None: it used a cache.
     """
 
     def __init__(
@@ -84,171 +83,168 @@ class Sampler:
         self._decode, self._end_tokens, self._cache_tokens = decode, tuple(end_tokens), cache_tokens
         self._max_rows, self._cache = max_rows, cache
         self.why_no_cache: str | None = None
-        place, topology = self._groups.coordinates, backend.topology
-        self._chooses = place.tensor == 0 and place.context == 0 and place.pipeline == topology.pipeline - 1
+        coordinates, topology = self._groups.coordinates, backend.topology
+        # One rank of each replica chooses: the others have the same logits, or none.
+        self._chooses = (
+            coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == topology.pipeline - 1
+        )
 
     def generate(self, requests: Sequence[SampleRequest], cancelled: Cancelled | None = None) -> list[SampleResult]:
-        """Answer all ``requests``, in their order. Collective: every rank passes the same ones, and gets the same results.
+        """Answer all ``requests``, in their order. Collective: every rank passes the same requests and gets the same results.
 
-        A request that cannot be answered is refused alone, in ``SampleResult.error``.
+        A request that cannot be answered is refused in its ``SampleResult.error``; the others are answered.
 
         Args:
-            cancelled: asked on rank 0 before each token; responses to such requests end with what they have, as ``cancelled``.
+            cancelled: called on rank 0 before each token; responses to these requests end as they are, as ``cancelled``.
 
         Raises:
-            OutOfStepError: on every rank: they were given different requests, or are in different calls.
+            OutOfStepError: on every rank: ranks passed different requests, or are in different calls.
             EngineError: on every rank: ``decode`` or ``cancelled`` raised on one.
         """
         results: dict[int, SampleResult] = {}
-        for ended in self.in_slices(requests, cancelled=cancelled):
-            results |= ended
-        return [results[of] for of in range(len(requests))]
+        for finished in self.in_slices(requests, cancelled=cancelled):
+            results |= finished
+        return [results[index] for index in range(len(requests))]
 
     @torch.no_grad()
     def in_slices(
         self, requests: Sequence[SampleRequest], tokens: int | None = None, cancelled: Cancelled | None = None
     ) -> Iterator[dict[int, SampleResult]]:
-        """:meth:`generate` a few tokens at a time, so that the model can do something else meanwhile. Each slice is collective.
+        """Yield :meth:`generate`'s results a few tokens at a time, so that other work can run in between. Slices are collective.
 
-        Between two slices anything may be done with the backend but removing an adapter that is sampled from. What is done to
-        the weights of one counts from the next slice on. Keys and values of earlier tokens stay in memory meanwhile.
+        Between two slices the backend may be used in any way, except for removing an adapter that is sampled from. Changes of
+        weights apply from the next slice on. Keys and values of earlier tokens stay in memory in between.
 
         Args:
-            tokens: passes of one slice, each of which gives every response of a batch a token; None: a batch in one slice.
+            tokens: passes of one slice, each of which adds a token to every response of a batch; None: a batch in one slice.
 
         Yields:
-            After each slice, the results of requests that have ended in it, by their number.
+            After each slice, the results of requests that it finished, by their index.
         """
         with self._groups.monitor.phase("sample"):
             errors, seeds = self._agree(requests)
-            accepted = [(of, request) for of, request in enumerate(requests) if errors[of] is None]
+            accepted = [(index, request) for index, request in enumerate(requests) if errors[index] is None]
             prompts = score_prompts(self._backend, self._step, accepted, seeds)
         rows = rows_of(accepted, seeds)
-        answers: dict[int, list[ResponseRow]] = {of: [] for of, _ in accepted}
+        pending: dict[int, list[ResponseRow]] = {index: [] for index, _ in accepted}
         for row in rows:
-            answers[row.of].append(row)
-        yield {of: SampleResult(error=error) for of, error in enumerate(errors) if error is not None}
-        ask, gone = cancelled or (lambda: ()), set[int]()
-        most = min(self._max_rows, self._engine.batching.budget)
-        apart = not self._engine.mixes_adapters
-        for batch in batches(rows, self._cache_tokens, most, apart=apart):
-            for _ in self._sample(batch, ask, gone, tokens):
-                ended = [of for of, mine in answers.items() if all(row.reason is not None for row in mine)]
-                yield {of: _result(answers.pop(of), prompts.get(of)) for of in ended}
-        yield {of: _result(mine, prompts.get(of)) for of, mine in answers.items()}
+            pending[row.request_index].append(row)
+        yield {index: SampleResult(error=error) for index, error in enumerate(errors) if error is not None}
+        get_cancelled, all_cancelled = cancelled or (lambda: ()), set[int]()
+        max_rows = min(self._max_rows, self._engine.batching.budget)
+        by_adapter = not self._engine.mixes_adapters
+        for batch in batches(rows, self._cache_tokens, max_rows, by_adapter=by_adapter):
+            for _ in self._sample(batch, get_cancelled, all_cancelled, tokens):
+                finished = [index for index, rows in pending.items() if all(row.reason is not None for row in rows)]
+                yield {index: _result(pending.pop(index), prompts.get(index)) for index in finished}
+        yield {index: _result(rows, prompts.get(index)) for index, rows in pending.items()}
 
     def _agree(self, requests: Sequence[SampleRequest]) -> tuple[list[str | None], list[int]]:
-        """Why requests are refused, and their seeds, the same on all ranks."""
-        mine = [self._refusal(request) for request in requests]
+        """Return the requests' refusals and seeds, the same on all ranks."""
+        refusals = [self._refusal(request) for request in requests]
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
-        what = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
-        told = gather_objects((mine, seeds, self._no_cache()), "world", self._groups, what)
-        self.why_no_cache = next((each for *_, each in told if each is not None), None)
-        refusals = [
-            next((each for each in of_ranks if each), None)
-            for of_ranks in zip(*(each[0] for each in told), strict=True)
-        ]
-        return refusals, told[0][1]
-
-    def _no_cache(self) -> str | None:
-        return self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
+        call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
+        why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
+        reports = gather_objects((refusals, seeds, why_no_cache), "world", self._groups, call)
+        self.why_no_cache = next((reason for *_, reason in reports if reason is not None), None)
+        by_request = zip(*(report[0] for report in reports), strict=True)
+        # Random seeds differ between ranks: all take rank 0's.
+        return [next((refusal for refusal in by_rank if refusal), None) for by_rank in by_request], reports[0][1]
 
     def _refusal(self, request: SampleRequest) -> str | None:
         engine = self._engine
         if self._decode is None and any(isinstance(stop, str) for stop in request.params.stop):
-            return "stop: there is no tokenizer for texts; name token ids"
+            return "stop: this sampler has no tokenizer for texts; pass token ids"
         budget = engine.batching.budget
         limits = [
             (engine.max_length, "the model's context, or batching.max_length"),
+            # Prompts are scored and recomputed in padded micro batches.
             (budget - budget % engine.layout.padded_length(1), "batching.micro_batch_tokens"),
             (self._cache_tokens, "the sampler's cache_tokens"),
         ]
-        limit, setting = min(limits, key=lambda each: each[0])
+        limit, setting = min(limits, key=lambda entry: entry[0])
         return request.refusal(engine.trainable.adapters, self._backend.vocab_size, limit, setting)
 
     # --- one batch ---
 
     def _sample(
-        self, batch: Sequence[ResponseRow], cancelled: Cancelled, gone: set[int], tokens: int | None
+        self, batch: Sequence[ResponseRow], get_cancelled: Cancelled, all_cancelled: set[int], tokens: int | None
     ) -> Iterator[None]:
-        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; ``gone``: cancelled requests,
-        updated.
-        """
-        mine = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
+        """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; updates ``all_cancelled``."""
+        share = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
         by_number = {row.number: row for row in batch}
-        _give_up(batch, gone)
-        decoder = self._decoder(batch)
+        _cancel(batch, all_cancelled)
+        decoder: Decoder
+        if self.why_no_cache is not None:
+            decoder = Recomputed(self._step)
+        else:
+            decoder = Cached(self._step, self._engine, batch)
         while any(row.reason is None for row in batch):
             with self._groups.monitor.phase("sample"), decoder:
                 for _ in count() if tokens is None else range(tokens):
-                    self._add_token(mine, by_number, decoder, cancelled, gone)
-                    _give_up(batch, gone)
+                    self._add_token(share, by_number, decoder, get_cancelled, all_cancelled)
+                    _cancel(batch, all_cancelled)
                     if all(row.reason is not None for row in batch):
                         break
             yield
 
     def _add_token(
         self,
-        mine: Sequence[ResponseRow],
+        share: Sequence[ResponseRow],
         by_number: Mapping[int, ResponseRow],
         decoder: Decoder,
-        cancelled: Cancelled,
-        gone: set[int],
+        get_cancelled: Cancelled,
+        all_cancelled: set[int],
     ) -> None:
-        """The next token of all rows of a batch that have not ended."""
-        open_rows = [row for row in mine if row.reason is None]
-        told = self._tell(open_rows, decoder.logits(open_rows), cancelled)
-        for found in gather_objects(told, "world", self._groups, "the next tokens"):
-            if found.problem is not None:
-                raise EngineError(f"sampling: {found.problem}")
-            for number, token in found.tokens.items():
+        """Add the next token to all rows of a batch that have not ended."""
+        open_rows = [row for row in share if row.reason is None]
+        local = self._pass_result(open_rows, decoder.logits(open_rows), get_cancelled)
+        for result in gather_objects(local, "world", self._groups, "the next tokens"):
+            if result.problem is not None:
+                raise EngineError(f"sampling: {result.problem}")
+            for number, token in result.tokens.items():
                 by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
-            for number in found.failed:
+            for number in result.failed:
                 by_number[number].fail("the model's logits are not finite")
-            gone |= found.gone
+            all_cancelled |= result.cancelled
 
-    def _tell(self, rows: Sequence[ResponseRow], logits: Tensor | None, cancelled: Cancelled) -> _Told:
-        """What this rank tells all others after a pass. Never raises: the others wait for it."""
+    def _pass_result(self, rows: Sequence[ResponseRow], logits: Tensor | None, get_cancelled: Cancelled) -> _PassResult:
+        """Build this rank's result of a pass. Never raises: all ranks wait for it in a collective."""
         try:
-            gone = frozenset(cancelled()) if self._groups.rank == 0 else frozenset()
+            cancelled = frozenset(get_cancelled()) if self._groups.rank == 0 else frozenset()
             if logits is None or not self._chooses:
-                return _Told({}, (), gone)
+                return _PassResult({}, (), cancelled)
             finite = logits.isfinite().all(-1).tolist()
-            failed = tuple(row.number for row, fine in zip(rows, finite, strict=True) if not fine)
-            return _Told(self._choose(rows, logits, finite), failed, gone)
+            failed = tuple(row.number for row, is_finite in zip(rows, finite, strict=True) if not is_finite)
+            return _PassResult(self._choose(rows, logits, finite), failed, cancelled)
         except Exception as error:
             logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
-            return _Told({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
-
-    def _decoder(self, batch: Sequence[ResponseRow]) -> Decoder:
-        if self.why_no_cache is not None:
-            return Recomputed(self._step)
-        return Cached(self._step, self._engine, batch)
+            return _PassResult({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
 
     def _choose(self, rows: Sequence[ResponseRow], logits: Tensor, finite: Sequence[bool]) -> dict[int, _Token]:
-        """The next token of every row whose logits are finite, by its number."""
-        if self._engine.device.type == "cuda":  # where fp64 is fast; they come by way of the host
+        """Choose the next token of every row with finite logits, by the row's number."""
+        if self._engine.device.type == "cuda":  # fp64 is fast there; decoders return logits on the CPU
             logits = logits.to(self._engine.device)
-        found = choose(logits, [row.draw for row in rows])
-        most = max((row.request.topk_logprobs for row in rows), default=0)
-        ids, values = top_logprobs(logits, most) if most else (None, None)
-        chosen = {}
-        for place, (row, token, logprob) in enumerate(zip(rows, found.tokens, found.logprobs, strict=True)):
-            if not finite[place]:
+        choices = choose(logits, [row.draw for row in rows])
+        largest = max((row.request.topk_logprobs for row in rows), default=0)
+        ids, values = top_logprobs(logits, largest) if largest else (None, None)
+        tokens = {}
+        for index, (row, token, logprob) in enumerate(zip(rows, choices.tokens, choices.logprobs, strict=True)):
+            if not finite[index]:
                 continue
             top: TopLogprobs = ()
             if ids is not None and values is not None and (k := row.request.topk_logprobs):
-                top = tuple(zip(ids[place, :k].tolist(), values[place, :k].tolist(), strict=True))
+                top = tuple(zip(ids[index, :k].tolist(), values[index, :k].tolist(), strict=True))
             stops: tuple[Stop, ...] = (*self._end_tokens, *row.request.params.stop)
-            chosen[row.number] = _Token(token, logprob, top, ends([*row.tokens, token], stops, self._decode))
-        return chosen
+            tokens[row.number] = _Token(token, logprob, top, ends([*row.tokens, token], stops, self._decode))
+        return tokens
 
 
-def _give_up(batch: Sequence[ResponseRow], gone: Collection[int]) -> None:
-    """End rows of requests that are cancelled."""
+def _cancel(batch: Sequence[ResponseRow], cancelled: Collection[int]) -> None:
+    """End rows of cancelled requests."""
     for row in batch:
-        if row.reason is None and row.of in gone:
+        if row.reason is None and row.request_index in cancelled:
             row.reason = "cancelled"
 
 
@@ -256,6 +252,6 @@ def _result(rows: Sequence[ResponseRow], scores: PromptScores | None) -> SampleR
     problem = next((row.problem for row in rows if row.problem is not None), None)
     if problem is not None:
         return SampleResult(error=problem)
-    found = scores or PromptScores()
+    scores = scores or PromptScores()
     samples = tuple(row.sequence() for row in rows)
-    return SampleResult(samples, found.logprobs, found.top, found.targets, found.draws)
+    return SampleResult(samples, scores.logprobs, scores.top, scores.targets, scores.draws)

@@ -1,4 +1,4 @@
-"""What is wrong with samples, before anything runs. Local."""
+"""Checks of samples before a pass. Local."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megascend.errors import ConfigError, DataError
 
 
 def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
-    """Raise DataError for samples that the model cannot take."""
+    """Raise DataError for samples that the model cannot process."""
     vocab_size = engine.info.shape.vocab_size
     for index, sample in enumerate(samples):
         if len(sample) > engine.max_length:
@@ -31,27 +31,27 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                 )
 
 
-def require_head(engine: Engine, of: Literal["logprobs", "values"], what: str) -> None:
-    """Raise ConfigError if the model's head does not give what a call or a loss works on.
+def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str) -> None:
+    """Raise ConfigError if the model's head does not compute the input of a call or a loss.
 
     Args:
         of: log-probabilities of targets, or a scalar head's values.
-        what: is asked for, for the message.
+        caller: call or loss, for the message.
     """
     if of == "logprobs" and engine.info.scalar_head is not None:
         raise ConfigError(
-            f"{what} works on log-probabilities, and this model has a scalar head: its losses are value, clipped_value, "
+            f"{caller} works on log-probabilities, and this model has a scalar head: its losses are value, clipped_value, "
             "bradley_terry and your own with Loss(of='values'), and its values come from values()"
         )
     if of == "values" and engine.info.scalar_head is None:
         raise ConfigError(
-            f"{what} works on values, and this model has no scalar head: construct the backend with head='scalar', or one of the "
-            "new ones (docs/data.md)"
+            f"{caller} works on values, and this model has no scalar head: construct the backend with head='scalar', or one of "
+            "the new ones (docs/data.md)"
         )
 
 
 def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
-    """Raise DataError if a preference pair has samples of two adapters: neither could be trained on it alone."""
+    """Raise DataError if a preference pair has samples of two adapters: neither could be trained on one sample."""
     owners: dict[Hashable, str] = {}
     for pair, name in zip(pairs, names, strict=True):
         owner = owners.setdefault(pair, name)
@@ -62,12 +62,12 @@ def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
 
 
 def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
-    """Raise DataError if a sample lacks a field that the loss requires, or has weights that it cannot have."""
+    """Raise DataError if a sample lacks a field that the loss requires, or has weights that the loss does not allow."""
     for index, sample in enumerate(samples):
         if loss.reduction == "mean" and bool((sample.weights < 0).any()):
             raise DataError(
                 f"sample {index} has a weight of {float(sample.weights.min())}; the loss {loss.name!r} is divided by the sum of "
-                "weights, so none may be negative. Give a loss with reduction='sum' such weights"
+                "weights, so none may be negative. Use a loss with reduction='sum' for negative weights"
             )
         if loss.of == "values" and loss.per == "pair" and not float(sample.weights[-1]):
             raise DataError(

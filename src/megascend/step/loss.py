@@ -1,4 +1,4 @@
-"""The loss of a micro batch: what is differentiated, and the figures reported of it."""
+"""Loss of a micro batch: the scalar to differentiate, and the figures to report."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormalizer:
-    """Return the normalizer of each adapter's loss (or that of the model itself).
-
-    Raises:
-        DataError: a mean has nothing to be divided by.
-    """
+    """Return the normalizer of each adapter's loss (or the model's); DataError for a mean over nothing."""
     unit, loss_grad = engine.scales(agreed.micro_batches)
     factors = engine.trainable.loss_scales(list(agreed.counts))
     scales = []
@@ -36,16 +32,16 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
         if loss.reduction == "sum":
             total = 1.0
         if total <= 0:
-            empty = "all targets have weight 0" if loss.per == "token" else "there is no preference pair"
+            empty = "all targets have weight 0" if loss.per == "token" else "no preference pair"
             adapter = f" of adapter {name!r}" if name else ""
-            raise DataError(f"{empty} in the whole global batch{adapter}: the loss {loss.name!r} is undefined")
+            raise DataError(f"{empty} in the global batch{adapter}: the loss {loss.name!r} is undefined")
         scales.append(unit / total * factor)
 
     def gather_context(obj: Any) -> list[Any]:
         return gather_objects(obj, "cp", engine.groups, "the loss function")
 
     gather = gather_context if engine.topology.context > 1 else None
-    count = sum(each.weight if loss.per == "token" else each.pairs for each in agreed.counts.values())
+    count = sum(counts.weight if loss.per == "token" else counts.pairs for counts in agreed.counts.values())
     return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count)
 
 
@@ -65,7 +61,7 @@ class MicroBatchLoss:
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values, None)
         if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
-            coefficients = batch.weights * normalizer.of_tokens(batch)
+            coefficients = batch.weights * normalizer.token_factors(batch)
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
             return total, self._cross_entropy_figures(batch, logprobs.detach()), logprobs
         return self._evaluate(batch, *output.logprobs(loss.entropy))
@@ -73,39 +69,43 @@ class MicroBatchLoss:
     def _evaluate(
         self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Call the loss function on log-probabilities or values of ``tokens`` [n] and, where it needs them, entropies."""
+        """Call the loss function on ``tokens`` [n], log-probabilities or values, and on entropies if it needs them."""
         loss, normalizer, result = self._loss, self._normalizer, None
         if not batch.dummy:
-            factors = normalizer.of_tokens(batch) if loss.per == "token" else normalizer.of_pairs(batch)
+            factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.pair_factors(batch)
             result = normalizer.function.evaluate(tokens, entropy, self._inputs(batch), factors, batch.padding)
-        if result is None:  # the model's backward pass runs all the same: other ranks communicate in it
-            nothing = torch.zeros_like(tokens).mul(tokens).sum()
-            return nothing, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
+        if result is None:  # the model's backward pass must run, with zeros: other ranks communicate in it
+            zero = torch.zeros_like(tokens).mul(tokens).sum()
+            return zero, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
         total = (result.scores * tokens).sum()
         if entropy is not None and result.entropy is not None:
             total = total + (result.entropy * entropy).sum()
         if loss.per == "token":
             return total, self._token_figures(batch, result.figures), tokens
-        # Every context parallel rank has every pair: it reports its share of the sum, but takes the whole gradient.
+        # Every context parallel rank has every pair: it reports its share of the sum, but takes the full gradient.
         ranks = 1 if self._context_group is None else self._context_group.size()
         share = normalizer.figure_scale / ranks
-        return total, {name: normalizer.pair_sums(of * share, batch) for name, of in result.figures.items()}, tokens
+        return (
+            total,
+            {name: normalizer.pair_sums(figure * share, batch) for name, figure in result.figures.items()},
+            tokens,
+        )
 
     def _cross_entropy_figures(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
-        """Return the figures of a loss whose gradient needs no call of its function."""
+        """Return the figures of a fused loss, whose gradient does not need its function."""
         figures: dict[str, Tensor] | None = None
         if self._loss.function is not cross_entropy and not batch.dummy:
             figures = self._normalizer.function.observe(logprobs, self._inputs(batch), batch.padding)
         return self._token_figures(batch, figures or {"loss": -logprobs})
 
     def _token_figures(self, batch: MicroBatch, figures: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum values [n] for each adapter, scaled: of the loss by weights, of metrics as they are averaged."""
+        """Sum values [n] for each adapter, scaled: the loss by weights, metrics as they are averaged."""
         scale = self._normalizer.figure_scale
         loss_weights = batch.weights * scale
         metric_weights = (batch.weights != 0) * scale if self._loss.reduction == "sum" else loss_weights
         return {
-            name: self._normalizer.sums(weighted(of, loss_weights if name == "loss" else metric_weights), batch)
-            for name, of in figures.items()
+            name: self._normalizer.sums(weighted(figure, loss_weights if name == "loss" else metric_weights), batch)
+            for name, figure in figures.items()
         }
 
     def _inputs(self, batch: MicroBatch) -> LossInputs:
@@ -128,10 +128,10 @@ class MicroBatchLoss:
 
 
 class ContextSum(torch.autograd.Function):
-    """Sum over context parallel ranks; a log-probability's gradient counts every value that depends on it, once.
+    """Sum over context parallel ranks, with the gradient of all values that depend on it counted once.
 
-    Values of pairs are the same on every rank, all made of the sums, so each rank's gradient of a sum is the whole one. Values of
-    tokens are each rank's own, so the gradient of a sum is that of all ranks together.
+    A loss per pair is computed on every rank from the same sums, so each rank's gradient of a sum is complete. A loss per token
+    is computed for the rank's tokens only, so gradients of a sum are summed over ranks.
     """
 
     @staticmethod

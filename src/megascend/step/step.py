@@ -1,4 +1,4 @@
-"""One step, on any engine: samples in, gradients (or log-probabilities) out."""
+"""Forward and backward passes of samples, on any engine."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ROWS = 512
-"""Tokens whose whole logits are on the host at a time."""
+"""Tokens whose full logits are on the host at a time."""
 FORWARD_PHASE = "forward"
 """Phase that engines mark around the forward pass of every micro batch, or of each of its chunks."""
 
 OnMicroBatch = Callable[[int, int], None]
-"""(micro batches begun before, those of the whole call) -> None."""
+"""(micro batches started before, micro batches of the call) -> None."""
 
 
 @contextmanager
 def reporting_progress(
     monitor: HangMonitor, on_micro_batch: OnMicroBatch | None, micro_batches: int, chunks: int
 ) -> Iterator[None]:
-    """Within the context, call ``on_micro_batch`` when a forward pass begins. No engine and no other rank is asked.
+    """Call ``on_micro_batch`` when a forward pass begins, within the context. Local, on any engine.
 
     Args:
-        chunks: of the model on this rank, each of which has a forward pass of every micro batch.
+        chunks: of the model on this rank, each of which runs a forward pass of every micro batch.
     """
     entered = 0
 
@@ -64,7 +64,7 @@ def reporting_progress(
 
 
 class Step:
-    """Takes samples through an engine's model."""
+    """Runs an engine's model on samples."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._groups, self._topology = engine, engine.groups, engine.topology
@@ -73,7 +73,7 @@ class Step:
     def _context_group(self) -> ProcessGroup | None:
         return self._groups.device_group("cp") if self._topology.context > 1 else None
 
-    # --- the two methods ---
+    # --- passes ---
 
     def forward_backward(
         self,
@@ -88,8 +88,8 @@ class Step:
         """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``.
 
         Args:
-            outputs: what the result has for every token.
-            keep: False drops them again, with those of earlier calls; for measurements before the first step.
+            outputs: values of every token that the result includes.
+            keep: False drops the gradients, with those of earlier calls; for measurements before the first step.
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
@@ -97,7 +97,7 @@ class Step:
             plan, names, agreed = self._plan(call, samples, loss, adapter)
             normalizer = normalizer_of(loss, agreed, engine)
             compute = MicroBatchLoss(normalizer, self._context_group)
-            token_outputs: list[Tensor] = []  # each micro batch's, where the loss is computed
+            token_outputs: list[Tensor] = []  # of each micro batch, on ranks that compute the loss
 
             def loss_fn(batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor]]:
                 total, figures, values = compute(batch, output)
@@ -105,23 +105,24 @@ class Step:
                     token_outputs.append(values.detach())
                 return total, figures
 
-            def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
+            def run(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
                 batches = self._build(samples, plan, names, normalizer.names, loss)
-                during.enter_context(trainable.applying(normalizer.names))
+                contexts.enter_context(trainable.applying(normalizer.names))
                 chunks = self._topology.virtual_pipeline
-                during.enter_context(
+                contexts.enter_context(
                     reporting_progress(self._groups.monitor, on_micro_batch, agreed.micro_batches, chunks)
                 )
                 return batches, engine.run(batches, loss_fn, forward_only=False)
 
             try:
-                with ExitStack() as during:
-                    batches, figures = self._run(run, during, call)
+                with ExitStack() as contexts:
+                    batches, figures = self._run(run, contexts, call)
                     metrics, values = self._reduce_metrics(figures, normalizer)
-                    of_samples: dict[str, Any] = {}
+                    sample_outputs: dict[str, Any] = {}
                     if outputs:
-                        of_samples = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
-                    self._add_up() if keep else trainable.abandon()  # last: what fails before it has added nothing
+                        sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
+                    # Last, so that an error before it leaves the gradients unchanged.
+                    self._accumulate() if keep else trainable.abandon()
             except LossFunctionError:
                 trainable.abandon()
                 raise
@@ -133,7 +134,7 @@ class Step:
             values,
             normalizer.figure_scale,
             self._groups.rank == 0,
-            **of_samples,
+            **sample_outputs,
         )
 
     @torch.no_grad()
@@ -145,7 +146,7 @@ class Step:
         adapter: str | None = None,
         reference: bool = False,
     ) -> ForwardResult:
-        """Log-probabilities of the targets; see ``Backend.forward``."""
+        """Compute log-probabilities of the targets; see ``Backend.forward``."""
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             logprobs, entropies = output.logprobs(entropy)
@@ -153,16 +154,16 @@ class Step:
 
         names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
         call = f"forward({entropy=}, {logits=}, {reference=})"
-        return ForwardResult(**self.place_scores(call, samples, adapter, names, scores, reference=reference))
+        return ForwardResult(**self.token_scores(call, samples, adapter, names, scores, reference=reference))
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False) -> list[Tensor]:
-        """A scalar head's value at every token; see ``Backend.values``."""
+        """Compute a scalar head's value at every token; see ``Backend.values``."""
 
         def scores(batch: MicroBatch, output: Any) -> dict[str, Tensor | None]:
             return {"values": output.values}
 
-        return self.place_scores(
+        return self.token_scores(
             f"values({reference=})", samples, adapter, ("values",), scores, reference=reference, of="values"
         )["values"]
 
@@ -170,23 +171,23 @@ class Step:
     def top_logprobs(
         self, samples: Sequence[Sample], count: int, adapter: str | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the ``count`` likeliest tokens at every place of samples: int64 ids, fp32 log-probabilities [length, count].
+        """Return the ``count`` likeliest tokens at every position of samples: int64 ids, fp32 log-probabilities [length, count].
 
-        On the CPU, likeliest first, with dropout off. Logits of no more than :data:`ROWS` tokens are there at a time.
+        On the CPU, likeliest first, with dropout off. At most :data:`ROWS` tokens' logits are held at a time.
         """
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            places = torch.arange(len(batch.targets)).split(ROWS)
-            parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in places]
+            chunks = torch.arange(len(batch.targets)).split(ROWS)
+            parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in chunks]
             return {
                 "ids": torch.cat([part.indices for part in parts]),
                 "values": torch.cat([part.values for part in parts]),
             }
 
-        top = self.place_scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
+        top = self.token_scores(f"top_logprobs({count})", samples, adapter, ("ids", "values"), scores)
         return list(zip(top["ids"], top["values"], strict=True))
 
-    def place_scores(
+    def token_scores(
         self,
         call: str,
         samples: Sequence[Sample],
@@ -201,9 +202,9 @@ class Step:
 
         Args:
             call: for messages; ranks must agree on it.
-            scores: computes from a micro batch's output the tensors under ``names``, each with a row for every token; also called
-                with dummy batches, in which other ranks wait for this one.
-            of: what the model's output must have.
+            scores: computes the tensors in ``names`` from a micro batch's output, each with a row for every token; also called
+                for dummy batches, which only match other ranks' collectives.
+            of: what the model's head must compute.
         """
         engine, trainable = self._engine, self._engine.trainable
         require_head(engine, of, call)
@@ -215,14 +216,14 @@ class Step:
             plan, adapters, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
             order = list(agreed.counts)
 
-            def run(during: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+            def run(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
                 batches = self._build(samples, plan, adapters, order, None)
-                during.enter_context(engine.evaluating())
-                during.enter_context(trainable.applying(order))
+                contexts.enter_context(engine.evaluating())
+                contexts.enter_context(trainable.applying(order))
                 return batches, engine.run(batches, stored_scores, forward_only=True)
 
-            with ExitStack() as during:
-                batches, stored = self._run(run, during, call)
+            with ExitStack() as contexts:
+                batches, stored = self._run(run, contexts, call)
             values = {name: [item[name] for item in stored] for name in names}
             return self._by_sample(values, batches, plan, len(samples))
 
@@ -235,10 +236,10 @@ class Step:
         everywhere: bool = True,
         on_batch: Callable[[MicroBatch], None] = lambda batch: None,
     ) -> list[Tensor]:
-        """Logits of what follows each sample; see ``Backend.next_token_logits``.
+        """Compute next-token logits after each sample; see ``Backend.next_token_logits``.
 
         Args:
-            everywhere: on all pipeline stages; otherwise only the last one gets them, and the others nothing.
+            everywhere: return them on all pipeline stages, instead of only on the last.
             on_batch: called with every micro batch of samples before it runs.
         """
         engine, trainable = self._engine, self._engine.trainable
@@ -247,8 +248,8 @@ class Step:
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             rows, members = last_tokens(batch)
             logits = output.logits(rows)
-            of_members = logits.new_zeros(len(batch.members), logits.shape[1]).index_copy_(0, members, logits)
-            return batch.weights.sum(), of_members
+            member_logits = logits.new_zeros(len(batch.members), logits.shape[1]).index_copy_(0, members, logits)
+            return batch.weights.sum(), member_logits
 
         with self._groups.monitor.phase("forward only"):
             call = f"next_token_logits(){trainable.describe()}"
@@ -260,49 +261,46 @@ class Step:
                     on_batch(batch)
             with engine.evaluating(), trainable.applying(order):
                 stored = engine.run(batches, scores, forward_only=True)
-            values = [list(self._over_context(whole)) for whole in stored]
+            values = [list(self._over_context(logits)) for logits in stored]
             ordered = self._in_order(values, plan, len(samples)) if stored else []
             if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
-    def _run(self, run: Callable[[ExitStack], T], during: ExitStack, call: str) -> T:
-        """Call ``run``; memory that runs out in it is an error of all ranks where none waits for another in it.
+    def _run(self, run: Callable[[ExitStack], T], contexts: ExitStack, call: str) -> T:
+        """Call ``run``; if ranks are independent in it, turn a rank's lack of memory into OutOfDeviceMemoryError on all.
 
-        Args:
-            during: holds the contexts that ``run`` enters.
-
-        Raises:
-            OutOfDeviceMemoryError: on every rank: a rank ran out of device memory.
+        ``contexts``: holds the contexts that ``run`` enters.
         """
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
-            return run(during)
+            return run(contexts)
         try:
-            return with_room_everywhere(lambda: run(during), self._groups, call)
+            return with_room_everywhere(lambda: run(contexts), self._groups, call)
         except OutOfDeviceMemoryError:
             self._engine.trainable.abandon()
             raise
 
-    def _add_up(self) -> None:
+    def _accumulate(self) -> None:
         """Accumulate the gradients of the call.
 
-        Raises:
-            MegascendError: memory ran out half way. OutOfMemoryError would mean that nothing has been added.
+        Running out of memory half way becomes a MegascendError: callers take OutOfMemoryError to mean unchanged gradients.
         """
         try:
             self._engine.trainable.collect()
         except torch.OutOfMemoryError as error:
-            raise MegascendError(f"gradients are incomplete: memory ran out as they were added up ({error})") from error
+            raise MegascendError(
+                f"gradients are incomplete: out of memory while accumulating them ({error})"
+            ) from error
 
     # --- planning ---
 
     def _plan(
         self, call: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
     ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
-        """Plan this rank's micro batches, as many as every other rank has (trailing ones may be empty).
+        """Plan this rank's micro batches, as many as on every other rank (trailing ones may be empty).
 
         Returns:
-            Members of each micro batch, the samples' adapters, and what the ranks have agreed on.
+            Members of each micro batch, the samples' adapters, and the ranks' agreement.
         """
         engine, layout = self._engine, self._engine.layout
         plan: list[list[int]] = []
@@ -333,28 +331,28 @@ class Step:
         adapter_index = [order.index(name) for name in names]
         batches = []
         for members in plan:
-            chosen, index = samples, adapter_index
+            source, index = samples, adapter_index
             if members:
-                members.sort(key=lambda member: index[member])  # in the plan itself: forward() finds its results by it
+                members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
                 batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index)
             else:
-                # Joins the other ranks in collectives: a real sample where there is one, with weight 0.
+                # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:
-                    chosen, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
-                shortest = min(range(len(chosen)), key=lambda member: len(chosen[member]))
-                batch = build(chosen, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
-            engine.trainable.prepare(batch, chosen, order)
+                    source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
+                shortest = min(range(len(source)), key=lambda member: len(source[member]))
+                batch = build(source, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
+            engine.trainable.prepare(batch, source, order)
             batches.append(batch)
         return batches
 
-    # --- bringing results together ---
+    # --- collecting results ---
 
     def _reduce_metrics(
         self, stored: list[dict[str, Tensor]], normalizer: LossNormalizer
     ) -> tuple[tuple[str, ...], Tensor]:
         """Sum figures over micro batches and ranks to [adapters, figures], on the device, without waiting for it."""
         names = ("loss",)
-        if normalizer.loss.function is not cross_entropy:  # only the last stage knows what else a loss reported
+        if normalizer.loss.function is not cross_entropy:  # only the last stage has a loss's other metrics
             local = tuple(dict.fromkeys(name for item in stored for name in item))
             report = (local, normalizer.function.problem)
             reports = gather_objects(report, "world", self._groups, "metrics of the loss")
@@ -373,24 +371,24 @@ class Step:
     def _by_sample(
         self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int
     ) -> dict[str, Any]:
-        """Turn ``values``, a tensor a micro batch where the loss is computed, into one CPU tensor a sample, on every stage."""
+        """Turn ``values``, a tensor per micro batch on the last stage, into one CPU tensor per sample on every stage."""
         by_sample = {}
-        for name, of_batches in values.items():
-            pairs = zip(batches, of_batches, strict=True) if of_batches else ()
-            by_sample[name] = self._in_order([self._collect(batch, of) for batch, of in pairs], plan, count)
+        for name, tensors in values.items():
+            pairs = zip(batches, tensors, strict=True) if tensors else ()
+            by_sample[name] = self._in_order([self._collect(batch, tensor) for batch, tensor in pairs], plan, count)
         if self._topology.pipeline > 1:
             last = self._topology.pipeline - 1
             by_sample = broadcast_object(by_sample, "pp", self._groups, last, "log-probabilities")
         return by_sample
 
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
-        """Return one unpadded CPU tensor a sample from the tokens of all context parallel ranks."""
+        """Return one unpadded CPU tensor per sample from the tokens of all context parallel ranks."""
         padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
         padded.index_copy_(0, batch.place.to(values.device), values)
-        return [of_sample.clone() for of_sample in unpack(self._over_context(padded), batch)]
+        return [tensor.clone() for tensor in unpack(self._over_context(padded), batch)]
 
     def _over_context(self, values: Tensor) -> Tensor:
-        """Sum values over context parallel ranks, each of which has zeros for the others' tokens; on the CPU."""
+        """Sum values over context parallel ranks, which have zeros for each other's tokens; return them on the CPU."""
         if self._context_group is not None:
             values = values.to(self._engine.device)
             dist.all_reduce(values, group=self._context_group)

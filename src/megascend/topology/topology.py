@@ -1,13 +1,13 @@
-"""Which rank does what: pure arithmetic from (world size, parallel sizes) to every rank's place in Megatron's grids.
+"""Rank layout: pure arithmetic from (world size, parallel sizes) to every rank's coordinates in Megatron's grids.
 
 Megatron-Core lays the ranks out twice (``parallel_state.initialize_model_parallel``, order ``tp-cp-ep-dp-pp``):
 
-- the **attention grid** (all that is not an expert): tensor, context, data, pipeline; tensor varies fastest;
+- the **attention grid** (everything except experts): tensor, context, data, pipeline; tensor varies fastest;
 - the **expert grid**: expert tensor, expert, expert data, pipeline; expert tensor varies fastest.
 
 Both cover the same ranks and agree on the pipeline axis. What Megatron-Core requires of a layout (``parallel_state``,
 ``ModelParallelConfig``, ``TransformerConfig``, ``Attention`` and ``MoELayer`` of megatron-core 0.15.3 and 0.16.1; where the two
-differ, the narrower one counts) is checked here, with the setting to change in the message. Nothing here imports torch.
+differ, the stricter one) is checked here, and messages name the setting to change. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank's place on every axis, each from 0. ``pipeline`` is common to the attention and the expert grid."""
+    """Coordinates of a rank on every axis, from 0. ``pipeline`` is common to the attention and the expert grid."""
 
     rank: int
     tensor: int
@@ -50,17 +50,17 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """A layout that has been checked. Made by :func:`plan`; sizes are numbers of ranks, on both grids.
+    """A validated layout, built by :func:`plan`; sizes are numbers of ranks, on both grids.
 
     Attributes:
         virtual_pipeline: model chunks of one pipeline rank.
-        data: what the other axes of the attention grid leave of the world size.
-        expert_data: the same for the expert grid; ranks that hold the same experts.
+        data: world size divided by the other axes of the attention grid.
+        expert_data: the same for the expert grid; ranks with the same experts.
         sequence_parallel: whether activations between tensor parallel regions are split along the sequence.
         context_algorithm: how context parallel ranks exchange keys and values.
         is_moe: whether the model has experts.
-        vocab_size: of the model, without padding; None if the model was not given.
-        notes: one sentence for everything that was decided automatically.
+        vocab_size: of the model, without padding; None without a model.
+        notes: a sentence for every automatic decision.
     """
 
     world_size: int
@@ -79,21 +79,21 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one axis."""
+        """Return the number of ranks along one axis."""
         if axis not in (*ATTENTION_AXES, *EXPERT_AXES):
             raise TopologyError(f"no axis {axis!r}; there are {', '.join(dict.fromkeys(ATTENTION_AXES + EXPERT_AXES))}")
         return getattr(self, axis)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of global rank ``rank``."""
+        """Return the coordinates of global rank ``rank``."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is outside the world of {self.world_size} ranks")
-        places: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axes in (ATTENTION_AXES, EXPERT_AXES):
-            rest = rank
+            rest = rank  # mixed radix, fastest axis first; both grids give the same pipeline coordinate
             for axis in axes:
-                rest, places[axis] = divmod(rest, self.size(axis))
-        return Coordinates(rank=rank, **places)
+                rest, coordinates[axis] = divmod(rest, self.size(axis))
+        return Coordinates(rank=rank, **coordinates)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups of ranks that differ along ``axes`` of one grid and agree on its others; without axes, one per rank.
@@ -105,29 +105,29 @@ class Topology:
         grid = next((grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid)), None)
         if grid is None:
             raise TopologyError(
-                f"{' and '.join(axes)} are not axes of one grid: a group lies in the attention grid "
+                f"{' and '.join(axes)} are not axes of one grid: a group is in the attention grid "
                 f"({', '.join(ATTENTION_AXES)}) or in the expert grid ({', '.join(EXPERT_AXES)})"
             )
-        others = [axis for axis in grid if axis not in axes]
+        other_axes = [axis for axis in grid if axis not in axes]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            members.setdefault(tuple(getattr(place, axis) for axis in others), []).append(rank)
+            coordinates = self.coordinates(rank)
+            members.setdefault(tuple(getattr(coordinates, axis) for axis in other_axes), []).append(rank)
         return list(members.values())
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The one group of :meth:`groups` that holds ``rank``."""
+        """Return the group of :meth:`groups` that contains ``rank``."""
         self.coordinates(rank)
         return next(group for group in self.groups(*axes) if rank in group)
 
     def padded_vocab(self, divisor: int = 1) -> int:
-        """Vocabulary size rounded up so that every tensor rank holds the same multiple of ``divisor`` rows."""
+        """Round up the vocabulary size so that every tensor rank has the same multiple of ``divisor`` rows."""
         if self.vocab_size is None:
             raise TopologyError("padded_vocab needs the model: plan(parallel, world_size, model)")
         return _round_up(self.vocab_size, divisor * self.tensor)
 
     def describe(self) -> str:
-        """The layout in a few lines for a log."""
+        """Describe the layout in a few lines for a log."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         lines = [
             f"{ranks} = tensor {self.tensor} x context {self.context} x data {self.data} "
@@ -146,7 +146,7 @@ class Topology:
 def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -> Topology:
     """Resolve ``parallel`` for ``world_size`` ranks and check it against everything Megatron-Core requires.
 
-    Without ``model`` only what does not depend on the model is checked, and the model counts as a mixture of experts
+    Without ``model`` only model-independent requirements are checked, and the model counts as a mixture of experts
     if ``parallel`` sets an expert axis.
     """
     is_moe = model.is_moe if model else parallel.expert > 1 or parallel.expert_tensor is not None
@@ -174,10 +174,10 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
 
 
 def length_multiple(topology: Topology) -> int:
-    """What a padded sequence length must be a multiple of, in tokens.
+    """Return the multiple, in tokens, to which sequence lengths are padded.
 
-    Context parallelism deals every rank two chunks of equal length, one from each end (so that causal work is even):
-    2 x CP. Sequence parallelism divides what a context rank holds over the tensor ranks: x TP.
+    Context parallelism gives every rank two chunks of equal length, one from each end, to balance causal attention:
+    2 x CP. Sequence parallelism divides a context rank's tokens over the tensor ranks: x TP.
     """
     chunks = 2 * topology.context if topology.context > 1 else 1
     return chunks * (topology.tensor if topology.sequence_parallel else 1)
@@ -204,7 +204,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
-    """Requirements that do not depend on the model."""
+    """Check requirements that do not depend on the model."""
     p = parallel
     if world_size < 1:
         raise TopologyError(f"the world has {world_size} ranks; there must be at least one")
@@ -240,18 +240,18 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
 
 
 def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> None:
-    """Requirements that the model's sizes put on the layout."""
+    """Check the requirements of the model's sizes."""
     p = parallel
-    _divides("parallel.tensor", p.tensor, model.num_heads, "attention heads")
-    _divides(
+    _check_divides("parallel.tensor", p.tensor, model.num_heads, "attention heads")
+    _check_divides(
         "parallel.tensor",
         p.tensor,
         model.num_query_groups,
         "query groups (key/value heads)",
         common=(model.num_heads,),
     )
-    _divides("parallel.tensor", p.tensor, model.ffn_hidden_size, "columns of the MLP (intermediate_size)")
-    _divides("parallel.tensor", p.tensor, model.shared_expert_ffn_hidden_size, "columns of the shared experts")
+    _check_divides("parallel.tensor", p.tensor, model.ffn_hidden_size, "columns of the MLP (intermediate_size)")
+    _check_divides("parallel.tensor", p.tensor, model.shared_expert_ffn_hidden_size, "columns of the shared experts")
     stages = p.pipeline * p.virtual_pipeline
     if model.num_layers % stages:
         raise TopologyError(
@@ -266,12 +266,12 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
                     f"parallel.{name}={value}, but the model has no experts; leave {name} at its default"
                 )
         return
-    _divides("parallel.expert", p.expert, model.num_experts, "experts")
-    _divides("parallel.expert_tensor", expert_tensor, model.moe_ffn_hidden_size, "columns of an expert's MLP")
+    _check_divides("parallel.expert", p.expert, model.num_experts, "experts")
+    _check_divides("parallel.expert_tensor", expert_tensor, model.moe_ffn_hidden_size, "columns of an expert's MLP")
 
 
 def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, list[str]]:
-    """Whether sequence parallelism is on, and a note where that was not what the setting said."""
+    """Return whether sequence parallelism is on, and notes if that differs from the setting."""
     if parallel.tensor == 1:
         if parallel.sequence:
             return False, ["parallel.sequence has nothing to divide at parallel.tensor=1: sequence parallelism is off"]
@@ -286,21 +286,21 @@ def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, l
     return bool(parallel.sequence), []
 
 
-def _divides(setting: str, value: int, count: int | None, what: str, common: tuple[int, ...] = ()) -> None:
+def _check_divides(setting: str, value: int, count: int | None, unit: str, common: tuple[int, ...] = ()) -> None:
     if count is not None and count % value:
-        usable = [size for size in _divisors(count) if all(other % size == 0 for other in common)]
-        raise TopologyError(f"{setting}={value} does not divide the {count} {what}; use {_listed(usable)}")
+        usable = [size for size in _divisors(count) if all(total % size == 0 for total in common)]
+        raise TopologyError(f"{setting}={value} does not divide the {count} {unit}; use {_listed(usable)}")
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _listed(sizes: list[int], most: int = 8) -> str:
-    shown = [str(size) for size in sizes[:most]]
-    if len(sizes) > most:
-        return ", ".join(shown) + ", ..."
-    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+def _listed(sizes: list[int], limit: int = 8) -> str:
+    texts = [str(size) for size in sizes[:limit]]
+    if len(sizes) > limit:
+        return ", ".join(texts) + ", ..."
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _nearby(world_size: int, multiple: int) -> str:
@@ -327,17 +327,17 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """The axes of group ``name``."""
+    """Return the axes of group ``name``."""
     if name not in GROUP_AXES:
         raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
     return GROUP_AXES[name]
 
 
 def rank_lists(topology: Topology, names: Iterable[str] = tuple(GROUP_AXES)) -> dict[tuple[int, ...], str]:
-    """Return every group of two or more ranks, once, with the first of its names; in the order of creation on all ranks."""
-    found: dict[tuple[int, ...], str] = {}
+    """Return every distinct group of two or more ranks with its first name, in the order in which all ranks create them."""
+    names_by_ranks: dict[tuple[int, ...], str] = {}
     for name in names:
         for ranks in topology.groups(*axes_of(name)):
             if len(ranks) > 1:
-                found.setdefault(tuple(ranks), name)
-    return found
+                names_by_ranks.setdefault(tuple(ranks), name)
+    return names_by_ranks

@@ -1,7 +1,7 @@
-"""Which ranks a parameter's shards travel between on their way out of the model. Pure arithmetic on the topology.
+"""Routes of a parameter's shards from the model's ranks to the receivers. Pure arithmetic on the topology.
 
-A parameter lives on one pipeline stage (an expert's: on one expert rank of one stage), split over the tensor parallel ranks
-there. Its shards go to the stage of whoever receives, each over its own pipeline group, and are put together only there.
+A parameter is on one pipeline stage (an expert's: on one expert rank of one stage), split over the tensor parallel ranks there.
+Its shards are sent to the receiver's stage, each over its own pipeline group, and only assembled there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Receivers = Literal["all", "main"] | Collection[int]
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part in bringing a parameter to its receivers; global ranks, ascending.
+    """Communication of one rank when a parameter is sent to its receivers; global ranks, ascending.
 
     Attributes:
-        across: the ranks that hold this rank's shard of some layer (or expert): one of them has it, others may need it.
-        need_shard: those of ``across`` that need a shard of a split parameter: who receives, or puts it together for one.
-        need_whole: those of ``across`` that need a parameter that is not split: receivers.
+        across: ranks with this rank's shard of some layer (or expert): one of them has it, others may need it.
+        need_shard: ranks of ``across`` that need a shard of a split parameter: receivers, and ranks that assemble for one.
+        need_whole: ranks of ``across`` that need an unsplit parameter: receivers.
         parts: this rank's tensor parallel group, in the order of the shards.
-        receivers: those of ``parts`` that receive.
+        receivers: ranks of ``parts`` that receive.
     """
 
     across: tuple[int, ...]
@@ -36,7 +36,7 @@ class Route:
 
 
 def ranks_of(receivers: Receivers, topology: Topology) -> frozenset[int]:
-    """The global ranks that ``receivers`` means: all of them, the main rank (0), or those listed."""
+    """Resolve ``receivers`` to global ranks: all, the main rank (0), or those listed."""
     if receivers == "all":
         return frozenset(range(topology.world_size))
     if receivers == "main":
@@ -50,33 +50,33 @@ def ranks_of(receivers: Receivers, topology: Topology) -> frozenset[int]:
 
 
 def route(topology: Topology, rank: int, receivers: Collection[int], *, expert: bool) -> Route:
-    """The route of ``rank``, for parameters of experts or for all others."""
+    """Build the route of ``rank``, for parameters of experts or for all others."""
     across_axes = ("expert", "pipeline") if expert else ("pipeline",)
     part_axis = "expert_tensor" if expert else "tensor"
     across = topology.group_of(rank, *across_axes)
     parts = topology.group_of(rank, part_axis)
-    wanted = set(receivers)
+    receiving = set(receivers)
     return Route(
         tuple(across),
-        tuple(peer for peer in across if wanted.intersection(topology.group_of(peer, part_axis))),
-        tuple(peer for peer in across if peer in wanted),
+        tuple(peer for peer in across if receiving.intersection(topology.group_of(peer, part_axis))),
+        tuple(peer for peer in across if peer in receiving),
         tuple(parts),
-        tuple(peer for peer in parts if peer in wanted),
+        tuple(peer for peer in parts if peer in receiving),
     )
 
 
 def participants(topology: Topology, receivers: Collection[int]) -> frozenset[int]:
-    """Return the ranks without which ``receivers`` cannot have every parameter, without their replicas.
+    """Return the ranks that must take part for ``receivers`` to get every parameter; replicas need not.
 
-    A rank takes part in all collectives of its pipeline (and experts') or in none, so whoever shares one is included.
+    A rank joins all collectives of its pipeline (and experts') groups or none, so all ranks that share a group are included.
     """
     grids: list[tuple[str, ...]] = [("tensor", "pipeline")]
     if topology.is_moe:
         grids.append(("expert_tensor", "expert", "pipeline"))
     groups = [frozenset(ranks) for axes in grids for ranks in topology.groups(*axes)]
-    found = frozenset(receivers)
-    while True:
-        wider = found.union(*(group for group in groups if group & found))
-        if wider == found:
-            return found
-        found = wider
+    members = frozenset(receivers)
+    while True:  # groups of the two grids overlap, so a group may pull in another
+        extended = members.union(*(group for group in groups if group & members))
+        if extended == members:
+            return members
+        members = extended
