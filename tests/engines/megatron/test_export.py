@@ -296,7 +296,7 @@ def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder,
     from megascend.backends import MegatronBackend
     from megascend.engines.megatron import named_weights
 
-    monkeypatch.setattr(named_weights, "joined", lambda stream, wanted: stream)
+    monkeypatch.setattr(named_weights, "_join_fused", lambda stream, headers: stream)
     checkpoint = case_checkpoint(parity_folder, "glm4")
     target = tmp_path / "out"
     shutil.copytree(checkpoint, target)

@@ -193,7 +193,7 @@ def wanted(experts: Any, config: Any, precision: Any, device: Any, *, overlapped
     """As the engine asks."""
     from megascend.engines.megatron import grouped_experts
 
-    return grouped_experts.wanted(Moe(experts=experts), config, precision, device, overlapped=overlapped)
+    return grouped_experts.is_enabled(Moe(experts=experts), config, precision, device, overlapped=overlapped)
 
 
 @pytest.mark.parametrize(
