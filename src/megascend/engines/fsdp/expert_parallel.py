@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """This rank's experts: the ``index``-th of ``size`` equal parts of every layer's experts.
+    """Share of experts on this rank: the ``index``-th of ``size`` equal parts of every layer's.
 
     Attributes:
         group: of the ranks that hold one part each, in order.

@@ -1,4 +1,4 @@
-"""This rank's shards of a model's tensors: loading from a checkpoint's files, AdamW steps, state for checkpoints.
+"""A rank's shards of a model's tensors: loading from a checkpoint's files, AdamW steps, state for checkpoints.
 
 Each rank reads only its own rows from the files. Nothing is broadcast.
 """
