@@ -232,7 +232,7 @@ class Backend:
             chosen = trainable.choose(adapters)
             idle = [name for name in settings if name not in chosen]
             if idle:
-                raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
+                raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}, but the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
             # Allocates moments: after all checks, and before any rank has changed anything.
@@ -425,7 +425,7 @@ class Backend:
         if not isinstance(trainable, AdapterSet):
             if trainable.frozen:
                 raise ConfigError(
-                    f"adapters of engine {self.engine.kind!r} are no megascend.lora.adapter_set.AdapterSet"
+                    f"adapters of engine {self.engine.kind!r} are not a megascend.lora.adapter_set.AdapterSet"
                 )
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "

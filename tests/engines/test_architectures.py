@@ -15,8 +15,8 @@ HYBRID = "set batching.packing: false"
 FSDP: dict[str, tuple[str, str]] = {
     "afmoe": ("right", "right"),
     "llama, longrope": ("right", "right"),
-    "falcon": ("attention classes of its own", "attention classes of its own"),
-    "falcon_h1": (HYBRID, "does more with its logits"),
+    "falcon": ("its own attention classes", "its own attention classes"),
+    "falcon_h1": (HYBRID, "changes its logits"),
     "lfm2": (HYBRID, "right"),
     "phimoe": ("has a sliding window of", "has a sliding window of"),
     "inkling_text": (HYBRID, "position_bias"),
@@ -27,7 +27,7 @@ FSDP: dict[str, tuple[str, str]] = {
 }
 """Of the packed layout and of the padded one: ``right``, or words of the refusal."""
 SINGLE = {
-    "beam": "does more with its logits",
+    "beam": "changes its logits",
     "dory": "more than the product",
     "llama, longrope": "right",
     "phimoe, longrope": "right",

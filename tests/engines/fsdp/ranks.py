@@ -348,7 +348,7 @@ def refused(checkpoint: str, folder: str) -> dict[str, str]:
         "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
         "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
         "moe.aux_loss=": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
-        "more with its logits": {"model": folder},
+        "changes its logits": {"model": folder},
     }
 
     def on_rank(options: dict[str, Any]) -> str:

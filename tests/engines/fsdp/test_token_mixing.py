@@ -76,8 +76,8 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
     with pytest.raises(ConfigError, match="novel mixes tokens other than by attention") as packed:
         check(model)
     assert named in str(packed.value)
-    assert str(packed.value).endswith("packed samples see each other; set batching.packing: false")
-    with pytest.raises(ConfigError, match=r"do not see those on other ranks; set parallel\.context: 1$"):
+    assert str(packed.value).endswith("packed samples affect each other; set batching.packing: false")
+    with pytest.raises(ConfigError, match=r"ignore those on other ranks; set parallel\.context: 1$"):
         check(model, packing=False, context=2)
     with pytest.raises(ConfigError, match=r"set batching\.packing: false and parallel\.context: 1$"):
         check(model, context=2)
@@ -143,7 +143,7 @@ ROW = SampleLengths(None)
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask of its own"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "an attention mask"),
         ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias"),
         ({"indices": torch.zeros(1, 5, 2)}, "indices"),
         ({"s_aux": torch.zeros(2)}, "s_aux"),
@@ -153,7 +153,7 @@ ROW = SampleLengths(None)
 )
 def test_attention_that_asks_for_more_raises_config_error(asked: dict[str, Any], named: str) -> None:
     options = {"attention_mask": None} | asked | {KEYWORD: ROW}
-    with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not known here"):
+    with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not supported"):
         attention(Attention(), QUERY, QUERY, QUERY, **options)
 
 

@@ -143,8 +143,8 @@ class FsdpAdapterLayers(AppliedAdapters):
         tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
         if rows != tokens:
             raise ConfigError(
-                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so it is not "
-                "known whose they are; leave it out of adapters.targets"
+                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so the adapters "
+                "of its rows are unknown; leave it out of adapters.targets"
             )
 
 

@@ -187,12 +187,12 @@ def attention(
     if not isinstance(lengths, SampleLengths):
         raise ConfigError(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
-            "micro batch would see each other; use another engine"
+            "micro batch would attend to each other; use another engine"
         )
     feature = _unknown(module, attention_mask, options)
     if feature is not None:
         raise ConfigError(
-            f"engine fsdp: attention with {feature} ({type(module).__name__}) is not known here; use another engine"
+            f"engine fsdp: attention with {feature} ({type(module).__name__}) is not supported; use another engine"
         )
     if lengths.cached is not None:
         return cached_attention(module, query, key, value, lengths, scaling, sliding_window).contiguous(), None
@@ -208,7 +208,7 @@ def attention(
 def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str | None:
     """Return a requested feature of attention that is not supported: a mask, a cap, sinks, biases, chosen tokens; or None."""
     if mask is not None:
-        return "a mask of its own"
+        return "an attention mask"
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         return "is_causal=False"
     if options.get("softcap") is not None:

@@ -279,11 +279,11 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(
-            "engine fsdp: fsdp.compile is not there on NPUs: torch's inductor has no compiler for them; set compile: false"
+            "engine fsdp: fsdp.compile is not supported on NPUs: torch's inductor has no compiler for them; set compile: false"
         )
     if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ConfigError(
-            "engine fsdp: fsdp.compile is set, and TORCHDYNAMO_DISABLE=1 keeps torch.compile from compiling; unset one of them"
+            "engine fsdp: fsdp.compile is set, but TORCHDYNAMO_DISABLE=1 disables torch.compile; unset one of them"
         )
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"

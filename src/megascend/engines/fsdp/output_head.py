@@ -18,8 +18,8 @@ def more_than_product(model: Any) -> ConfigError:
     """Return the error for a model that changes its output layer's result, which the engine would omit."""
     kind = type(model).__name__.removeprefix("FSDP")  # fully_shard adds the prefix to the class
     return ConfigError(
-        f"engine fsdp: {kind} does more with its logits than to return them (a cap or a scale in its configuration?); use "
-        "another engine"
+        f"engine fsdp: {kind} changes its logits after the output layer (a cap or a scale in its configuration?); use another "
+        "engine"
     )
 
 
@@ -49,7 +49,7 @@ class LossHead:
         """Run the model on a micro batch, and return the result of ``on_output``.
 
         Raises:
-            ConfigError: the model does more with its logits than to return them (a cap, a scale), which would be omitted.
+            ConfigError: the model changes its logits after the output layer (a cap, a scale), which would be omitted.
         """
         self._call, self._result = (batch, on_output), None
         try:

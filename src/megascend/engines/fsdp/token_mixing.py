@@ -48,7 +48,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
         )
     if CHUNKED in (getattr(text, "layer_types", None) or ()):
         raise ConfigError(
-            f"engine fsdp: {kind} has layers of kind {CHUNKED}, whose mask is not known here; use engine single"
+            f"engine fsdp: {kind} has layers of kind {CHUNKED}, whose mask is not supported; use engine single"
         )
     window = _window(text)
     if window is not None and window < longest and _window_is_a_mask(model):
@@ -72,7 +72,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
 
 def _refuse(kind: str, module: str, packing: bool, context: int) -> None:
     settings = [*(["batching.packing: false"] if packing else []), *(["parallel.context: 1"] if context > 1 else [])]
-    effect = "parts of a sample do not see those on other ranks" if not packing else "packed samples see each other"
+    effect = "parts of a sample ignore those on other ranks" if not packing else "packed samples affect each other"
     raise ConfigError(
         f"engine fsdp: {kind} mixes tokens other than by attention ({module}), where {effect}; set {' and '.join(settings)}"
     )

@@ -107,7 +107,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         if error.args != (NAME,):
             raise
         raise ConfigError(
-            f"engine fsdp: {kind} has attention classes of its own in place of transformers' registry of attention functions, so "
+            f"engine fsdp: {kind} has its own attention classes instead of transformers' registry of attention functions, so "
             "that the engine cannot keep samples apart; use engine single"
         ) from error
     model.tie_weights()
@@ -127,7 +127,10 @@ def layers(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     modules = [module for module in model.modules() if type(module).__name__ in names]
     if not modules:
-        raise ConfigError(f"engine fsdp: transformers does not say what the layers of {type(model).__name__} are")
+        raise ConfigError(
+            f"engine fsdp: transformers does not name the layers of {type(model).__name__} (_no_split_modules); use another "
+            "engine"
+        )
     return modules
 
 
@@ -141,8 +144,8 @@ def _check_unshared_parameters(model: nn.Module) -> None:
             first = owner.setdefault(id(parameter), f"{layer_name}.{name}")
             if not first.startswith(f"{layer_name}."):
                 raise ConfigError(
-                    f"engine fsdp: {type(model).__name__} shares {first} with {layer_name}, and layers are sharded each by "
-                    "itself; use engine single"
+                    f"engine fsdp: {type(model).__name__} shares {first} with {layer_name}, but each layer is sharded "
+                    "separately; use engine single"
                 )
 
 

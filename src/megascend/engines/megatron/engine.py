@@ -169,7 +169,7 @@ class MegatronEngine(Engine):
 
     def _check_graphs(self, spec: EngineSpec, *, groups_experts: bool) -> None:
         """Raise ConfigError if no micro batch of this model can be captured."""
-        graph_support.refuse("does not know scalar heads" if self.info.scalar_head else None)
+        graph_support.refuse("does not support scalar heads" if self.info.scalar_head else None)
         adam = None if spec.adapters is not None else spec.optimizer
         problem = graph_support.refused_because(
             self.device.type,

@@ -82,7 +82,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
     ):
-        return f"{kind.__name__} has a way of its own"
+        return f"{kind.__name__} overrides Megatron's self-attention"
     config: Any = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
@@ -140,8 +140,8 @@ class FusedQkv:
             output = self._forward(hidden_states, *args, **(kwargs | {"rotary_pos_emb": None}))
             if self._pending is not None:
                 raise PlatformError(
-                    f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not asked for q, k and v by "
-                    "get_query_key_value_tensors, and its rotary embedding is missing; this megatron-core is not known"
+                    f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not called "
+                    "get_query_key_value_tensors, so its rotary embedding is missing; this megatron-core is not supported"
                 )
             return output
         finally:

@@ -53,21 +53,19 @@ def refused_because(
     if divided:
         return f"needs the whole model on every GPU, and {divided[0]}"
     if precision == "fp16":
-        return "does not know fp16"
+        return "does not support fp16"
     if recompute.granularity != "none":
-        return f"does not go with recompute.granularity={recompute.granularity}"
+        return f"does not support recompute.granularity={recompute.granularity}"
     if config.num_moe_experts and adam is not None:
-        return (
-            "does not go with training experts themselves, whose loads would count padding (adapters on them are fine)"
-        )
+        return "does not support training experts, whose loads would count padding (adapters on them are supported)"
     if config.num_moe_experts and not grouped:
         return "needs moe.experts: grouped, as upstream's experts wait for their loads"
     if config.hidden_dropout > 0 or config.attention_dropout > 0:
-        return "does not go with the model's own dropout"
+        return "does not support the model's own dropout"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
-        return "does not go with rotary embeddings that depend on the length"
+        return "does not support rotary embeddings that depend on the length"
     if adam is not None and adam.overlap_grad_reduce:
-        return "does not go with optimizer.overlap_grad_reduce, whose reductions the host starts"
+        return "does not support optimizer.overlap_grad_reduce, whose reductions the host starts"
     return None
 
 
@@ -75,7 +73,7 @@ def targets_refused_because(registry: AdapterRegistry) -> str | None:
     """Return the reason why micro batches of these adapters cannot be captured, or None."""
     modules = [module for group in registry.shape_groups for module in group.target_modules]
     if any(module.is_output or module.is_embedding for module in modules):
-        return "does not go with lm_head or embed_tokens among adapters.targets"
+        return "does not support lm_head or embed_tokens among adapters.targets"
     return None
 
 

@@ -86,7 +86,7 @@ class ExpertWeights:
         self.grads = one_view([parameter.main_grad for parameter in self.parameters])
         if self.grads is None:
             raise ConfigError(
-                "moe.experts: grouped: gradients of a layer's experts do not lie evenly in Megatron's buffers; "
+                "moe.experts: grouped: gradients of a layer's experts are not evenly spaced in Megatron's buffers; "
                 "set optimizer.overlap_grad_reduce: false, or moe.experts: upstream"
             )
 

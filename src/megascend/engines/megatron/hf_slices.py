@@ -66,7 +66,9 @@ def hf_slices(
         try:
             weights = list(probe.weights(chunk))
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
-            raise CheckpointError(f"mcore-bridge converts this architecture in a way of its own ({error})") from error
+            raise CheckpointError(
+                f"mcore-bridge's conversion of this architecture is not supported here ({error})"
+            ) from error
         for name, numbers in weights:
             fused = fused_part(name, headers)
             weight = name if fused is None else fused.whole
@@ -191,7 +193,7 @@ def _slices(
     actual = tuple(numbers.shape) if len(shape) == 1 else tuple(numbers.shape[:-1])
     if actual[1:] != dims[1:] or actual[0] < dims[0] or numbers.numel() != math.prod(actual):
         raise CheckpointError(
-            f"{weight} of shape {list(shape)} is not made of whole rows, but as {list(numbers.shape)}"
+            f"{weight} of shape {list(shape)} does not consist of complete rows, but of shape {list(numbers.shape)}"
         )
     flat = numbers[: dims[0]].reshape(-1)
     breaks = (flat.diff() != 1).nonzero().flatten() + 1

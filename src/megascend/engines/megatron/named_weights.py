@@ -122,7 +122,7 @@ def _join_fused(
             yield part.whole, fused
         del fused
     if unfinished:
-        raise CheckpointError(f"named_weights: of {', '.join(unfinished)} some parts are missing")
+        raise CheckpointError(f"named_weights: parts of {', '.join(unfinished)} are missing")
 
 
 def _view_of_part(part: FusedPart, fused: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class SingleEngine(TransformersEngine):
                 self._hf_slices = tensor_slices(self.model, self.info.tensors)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
-                    f"transformers converts this architecture in a way of its own ({error})"
+                    f"transformers' conversion of this architecture is not supported here ({error})"
                 ) from error
         return self._hf_slices
 
@@ -184,7 +184,7 @@ def check_settings(spec: EngineSpec) -> None:
     if spec.batching.cuda_graphs is not None:
         raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective":
-        raise ConfigError("engine single: recompute.granularity=selective is not known here; set full or none")
+        raise ConfigError("engine single: recompute.granularity=selective is not supported; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(
             f"engine single: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"

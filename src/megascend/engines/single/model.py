@@ -151,7 +151,7 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
     difference = float((logits - plain).abs().max() / logits.abs().max().clamp_min(1e-6))
     if len(products) != 1 or not torch.equal(products[0].float(), logits):
         raise ConfigError(
-            f"engine single: {type(model).__name__} does more with its logits than to return them (a cap or a scale in its "
+            f"engine single: {type(model).__name__} changes its logits after the output layer (a cap or a scale in its "
             "configuration?); use another engine"
         )
     if not difference <= HEAD_BOUND:
@@ -172,7 +172,7 @@ def check_router_loss(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -
     if moe.aux_loss == "none":
         return
     if moe.aux_loss != "transformers":
-        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} is not known here; set transformers or none")
+        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} is not supported; set transformers or none")
     if not hasattr(sys.modules[type(model).__module__], ROUTER_LOSS):
         raise ConfigError(
             f"engine single: moe.aux_loss is set, but transformers has no such loss for {type(model).__name__}; set none"
