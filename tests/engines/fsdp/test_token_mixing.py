@@ -1,4 +1,4 @@
-"""Layers that mix tokens: known by what they are made of, and by what their attention asks for."""
+"""Layers that mix tokens are recognised by their modules, and attention by the options that it passes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ ROW = SampleLengths(None)
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("options", "named"),
     [
         ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "an attention mask"),
         ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias"),
@@ -151,8 +151,8 @@ ROW = SampleLengths(None)
         ({"is_causal": False}, "is_causal=False"),
     ],
 )
-def test_attention_that_asks_for_more_raises_config_error(asked: dict[str, Any], named: str) -> None:
-    options = {"attention_mask": None} | asked | {KEYWORD: ROW}
+def test_attention_that_asks_for_more_raises_config_error(options: dict[str, Any], named: str) -> None:
+    options = {"attention_mask": None} | options | {KEYWORD: ROW}
     with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not supported"):
         attention(Attention(), QUERY, QUERY, QUERY, **options)
 
