@@ -143,11 +143,11 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
 
-    class Mine(Backend):
+    class RegisteredBackend(Backend):
         def __init__(self, model: str) -> None: ...
 
-    register_engine("mine", Mine)
-    register_engine("mine", Mine)
+    register_engine("mine", RegisteredBackend)
+    register_engine("mine", RegisteredBackend)
     assert backends.settings_of("mine") == {"model"}
     assert not engines.needs("mine").megatron
     for name in ("mine", "megatron"):
@@ -158,7 +158,7 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, fsdp, mine"):
         backends.make_backend("theirs")
     with pytest.raises(ConfigError, match="version table has no numpy"):
-        register_engine("other", Mine, packages=["numpy"])
+        register_engine("other", RegisteredBackend, packages=["numpy"])
     assert "other" not in backends._backends
 
 
@@ -181,15 +181,15 @@ def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: di
 def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def make(model: Path, seed: int, recompute: Any = None) -> Any:
-        found.update(model=model, seed=seed, recompute=recompute)
+        settings.update(model=model, seed=seed, recompute=recompute)
 
     register_engine("few", make)
     settings = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
     run.make_backend(RunConfig.model_validate(settings))
-    assert found == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
+    assert settings == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
     for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
         with pytest.raises(
             ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"

@@ -177,8 +177,8 @@ def test_what_a_scalar_head_does_not_go_with_is_refused_by_name(parity_folder):
 @pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
 def test_adapters_on_a_scalar_head_are_refused_by_name(parity_folder, tmp_path, engine):
     checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
-    (told,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
-    assert "LoRA on a model with a scalar head is not supported" in told
+    (message,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
+    assert "LoRA on a model with a scalar head is not supported" in message
 
 
 def test_a_token_classifiers_dropout_acts_in_training_alone(parity_folder):
