@@ -198,6 +198,7 @@ class Backend:
                 require_head(self.engine, outputs, f"forward_backward({outputs}=True)")
             self.engine.trainable.require_open()
         except ConfigError as error:
+            # The other ranks may have passed these checks, and wait in the step's first exchange.
             agree("forward_backward", self.groups, problem=error)
             raise
         with self._freeing():
@@ -613,6 +614,7 @@ class Backend:
         if error is None:
             self.close()
             return
+        # close() would wait for save_timeout_s, and could raise in place of the original exception.
         self._saver.abandon(GRACE_S)
         self._destroy()
 

@@ -39,6 +39,7 @@ class MainAdamW:
         mains = [main for _, main in self._pairs.values()]
         # A rank's shard of a parameter may be empty.
         updated = [main for main in mains if main.numel()]
+        # As Megatron: biases and norms have no weight decay.
         self._adamw = torch.optim.AdamW(
             [
                 {"params": [main for main in updated if main.dim() > 1], "weight_decay": adam.weight_decay},
@@ -72,13 +73,14 @@ class MainAdamW:
         if finite:
             factor = 1 / scale
             if self._adam.max_grad_norm > 0:
-                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))
-            if factor != 1 and grads:
+                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+            if factor != 1 and grads:  # one pass unscales and clips
                 torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
             self._updates += 1
+            # 16-bit parameters are rounded from their fp32 main parameters.
             for parameter, main in self._pairs.values():
                 if parameter is not main:
                     parameter.copy_(main)
@@ -156,6 +158,7 @@ def _main(parameter: nn.Parameter) -> Tensor:
     main.grad = torch.zeros_like(main)
     parameter.main_grad = main.grad  # type: ignore[reportAttributeAccessIssue]
 
+    # Autograd would sum the gradients of several micro batches in 16 bits.
     def add(updated: Tensor) -> None:
         if updated.grad is not None:
             main.grad.add_(updated.grad)  # type: ignore[reportOptionalMemberAccess]

@@ -101,6 +101,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
             (the model is unusable).
         ConfigError: an adapter does not fit; the present ones are kept.
     """
+    # Live tensors: dcp.load writes into them.
     state: dict[str, Any] = engine.state(everything=True)
     same_engine = saved.engine == current.engine
     same_layout = same_engine and saved.layout == current.layout
@@ -111,10 +112,11 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         _check_names(state, directory, engine)
     else:
         translation = _translate(engine, state, directory, saved)
-        for values in translation.padding:
+        for values in translation.padding:  # rows that no weight fills
             values.zero_()
         state = {**translation.reads}
     if engine.trainable.frozen:
+        # Before the rest, since an adapter that does not fit must leave everything unchanged.
         engine.trainable.load_adapters({name: directory / "adapters" / name for name in saved.adapters})
     problem = None
     try:
@@ -122,6 +124,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # no_dist: every rank reads its own slices; a plan common to all ranks would cost collectives and gain nothing.
             dcp.load(state, storage_reader=ChunkReader(directory), planner=SliceLoadPlanner(), no_dist=True)
+    # CheckpointException is a BaseException in torch.
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")

@@ -125,6 +125,7 @@ def engine_context(
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
     layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
+    # Prefetched while packages are imported and ranks connect.
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
         info = inspect_checkpoint(model_dir, head)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.distributed.objects import raise_on_all_ranks
+from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
-from megascend.huggingface.files import TensorHeader, companions
-from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.huggingface.files import companions
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
 from megascend.io.paths import stays, why_not_writable
 
@@ -102,10 +102,7 @@ def check_export(
     problem: CheckpointError | None = None
     try:
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
-            headers = {
-                name: TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
-                for name, tensor in weights
-            }
+            headers = {name: header_of(tensor) for name, tensor in weights}
         if groups.rank == 0:
             require_same_tensors(source, info, headers, dtype)
             exported_config(source, info, dtype)

@@ -112,6 +112,7 @@ class FullModel:
         self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
     ) -> StepResult:
         assert not adam, "settings of a step are by adapter, and this model has none"
+        # Without a forward_backward since the last step nothing has been reduced.
         reduced, self._accumulated = self._accumulated and self._reduces, False
         result = self._optimizer.step(self.step_count, reduced, lr)
         self.step_count += 1

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
@@ -54,7 +54,7 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, has one that the model does not use, or stores one in an unknown way.
     """
-    shapes = persistent_shapes(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model).items()}
     slices: dict[str, list[HfSlice]] = {}
     for _, names in groupby(shapes, key=layer_of):
         slices |= _slices_of_layer(model, {name: shapes[name] for name in names}, headers)
@@ -72,11 +72,11 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     return slices
 
 
-def persistent_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of a model's persistent tensors, in its order, tied weights once."""
-    persistent = model.state_dict(keep_vars=True)
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by name, in its order, tied ones under their first name only."""
     first: dict[int, str] = {}
-    return {name: tuple(t.shape) for name, t in persistent.items() if first.setdefault(id(t), name) == name}
+    tensors = model.state_dict(keep_vars=True).items()
+    return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
 
 
 def layer_of(name: str) -> str:

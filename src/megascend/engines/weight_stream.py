@@ -16,6 +16,11 @@ from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
 
 
+def header_of(tensor: Tensor) -> TensorHeader:
+    """Return the header that a tensor has in a checkpoint's file."""
+    return TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+
+
 class StreamStopped(Exception):
     """A rank has left the stream."""
 
@@ -100,7 +105,7 @@ def stream_weights(
             del entry
             try:
                 tensor = finish(name, tensor)
-                yielded[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+                yielded[name] = header_of(tensor)
                 yield name, tensor
                 del tensor
             except BaseException as error:

@@ -41,8 +41,8 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
-    found = scores(query, key, starts, scale, window)
-    return torch.einsum("hqk,khd->qhd", found.softmax(-1), value).contiguous(), found.logsumexp(-1)
+    logits = scores(query, key, starts, scale, window)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1), value).contiguous(), logits.logsumexp(-1)
 
 
 @varlen.varlen_attention_backward.register_kernel("cpu")

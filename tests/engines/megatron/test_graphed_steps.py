@@ -142,21 +142,21 @@ def test_a_checkpoint_is_loaded_to_where_captured_work_reads(parity_folder, tmp_
 
     def figures(settings):
         backend = make_backend(checkpoint, settings, strict=True, micro_batch_tokens=384, adapters=False)
-        found, folder = [], tmp_path / ("graphs" if settings else "plain")
+        results, folder = [], tmp_path / ("graphs" if settings else "plain")
         for number in range(8):
             if number == 3:
                 backend.save(folder)
             if number == 6:
                 backend.load(folder)
-            found += [backend.forward_backward([sample]).loss, backend.optimizer_step().grad_norm]
+            results += [backend.forward_backward([sample]).loss, backend.optimizer_step().grad_norm]
         report = backend.cuda_graphs
         backend.close()
-        return found, report
+        return results, report
 
-    (expected, _), (found, report) = without_and_with(figures)
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found[12:] == pytest.approx(found[6:10], rel=1e-6), "what followed the save follows the load"
-    assert found[12] != pytest.approx(found[10], rel=1e-3)
+    (expected, _), (actual, report) = without_and_with(figures)
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert actual[12:] == pytest.approx(actual[6:10], rel=1e-6), "what followed the save follows the load"
+    assert actual[12] != pytest.approx(actual[10], rel=1e-3)
     assert (report.captured, report.replayed, report.eager) == (1, 7, {})
 
 

@@ -64,6 +64,7 @@ class FsdpAdapterLayers(AppliedAdapters):
                     module.register_forward_hook(partial(self._after, number, layer, target))
         for module, slots in expert_slots.values():
             compute_experts_by(module, partial(self._experts, slots), self._adapters_of_tokens)
+        # Recomputation needs an input that requires a gradient, and the embedding is frozen.
         model.get_input_embeddings().register_forward_hook(start_graph)
 
     def require_called(self) -> None:

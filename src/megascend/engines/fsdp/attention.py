@@ -201,6 +201,7 @@ def attention(
         return mixed.transpose(1, 2).contiguous(), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
     mixed = _sample_attention(q, k, v, lengths, scaling, dropout, sliding_window)
+    # Back to the order of the exchange: parts by rank, not sample by sample.
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2).contiguous(), None
 

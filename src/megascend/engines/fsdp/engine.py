@@ -71,7 +71,9 @@ class FsdpEngine(TransformersEngine):
         self.model = transformers_api.meta_model(self.model_dir, info.shape.tied, info.scalar_head)
         layers = self._check_model(spec)
         self._rotary = RotaryByLength(self.model)
+        # Before sharding, while parameters have their full shapes.
         self._hf_slices = tensor_slices(self.model, info.tensors)
+        # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
             compilation.compile_layers(layers, transformers_api.is_fused_experts)
@@ -92,6 +94,7 @@ class FsdpEngine(TransformersEngine):
         mesh = axes.mesh(topology.world_size, self.device.type)
         page_locked = context.runtime.platform.page_locks_memory
         self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+        # Memory only now, for the shards; to_empty leaves buffers uninitialised too.
         self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards.shards(self.model, self._share))
@@ -268,7 +271,7 @@ class FsdpSubject(TransformersSubject):
             output = model(input_ids=rows, position_ids=position_ids, use_cache=False, **options)
         finally:
             hook.remove()
-        if len(products) != 1 or output.logits is not products[0]:
+        if len(products) != 1 or output.logits is not products[0]:  # identity: any change of the logits is a new tensor
             raise more_than_product(model)
         logits = output.logits.flatten(0, 1).split([len(sample) for sample in ids])
         return [part[:length].float() for part, length in zip(logits, lengths, strict=True)]

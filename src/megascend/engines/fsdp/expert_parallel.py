@@ -50,6 +50,7 @@ class TokenExchange:
     def __init__(self, index: Tensor, share: ExpertShare, experts: int) -> None:
         self._group, self._count = share.group, index.shape[1]
         self._order, self._inverse, ends = permutation(index, share.size * experts)
+        # Counts first: the receive buffers of the rows need their sizes on the host.
         counts = ends.diff(prepend=ends.new_zeros(1))
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=share.group)

@@ -25,6 +25,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
+from megascend.engines.transformers_names import persistent_tensors
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.kernels.reductions import names_with_nan, out_of_range, square_sum
@@ -64,12 +65,8 @@ def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[Local
     Args:
         share: the share of experts that this rank holds; None: all.
     """
-    seen: set[int] = set()
     experts = set() if share is None else set(transformers_api.names_of_experts(model))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
+    for name, tensor in persistent_tensors(model).items():
         yield _shard(name, tensor, share if name in experts else None)
 
 

@@ -71,6 +71,7 @@ class CachedAttention:
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), why))
                 for layer in chunk.decoder.layers:
                     core = layer.self_attention.core_attention
+                    # Transformer Engine's window does not count the token itself; -1: no window.
                     left, _ = getattr(core, "window_size", None) or (-1, 0)
                     window = None if left < 0 else left + 1
                     forward = partial(self._attend, layer.layer_number, window, core.forward)

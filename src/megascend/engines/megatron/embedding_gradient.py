@@ -33,7 +33,7 @@ class _LookUp(torch.autograd.Function):
         # Deterministic: it sorts by token, so that the order of additions is fixed. Not index_put_, which does the same but
         # waits for the device to check that all ids are in the table; the look-up has already checked them.
         torch.ops.aten._index_put_impl_(buffer, [ids.flatten()], rows, True, True)
-        return None, None
+        return None, None  # no gradient for autograd: main_grad already has it
 
 
 def install(chunks: Sequence[torch.nn.Module]) -> int:

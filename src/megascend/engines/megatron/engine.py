@@ -111,6 +111,7 @@ class MegatronEngine(Engine):
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
             expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
+        # A stream of its own only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
             self._train_adapters(spec, expert_weights)

@@ -84,6 +84,7 @@ class MegatronOptimizer:
     def _update(self, lr: float) -> StepResult:
         self._set_hyperparameters(lr)
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
+        # Megatron's own step() checks gradients for fp16 only. Here a norm that is not finite on any rank skips the step on all.
         overflow = bool(self.megatron.prepare_grads())
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
         flags = [float(math.isfinite(grad_norm))]
@@ -152,6 +153,7 @@ class MegatronOptimizer:
         for optimizer in self._parts():
             provider = current_runtime("the optimizer").provider
             assert provider is not None, "Megatron runs with one"
+            # torch's Adam has a step count per parameter, Transformer Engine's and MindSpeed's one per group.
             by_parameter = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in optimizer.optimizer.param_groups:
                 if not by_parameter:
@@ -188,6 +190,7 @@ class MegatronOptimizer:
     def _clip(self, grad_norm: float) -> None:
         if self._adam.max_grad_norm == 0:
             return
+        # Every optimizer of the chain clips by the norm over all of them.
         for optimizer in getattr(self.megatron, "chained_optimizers", [self.megatron]):
             parameters = optimizer.get_parameters()
             if parameters:
@@ -196,7 +199,7 @@ class MegatronOptimizer:
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
     """Yield (model's parameter, start of its run, tensor that Adam updates) of one of Megatron's optimizers."""
-    if hasattr(optimizer, "gbuf_ranges"):
+    if hasattr(optimizer, "gbuf_ranges"):  # the distributed optimizer
         for ranges in optimizer.gbuf_ranges:
             for buckets in ranges.values():
                 for bucket in buckets:

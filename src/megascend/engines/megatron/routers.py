@@ -156,6 +156,7 @@ class Routers:
         """Patch a router to record its logits, and hook its output."""
         logits: list[Tensor] = []
 
+        # The router's output has probabilities after top-k only; the loss needs all logits.
         def gating(hidden: Tensor) -> Tensor:
             logits[:] = [type(router).gating(router, hidden)]
             return logits[0]
@@ -174,7 +175,7 @@ class Routers:
     ) -> tuple[Tensor, Tensor]:
         """Count one router's choices, and attach the loss's gradient; returns the router's output."""
         scores = load_balancing.scores(logits, self._config.moe_router_score_function)
-        if not current.complete:
+        if not current.complete:  # recomputation would count again
             with torch.no_grad():
                 real = current.real[:, None]
                 best = scores.topk(self._config.moe_router_topk, dim=-1).indices

@@ -98,6 +98,7 @@ def load(
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     scalar_head.fill(chunks, fresh or {})
+    # A tensor may load without an error and still not be complete: whatever was not written is NaN.
     if problem is None:
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         holes = names_with_nan(parameters)

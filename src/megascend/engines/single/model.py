@@ -16,7 +16,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
-from megascend.engines.transformers_names import in_checkpoint, layer_of
+from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.exported import some
@@ -91,7 +91,7 @@ def load_model(
     with torch.no_grad():
         for name, values in (fresh or {}).items():
             model.get_parameter(name).copy_(values)
-    if dtype == torch.float16:
+    if dtype == torch.float16:  # transformers has converted larger numbers to infinity silently
         _check_range(info)
     return model.to(device)
 
@@ -206,12 +206,10 @@ def named_weights(
         stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
         device: of the tensors; default: the model's.
     """
-    persistent = model.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    untied = {name: tensor for name, tensor in persistent.items() if first.setdefault(id(tensor), name) == name}
+    tensors = persistent_tensors(model)
     describes = device is not None and torch.device(device).type == "meta"
-    for _, names in groupby(untied, key=layer_of):
-        layer = {name: untied[name].detach() for name in names}
+    for _, names in groupby(tensors, key=layer_of):
+        layer = {name: tensors[name].detach() for name in names}
         if describes:
             layer = {name: tensor.to("meta") for name, tensor in layer.items()}
         for name, tensor in in_checkpoint(model, layer, stored).items():
