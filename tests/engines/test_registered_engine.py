@@ -181,15 +181,15 @@ def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: di
 def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
-    settings: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def make(model: Path, seed: int, recompute: Any = None) -> Any:
-        settings.update(model=model, seed=seed, recompute=recompute)
+        received.update(model=model, seed=seed, recompute=recompute)
 
     register_engine("few", make)
     settings = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
     run.make_backend(RunConfig.model_validate(settings))
-    assert settings == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
+    assert received == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
     for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
         with pytest.raises(
             ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"

@@ -76,7 +76,7 @@ def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(
 
     spec, topology = EngineSpec(Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 keeps"):
+    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 disables"):
         check_settings(spec, topology)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     check_settings(spec, topology)

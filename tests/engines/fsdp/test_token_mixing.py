@@ -96,7 +96,7 @@ def test_models_without_attention_of_the_registry_are_refused_in_every_layout() 
 
 
 def test_chunked_attention_is_refused_in_every_layout() -> None:
-    with pytest.raises(ConfigError, match="chunked_attention, whose mask is not known"):
+    with pytest.raises(ConfigError, match="chunked_attention, whose mask is not supported"):
         check(Model(layer(Attention()), layer_types=("full_attention", "chunked_attention")), packing=False)
 
 
