@@ -301,7 +301,7 @@ class MegatronBackend(EngineBackend):
 
 
 class SingleBackend(EngineBackend):
-    """A Hugging Face model, trained by transformers in this process alone. Its methods are those of :class:`Backend`.
+    """A Hugging Face model, trained by transformers in a single process. Its methods are those of :class:`Backend`.
 
     For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. Micro
     batches are padded whatever ``batching.packing`` is. Adapters are applied by peft, one at a time: micro batches of

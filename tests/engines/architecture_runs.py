@@ -86,7 +86,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What an architecture needs beside sizes."""
+"""Settings that an architecture needs beside sizes."""
 
 
 def tiny_settings(model_type: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ FSDP: dict[str, tuple[str, str]] = {
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
 }
-"""Of the packed layout and of the padded one: ``right``, or words of the refusal."""
+"""Outcomes of the packed and of the padded layout: ``right``, or words of the error."""
 SINGLE = {
     "beam": "changes its logits",
     "dory": "more than the product",
@@ -34,7 +34,7 @@ SINGLE = {
     "qwen3_next": "right",
 }
 NOTHING_BUILT = 0.3
-"""Of all architectures, the share that may be beyond a tiny configuration without this file noticing."""
+"""Largest share of architectures that may not be buildable with a tiny configuration."""
 
 
 def run(folder: Path, engine: str, *names: str) -> dict[str, dict[str, str]]:

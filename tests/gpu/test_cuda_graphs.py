@@ -12,7 +12,7 @@ from support.graphed_steps import differences, gradients_of, life, life_of_a_mod
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 REPLAYED = 1e-4
-"""Of relative differences between replays and the same padded work without graphs: the same kernels."""
+"""Bound of relative differences between replays and the same padded work without graphs: the same kernels."""
 PADDED, POLICY = 2e-2, 1e-1
 """Between padded and other work, in bf16: padding gives products and attention other sizes, and with them other kernels. The
 policy is far from its old log-probabilities, and its loss has the exponential of the difference."""

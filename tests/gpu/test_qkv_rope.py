@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a C
 
 EPS = 1e-6
 ALONE, ROUNDED = 1e-5, 4e-3
-"""Of relative differences of norms, in float32 and with results rounded to bfloat16."""
+"""Bounds of relative differences of norms, in float32 and with results rounded to bfloat16."""
 LENGTHS = (300, 1, 90, 500, 64, 17)
 
 

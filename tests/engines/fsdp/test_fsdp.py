@@ -67,7 +67,7 @@ MORE: list[Layout] = [
     ("MoE SP2, EP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2_EP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
 ]
 SEEDS = range(4)
-"""Of models whose distances from fp32 are averaged, in bf16 with experts."""
+"""Seeds of the bf16 models with experts whose distances from fp32 are averaged."""
 
 
 def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ MORE: list[Layout] = [
 ]
 
 BOUNDS = {"fp32": (1e-5, 1e-4, 1e-3, 2e-5), "bf16": (2e-2, 0.1, 1.0, 0.5), "fp16": (1e-2, 0.1, 1.0, 0.1)}
-"""Of loss, norm, trained factors and the saved adapter's logits."""
+"""Bounds of loss, norm, trained factors and the saved adapter's logits."""
 
 
 def in_process(folder: Path, *jobs: Job) -> list[Any]:

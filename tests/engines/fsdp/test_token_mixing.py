@@ -16,7 +16,7 @@ from megascend.errors import ConfigError
 from megascend.huggingface.scalar_head import ScalarHead
 
 ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
-"""As transformers' modules see their registry."""
+"""Name of transformers' registry in its modules."""
 
 
 class Attention(nn.Module):

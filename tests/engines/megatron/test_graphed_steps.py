@@ -18,7 +18,7 @@ from support.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 BOUND = 1e-5
-"""Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
+"""Bound of relative differences in fp32: products with other row counts or padded ranks have another order of additions."""
 
 
 def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240, adapters=True, **options):
