@@ -1,4 +1,4 @@
-"""Engine and Trainable: the interfaces that training steps, checkpoints and the backend use.
+"""Engine and Trainable: the interfaces between engines and the code above them (steps, checkpoints, the backend).
 
 An engine owns a model, its process groups, its schedule and its optimizer. All code above it is the same for all engines.
 """
