@@ -65,10 +65,11 @@ class KeyValues:
         """Write the first keys and values [tokens, heads, head dim] of a row."""
         if layer not in self._layers:
             capacity = max(len(keys), min(SMALLEST, self._longest))
-            self._layers[layer] = tuple(
-                states.new_zeros(len(self.lengths), states.shape[1], capacity, states.shape[2])
-                for states in (keys, values)
-            )  # type: ignore[assignment]
+            rows = len(self.lengths)
+            self._layers[layer] = (
+                keys.new_zeros(rows, keys.shape[1], capacity, keys.shape[2]),
+                values.new_zeros(rows, values.shape[1], capacity, values.shape[2]),
+            )
         self._reserve(layer, len(keys))
         for cache, states in zip(self._layers[layer], (keys, values), strict=True):
             cache[row, :, : len(states)] = states.transpose(0, 1)

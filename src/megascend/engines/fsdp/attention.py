@@ -257,11 +257,9 @@ def _sample_attention(
         return _causal(query, key, value, scaling, dropout, window)
     if lengths.one_kernel and varlen.fits(query, value, dropout):
         return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
-    return _one_by_one(query, key, value, lengths, scaling, dropout, window)
+    return _one_by_one_uncompiled(query, key, value, lengths, scaling, dropout, window)
 
 
-# Not compiled: the compiled code would depend on every length.
-@torch.compiler.disable
 def _one_by_one(
     query: Tensor,
     key: Tensor,
@@ -275,6 +273,10 @@ def _one_by_one(
     queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
+
+
+# Compiled code would depend on every length.
+_one_by_one_uncompiled: Any = torch.compiler.disable(_one_by_one)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
