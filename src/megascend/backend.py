@@ -1,4 +1,4 @@
-"""Backend: the methods of the facade, the same for every engine."""
+"""Backend: the facade over an engine; its methods are the same for every engine."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long a run that ends with an error waits for a checkpoint that is being written."""
+"""Seconds that a run which ends with an error waits for a checkpoint that is being written."""
 
 
 class Backend:
-    """A Hugging Face model in training, on all ranks of this world. Its kinds differ in the engine that they build.
+    """A Hugging Face model in training, on all ranks of the world. Subclasses differ in the engine that they build.
 
     Every method is collective: all ranks call it, in the same order. Ranks that differ only in tensor, pipeline or
-    context parallelism pass the same samples. An error that concerns the batch is raised on every rank alike. Before ranks
-    communicate on the device they compare, in one small exchange, their methods and arguments; where these differ, all raise
-    OutOfStepError, which says where each one is.
+    context parallelism pass the same samples. An error that concerns the batch is raised on every rank. Before ranks
+    communicate on the device they compare their methods and arguments in one small exchange; if these differ, all raise
+    OutOfStepError, which names the call of each rank.
 
     Args:
         engine: the model, ready to train; the backend closes it and its groups.
         model_dir: the Hugging Face checkpoint that it was built from.
-        platform: what the process runs on.
-        save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
+        platform: the kind of device that the process runs on.
+        save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
 
     Attributes:
-        on_micro_batch: called on this rank when a micro batch of :meth:`forward_backward` begins, with the number of those before
-            it and of all of the call; None: nothing is called. What it raises ends the call.
+        on_micro_batch: called on this rank when a micro batch of :meth:`forward_backward` begins, with its index and the number
+            of micro batches of the call; None: nothing is called. An exception from it ends the call.
     """
 
     def __init__(self, engine: Engine, model_dir: Path, platform: Platform, save_timeout_s: float = 1800.0) -> None:
@@ -70,7 +70,7 @@ class Backend:
         self.chat_template: str | None = None
         self._saver = Saver(self.groups, page_locked=platform.page_locks_memory, timeout_s=save_timeout_s)
 
-    # --- facts ---
+    # --- properties ---
 
     @property
     def rank(self) -> int:
@@ -94,7 +94,7 @@ class Backend:
 
     @property
     def adapters(self) -> Mapping[str, Any]:
-        """The adapters by name; empty if the model itself is trained. Not to be changed."""
+        """The adapters by name; empty if the model itself is trained. Do not modify the mapping."""
         return self.engine.trainable.adapters
 
     @property
@@ -113,13 +113,13 @@ class Backend:
 
     @property
     def self_check_s(self) -> float:
-        """Seconds that the constructor has waited for that."""
+        """Seconds that the constructor waited for :attr:`self_check`."""
         return self.engine.self_check_s
 
-    # --- the methods ---
+    # --- training ---
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
-        """This data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
+        """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
         shares = shard([len(s) for s in samples], [s.pair for s in samples], self.topology.data)
         return [samples[index] for index in shares[self.topology.coordinates(self.rank).data]]
 
@@ -128,22 +128,22 @@ class Backend:
         check_samples(samples, self.engine)
 
     def gather_by_data_rank(self, obj: T) -> list[T]:
-        """A Python object of every data parallel rank, in their order, on every rank. Travels over Gloo."""
+        """Return a Python object of every data parallel rank, in rank order, on every rank. Sent over Gloo."""
         if self.topology.data < self.world_size:
             self._agree("gather_by_data_rank()")
         return gather_objects(obj, "dp", self.groups, "gather_by_data_rank()")
 
     def from_rank_0(self, produce: Callable[[], T]) -> T:
-        """What ``produce`` returns or raises on rank 0, on every rank. Travels over Gloo."""
+        """Run ``produce`` on rank 0, and return its result or raise its error on every rank. Sent over Gloo."""
         return from_rank_0(produce, self.groups, "from_rank_0()")
 
     def any_rank(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank; the same answer on every rank. Travels over Gloo."""
+        """Return, for each flag, True if it is set on any rank; the same on every rank. Sent over Gloo."""
         numbers = [float(flag) for flag in flags]
         return [value > 0 for value in all_reduce_numbers(numbers, "world", self.groups, "max", "any_rank()")]
 
     def smallest(self, *numbers: float) -> list[float]:
-        """For each number, the smallest on any rank; the same answer on every rank. Travels over Gloo."""
+        """Return each number's minimum over all ranks; the same on every rank. Sent over Gloo."""
         return all_reduce_numbers(numbers, "world", self.groups, "min", "smallest()")
 
     def set_micro_batch_tokens(self, tokens: int) -> None:
@@ -151,9 +151,9 @@ class Backend:
         self.engine.batching = self.engine.batching.with_budget(tokens)
 
     def try_step(self, samples: Sequence[Sample], adapter: str | None = None) -> None:
-        """:meth:`forward_backward` by cross entropy without keeping any gradient, to see what memory it takes. Collective.
+        """Run :meth:`forward_backward` with cross entropy and drop the gradients, to measure its memory. Collective.
 
-        Gradients that were there before are lost.
+        Gradients that had been accumulated before are lost.
         """
         self._step.forward_backward(samples, resolve("cross_entropy"), adapter, keep=False)
 
@@ -167,9 +167,9 @@ class Backend:
     ) -> ForwardBackwardResult:
         """Compute the loss over the samples of all data parallel ranks and accumulate its gradients.
 
-        The loss is ``sum(weight * loss_t) / sum(weight)`` over all samples (or the mean over preference pairs), whatever
-        the layout and however the samples fall into micro batches; with adapters, over the samples of each adapter. A loss with
-        ``reduction="sum"`` is not divided. Calls before one :meth:`optimizer_step` add up.
+        The loss is ``sum(weight * loss_t) / sum(weight)`` over all samples (or the mean over preference pairs), independent
+        of the layout and of the division into micro batches; with adapters, over the samples of each adapter. A loss with
+        ``reduction="sum"`` is not divided. Gradients of several calls before one :meth:`optimizer_step` add up.
 
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Samples of any adapters may
@@ -177,18 +177,18 @@ class Backend:
             loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``stable_reinforce``,
                 ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> losses [n]``. For a scalar head:
                 ``value``, ``clipped_value``, ``bradley_terry`` or a :class:`megascend.Loss` with ``of="values"``.
-            adapter: the adapter of samples that do not name theirs (``Sample.adapter``).
+            adapter: the adapter of samples that do not name one (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
-            values: the same with a scalar head's values.
+            values: also return a scalar head's values of all tokens; waits for the device too.
 
         Raises:
-            DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added then.
+            DataError: on every rank, if any rank's samples cannot be trained on; no gradient has been added.
             LossFunctionError: on every rank, if the loss raised on any, with its traceback; its adapters keep the gradients
                 of earlier calls, the model itself has lost those accumulated since the last :meth:`optimizer_step`.
             ConfigError: the loss is unknown, or gradients were reduced already (``overlap_grad_reduce``).
-            OutOfDeviceMemoryError: on every rank, if memory ran out on any of several that do not wait for one another (data
-                parallel ones, with adapters on a dense model of Megatron's); no gradient has been added.
-            torch.OutOfMemoryError: memory ran out, and this is the only rank, or others may be waiting for it.
+            OutOfDeviceMemoryError: on every rank, if any rank ran out of device memory and ranks do not wait for one another
+                (data parallel ranks that train adapters on a dense Megatron model); no gradient has been added.
+            torch.OutOfMemoryError: memory ran out, and this is the only rank, or others may be waiting for it in a collective.
         """
         try:
             resolved = resolve(loss)
@@ -198,6 +198,7 @@ class Backend:
                 require_head(self.engine, outputs, f"forward_backward({outputs}=True)")
             self.engine.trainable.require_open()
         except ConfigError as error:
+            # The other ranks may have passed these checks, and wait in the step's first exchange.
             agree("forward_backward", self.groups, problem=error)
             raise
         with self._freeing():
@@ -209,21 +210,21 @@ class Backend:
         adam: Mapping[str, Adam] | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """Reduce and clip the accumulated gradients, update what is trained, and clear the gradients.
+        """Reduce and clip the accumulated gradients, update the trained parameters, and clear the gradients.
 
-        If the gradient norm of any rank is not finite, no rank changes anything and ``skipped`` is True. Adapters are
-        clipped, skipped and counted each by itself.
+        If the gradient norm of any rank is not finite, no rank changes anything and ``skipped`` is True. Each adapter is
+        clipped, skipped and counted separately.
 
         Args:
-            adapters: which adapters; default: all that have accumulated gradients.
-            adam: by adapter, settings for this step alone, in place of the backend's own and its schedule: learning rate, betas,
+            adapters: names of adapters; default: all that have accumulated gradients.
+            adam: by adapter, settings for this step only, in place of the backend's and of the schedule: learning rate, betas,
                 eps, weight decay, ``max_grad_norm``. Its other settings have no effect.
-            lr: learning rate of this step alone, in place of the schedule's; for programs with a scheduler of their own.
+            lr: learning rate of this step only, in place of the schedule's; for programs that have a scheduler.
 
         Raises:
-            ConfigError: a named adapter does not exist, none has accumulated gradients, ``adam`` names one that makes no step, or
-                both ``adam`` and ``lr`` are given.
-            OutOfDeviceMemoryError: on every rank, if adapters' moments have no room on any; nothing has changed.
+            ConfigError: a named adapter does not exist, none has accumulated gradients, ``adam`` names an adapter without a
+                step, or both ``adam`` and ``lr`` are given.
+            OutOfDeviceMemoryError: on every rank, if any rank has no memory for the adapters' moments; nothing has changed.
         """
         trainable = self.engine.trainable
         settings = dict(adam or {})
@@ -232,10 +233,11 @@ class Backend:
             chosen = trainable.choose(adapters)
             idle = [name for name in settings if name not in chosen]
             if idle:
-                raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}; the step is for {chosen}")
+                raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}, but the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
-            if trainable.frozen or settings:  # last, and before any rank has changed anything
+            # Allocates moments: after all checks, and before any rank has changed anything.
+            if trainable.frozen or settings:
                 self._adapters().make_room(chosen)
             return chosen
 
@@ -248,14 +250,13 @@ class Backend:
         return result
 
     def _agree(self, call: str, check: Callable[[], T] = lambda: None) -> T:
-        """Make sure that all ranks are in the same call, before they communicate on the device. One small exchange over Gloo.
+        """Run ``check`` and make sure that all ranks are in the same call, before they communicate on the device.
+
+        One small exchange over Gloo.
 
         Args:
-            call: with the arguments that must be equal.
+            call: name of the method, with the arguments that must be equal on all ranks.
             check: of this rank; if it raises a MegascendError, all ranks do.
-
-        Returns:
-            What ``check`` returns.
 
         Raises:
             OutOfStepError: on every rank: they are in different calls.
@@ -269,13 +270,13 @@ class Backend:
         return result
 
     def discard_gradients(self, adapters: str | Sequence[str] | None = None) -> None:
-        """Drop what has been accumulated since the last step. Local: every rank calls it.
+        """Drop the gradients accumulated since the last step. No communication, but every rank must call it.
 
         Args:
-            adapters: which ones' gradients; default: all that there are, or the model's own.
+            adapters: names of adapters; default: all that have gradients, or the model.
 
         Raises:
-            ConfigError: one does not exist.
+            ConfigError: an adapter does not exist.
         """
         if adapters is not None:
             self._adapters().discard(adapters)
@@ -284,7 +285,7 @@ class Backend:
 
     @contextmanager
     def _freeing(self) -> Iterator[None]:
-        """Free cached device memory after an error of all ranks that memory ran out."""
+        """Free cached device memory if the block raises OutOfDeviceMemoryError, which all ranks do together."""
         try:
             yield
         except OutOfDeviceMemoryError:
@@ -292,15 +293,15 @@ class Backend:
             raise
 
     def _free_memory(self) -> None:
-        """Free device memory that holds nothing, or only makes steps faster."""
+        """Free cached device memory, and memory that only makes steps faster."""
         self.engine.release_memory()
         self.platform.free_cached_memory()
 
     def recover_memory(self) -> bool:
-        """Make room after a call that has raised torch.OutOfMemoryError, and drop what it has left half done.
+        """Free memory after a call that raised torch.OutOfMemoryError, and drop its unfinished gradients.
 
         Returns:
-            Whether other calls may follow: False with several ranks, which may be waiting for this one in a collective.
+            True if other calls may follow; False with several ranks, which may be waiting for this one in a collective.
         """
         if self.world_size > 1:
             return False
@@ -316,14 +317,14 @@ class Backend:
         adapter: str | None = None,
         reference: bool = False,
     ) -> ForwardResult:
-        """Log-probabilities of every sample's targets, without gradients and with dropout off.
+        """Compute log-probabilities of every sample's targets, without gradients and with dropout off.
 
         Args:
             samples: this data parallel rank's samples.
             entropy: also return the entropy at every position.
-            logits: also return the whole logits, fp32 [length, vocabulary]: large, for tests and small models.
-            adapter: the adapter of samples that do not name theirs; without either, the base model alone.
-            reference: the base model alone for all samples, whatever adapter they name.
+            logits: also return the full logits, fp32 [length, vocabulary]: large, for tests and small models.
+            adapter: the adapter of samples that do not name one; without either, the base model.
+            reference: use the base model for all samples, whatever adapter they name.
         """
         with self._freeing():
             return self._step.forward(samples, entropy, logits, adapter, reference)
@@ -331,12 +332,12 @@ class Backend:
     def values(
         self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False
     ) -> list[torch.Tensor]:
-        """What a scalar head makes of every token, without gradients and with dropout off: fp32 [length] on the CPU each.
+        """Compute a scalar head's value of every token, without gradients and with dropout off: fp32 [length] on the CPU each.
 
-        The value at a place is that after the token there has been read; a reward model's score of a sequence is the last one.
+        The value at a position includes the token there; a reward model's score of a sequence is the last one.
 
         Args:
-            samples: this data parallel rank's samples; :meth:`Sample.scored` makes them.
+            samples: this data parallel rank's samples; :meth:`Sample.scored` builds them.
             adapter, reference: as for :meth:`forward`.
 
         Raises:
@@ -345,24 +346,24 @@ class Backend:
         return self._step.values(samples, adapter, reference)
 
     def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[torch.Tensor]:
-        """Logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.
+        """Compute logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.
 
-        Without a cache: whoever samples a response this way takes prompt and response so far through the model for each token.
+        No KV cache: sampling a response this way runs prompt and response so far through the model for each token.
 
         Args:
             samples: this data parallel rank's samples; may be empty on some ranks, not on all. Targets and weights do not matter.
-            adapter: the adapter of samples that do not name theirs; without either, the base model alone.
+            adapter: the adapter of samples that do not name one; without either, the base model.
         """
         return self._step.next_token_logits(samples, adapter)
 
     # --- adapters ---
 
     def add_adapter(self, name: str, lora: Lora | None = None) -> None:
-        """A new LoRA adapter with peft's first values: its output is 0. Other adapters are not touched.
+        """Add a LoRA adapter, initialised as peft does: its output is 0. Other adapters are not touched.
 
         Raises:
             ConfigError: the name is taken or not allowed, a limit is reached, or a target does not exist.
-            OutOfDeviceMemoryError: on every rank, if it has no room on any, with its gradients and moments.
+            OutOfDeviceMemoryError: on every rank, if any rank has no memory for it, its gradients and its moments.
         """
         settings = lora or Lora()
         self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
@@ -370,10 +371,10 @@ class Backend:
             self._adapters().add(name, settings)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter and what it has accumulated; frees its memory.
+        """Remove an adapter with its gradients and moments; frees its memory.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no adapter has that name.
         """
         self._agree(f"remove_adapter({name!r})", lambda: self._adapters().require(name))
         self._adapters().forget(name)
@@ -382,10 +383,10 @@ class Backend:
         """Write an adapter as a directory that ``peft`` loads; it appears only when complete. Any layout can load it.
 
         Args:
-            optimizer: also write what :meth:`load_adapter` needs to train on exactly.
+            optimizer: also write the optimizer state, with which :meth:`load_adapter` resumes training exactly.
 
         Raises:
-            ConfigError: it has accumulated gradients, which would be lost.
+            ConfigError: the adapter has accumulated gradients, which would be lost.
             CheckpointError: on every rank, if ``path`` holds something else or cannot be written.
         """
 
@@ -407,12 +408,12 @@ class Backend:
 
         Args:
             lora: its settings from now on, of the same rank and scaling; default: those it was saved with.
-            optimizer: also load its optimizer's state and step count, where there are any.
-            replace: put it in the place of the adapter of that name, if there is one; its gradients are dropped.
+            optimizer: also load its optimizer state and step count, if the directory has them.
+            replace: replace an existing adapter of that name; its gradients are dropped.
 
         Raises:
             ConfigError: as :meth:`add_adapter`.
-            CheckpointError, OutOfDeviceMemoryError: on every rank; nothing has been added or replaced then.
+            CheckpointError, OutOfDeviceMemoryError: on every rank; nothing has been added or replaced.
         """
         with self.groups.monitor.phase("load adapter"), self._freeing():
             replacing = ", replace=True" if replace else ""
@@ -425,7 +426,7 @@ class Backend:
         if not isinstance(trainable, AdapterSet):
             if trainable.frozen:
                 raise ConfigError(
-                    f"adapters of engine {self.engine.kind!r} are no megascend.lora.adapter_set.AdapterSet"
+                    f"adapters of engine {self.engine.kind!r} are not a megascend.lora.adapter_set.AdapterSet"
                 )
             raise ConfigError(
                 "this backend trains the model itself; to train adapters, construct "
@@ -433,7 +434,7 @@ class Backend:
             )
         return trainable
 
-    # --- out ---
+    # --- weights and checkpoints ---
 
     def named_weights(
         self,
@@ -443,22 +444,22 @@ class Backend:
         receivers: Receivers = "all",
         device: torch.device | str | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names, whole, one at a time, on the ranks that receive.
+        """Yield unsharded weights under their Hugging Face names, one at a time, on the receiving ranks.
 
-        All ranks call it and iterate to the end; where there is nothing to receive, there is nothing to iterate over. Names and
-        shapes are those of the checkpoint that the model comes from. The dtype is that of ``precision``, whatever the checkpoint
-        has; what is fp32 there and not trained (a router's correction bias) stays fp32. A tensor may be the model's own memory:
-        copy what is to outlast the next one, and change none.
+        All ranks call it and iterate to the end; ranks that do not receive yield nothing. Names and shapes are those of the
+        checkpoint that the model was built from. The dtype is that of ``precision``, whatever the checkpoint has; tensors that
+        are fp32 there and not trained (a router's correction bias) stay fp32. A tensor may share the model's memory: never
+        modify it, and copy it to keep it beyond the next one.
 
         Args:
-            adapter: merged into what comes, ``W + scaling * B A`` in float32; the model in memory stays as it is.
-            alone: the adapter's factors alone, under ``peft``'s names, float32.
+            adapter: merge this adapter, ``W + scaling * B A`` in float32; the model in memory is not changed.
+            alone: yield only the adapter's factors, under ``peft``'s names, float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
-            device: where to; default: where the model is, for an adapter alone the CPU. ``meta``: names, shapes and dtypes
-                alone, for which no weights travel.
+            device: device of the tensors; default: the model's, for an adapter's factors the CPU. ``meta``: names, shapes and
+                dtypes only; no weights are sent.
 
         Raises:
-            ConfigError: there is no such adapter, or none was named for ``alone``.
+            ConfigError: the adapter does not exist, or ``alone`` is set without one.
             ProcessGroupError: while iterating: a rank left the stream before its end.
             CheckpointError: while iterating: a number is beyond fp16's range.
         """
@@ -479,12 +480,12 @@ class Backend:
         return self.engine.named_weights(adapter, receivers=receivers, device=device)
 
     def adapter_as_peft(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-        """An adapter as ``peft`` has it: the content of ``adapter_config.json`` and the tensors, float32 on the CPU.
+        """Return an adapter in ``peft``'s form: the content of ``adapter_config.json``, and tensors, float32 on the CPU.
 
         On rank 0; None on the others. All ranks call it.
 
         Raises:
-            ConfigError: there is no such adapter.
+            ConfigError: the adapter does not exist.
         """
         self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
         return self._adapters().as_peft(name, self._model_dir.name)
@@ -493,14 +494,15 @@ class Backend:
         """Write the model as a Hugging Face directory that ``transformers`` loads; it appears only when complete.
 
         Tensors have the dtype of ``precision``, as in :meth:`named_weights`, and ``config.json`` names it; ``megascend export
-        --dtype`` makes another one of it.
+        --dtype`` converts it.
 
         Args:
-            adapter: merge this adapter into what is written, ``W + scaling * B A`` in float32; the model in memory stays as
-                it is.
+            adapter: merge this adapter into the exported weights, ``W + scaling * B A`` in float32; the model in memory is not
+                changed.
 
         Raises:
-            CheckpointError: on every rank: ``path`` is something else or cannot be written, or a number is beyond fp16's range.
+            CheckpointError: on every rank: ``path`` holds something else or cannot be written, or a number is beyond fp16's
+                range.
         """
         with self.groups.monitor.phase("export"):
             call = f"export_hf({str(path)!r}, {adapter=})"
@@ -513,14 +515,14 @@ class Backend:
             self.from_rank_0(lambda: write_chat_template(path, template))
 
     def check_export(self, path: str | Path, *, replaces: bool = False) -> None:
-        """Refuse now what would keep :meth:`export_hf` from writing to ``path`` later. Nothing is written. Collective.
+        """Raise now the error with which :meth:`export_hf` to ``path`` would fail later. Nothing is written. Collective.
 
         Args:
-            replaces: what is at ``path`` now, whatever it is, will be gone by then.
+            replaces: the current content of ``path``, whatever it is, will have been removed by then.
 
         Raises:
-            CheckpointError: on every rank: the export would hold other tensors than the checkpoint that the model comes from, a
-                file beside the weights cannot be read, or ``path`` cannot be written.
+            CheckpointError: on every rank: the tensors of the export would differ from those of the checkpoint that the model
+                was built from, a file beside the weights cannot be read, or ``path`` cannot be written.
         """
         self.engine.check_export(Path(path), replaces=replaces)
 
@@ -534,50 +536,50 @@ class Backend:
         wait: bool = False,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """Write everything that this run needs to resume, while it continues; the directory appears only when complete.
+        """Write a checkpoint to resume from, in the background; the directory appears only when complete.
 
-        Model, optimizer, schedule position and random state; with adapters, all of them with their optimizers instead of the
-        frozen model. Returns when it is copied off the device. The checkpoint before is waited for first.
+        It holds model, optimizer, schedule position and random state; with adapters, all of them with their optimizers instead
+        of the frozen model. Waits for the previous checkpoint first, and returns when the state is copied off the device.
 
         Args:
-            progress: JSON that :meth:`load` gives back: the position in the data, for example.
-            config: the run's settings, kept for whoever looks.
+            progress: JSON that :meth:`load` returns: the position in the data, for example.
+            config: the run's settings, stored for reference.
             hf: also write ``path/hf``, which ``transformers`` loads (not in the background).
             wait: return when the checkpoint is complete.
             after: called on rank 0, on another thread, when ``path`` is in place.
 
         Raises:
             ConfigError: gradients are accumulated that no ``optimizer_step`` has used; they would be lost.
-            CheckpointError: on every rank: ``path`` holds something else or cannot be written, or the save before failed.
+            CheckpointError: on every rank: ``path`` holds something else or cannot be written, or the previous save failed.
         """
         with self.groups.monitor.phase("save"):
             self._agree(f"save({str(path)!r}, {hf=}, {wait=})", self._require_no_gradients)
-            began = time.perf_counter()
-            described = checkpoints.describe(self.engine, progress, config)
+            start = time.perf_counter()
+            description = checkpoints.describe(self.engine, progress, config)
             self._saver.finish()
-            state = checkpoints.checkpoint_state(self.engine, described, str(self._model_dir))
+            state = checkpoints.checkpoint_state(self.engine, description, str(self._model_dir))
             write_more = (lambda directory: self._export(directory / "hf", None)) if hf else None
             pending = self._saver.save(Path(path), state, write_more=write_more, after=after)
-            pending.stall_s = time.perf_counter() - began
+            pending.stall_s = time.perf_counter() - start
             if wait:
                 self._saver.finish()
         return pending
 
     def prepare_saves(self) -> None:
-        """Take the host memory that :meth:`save` copies to, in the background. Local; without it the first save has to."""
+        """Allocate the host memory that :meth:`save` copies to, in the background. Local; otherwise the first save does it."""
         self._saver.prepare(self.engine.state(everything=False))
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Resume from a checkpoint: under the same layout exactly, under another one from the same parameters and moments.
+        """Resume from a checkpoint: under the same layout exactly, under another one with the same parameters and moments.
 
-        Every file is compared with its digest first. With adapters, those of the checkpoint take the place of the present ones.
+        Every file is compared with its digest first. Adapters of the checkpoint replace the present ones.
 
         Returns:
-            What was given to :meth:`save` as ``progress``.
+            The ``progress`` that was passed to :meth:`save`.
 
         Raises:
-            CheckpointError: on every rank: there is no complete checkpoint of this model at ``path``, or it is damaged.
-            ConfigError: one of its adapters is beyond this backend's limits; the present ones stay.
+            CheckpointError: on every rank: ``path`` is not a complete checkpoint of this model, or it is damaged.
+            ConfigError: one of its adapters exceeds this backend's limits; the present ones are kept.
         """
         with self.groups.monitor.phase("load"):
             self._agree(f"load({str(path)!r})")
@@ -592,7 +594,7 @@ class Backend:
 
     @property
     def step_count(self) -> int:
-        """Calls of :meth:`optimizer_step` so far, skipped steps and those before a checkpoint included."""
+        """Calls of :meth:`optimizer_step` so far, including skipped steps and those before a checkpoint."""
         return self.engine.trainable.step_count
 
     def _require_no_gradients(self) -> None:
@@ -608,15 +610,16 @@ class Backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error, a checkpoint that is being written gets a few seconds and is given up then."""
+        """Close; after an error, a checkpoint that is being written gets ``GRACE_S`` seconds and is then abandoned."""
         if error is None:
             self.close()
             return
+        # close() would wait for save_timeout_s, and could raise in place of the original exception.
         self._saver.abandon(GRACE_S)
         self._destroy()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and leave the process groups. The object is of no use afterwards.
+        """Wait for a checkpoint that is being written, and destroy the process groups. The object is unusable afterwards.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.

@@ -39,17 +39,16 @@ def register_engine(
     megatron: bool = False,
     packages: Sequence[str] = ("torch", "transformers"),
 ) -> None:
-    """Make an engine known by its name, to :func:`megascend.bootstrap`, :func:`make_backend` and run files (``engine: NAME``).
+    """Register an engine by name, for :func:`megascend.bootstrap`, :func:`make_backend` and run files (``engine: NAME``).
 
-    Every rank registers it before the bootstrap, most simply where the module that defines it is imported; a run file names that
+    Every rank registers it before the bootstrap, most simply when the module that defines it is imported; a run file names that
     module under ``plugins``. Registering it again changes nothing.
 
     Args:
-        backend: a subclass of :class:`Backend`, or a function that returns one. Its parameters are the settings that it knows, by
-            the names that :class:`MegatronBackend` has for them, ``model`` among them.
-        megatron: it runs on Megatron-Core, so a provider patches what the platform needs for it. For others nothing is patched.
-        packages: of the version table, those that have to be installed in a version that was seen to work; with ``megatron`` all
-            of it.
+        backend: a subclass of :class:`Backend`, or a function that returns one. Its parameters are the settings that it accepts,
+            under :class:`MegatronBackend`'s names for them, including ``model``.
+        megatron: it runs on Megatron-Core, so a provider patches the process for the platform. For others nothing is patched.
+        packages: packages of the version table that must be installed in a tested version; with ``megatron`` the full table.
 
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
@@ -61,49 +60,49 @@ def register_engine(
 
 
 def settings_of(engine: str) -> frozenset[str]:
-    """Return the names of the settings that an engine's backend knows.
+    """Return the names of the settings that an engine's backend accepts.
 
     Raises:
-        ConfigError: there is no such engine; the message lists those there are.
+        ConfigError: the engine is not registered; the message lists those that are.
     """
     backend = _backend_of(engine)
     names = frozenset(signature(backend).parameters)
-    return names - backend.without if _is_own(backend) else names
+    return names - backend.without if _is_built_in(backend) else names
 
 
 def make_backend(engine: str, **settings: Any) -> Backend:
-    """Build the backend of an engine, by the name that run files have for it.
+    """Build the backend of an engine, by its name in run files.
 
     Args:
-        settings: of the backend's constructor.
+        settings: arguments of the backend's constructor.
 
     Raises:
-        ConfigError: there is no such engine, or it has no setting of one of these names.
+        ConfigError: the engine is not registered, or it does not have one of these settings.
     """
     _refuse_unknown(engine, settings)
     return _backend_of(engine)(**settings)
 
 
 def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path, **settings: Any) -> None:
-    """Raise what a backend's constructor would raise before ranks meet. Of engines from outside, only their settings are known.
+    """Run the checks that a backend's constructor makes before ranks communicate. For external engines: of setting names only.
 
     Args:
         runtime: this process, prepared for the engine.
-        settings: of the backend's constructor, without ``model``.
+        settings: arguments of the backend's constructor, without ``model``.
 
     Raises:
-        ConfigError, TopologyError, CheckpointError, VersionError: the engine cannot do what they ask for.
+        ConfigError, TopologyError, CheckpointError, VersionError: the engine does not support these settings.
     """
     _refuse_unknown(engine, settings)
     backend = _backend_of(engine)
-    if _is_own(backend):
-        known = {field.name for field in fields(EngineSpec)}
-        spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in known})
+    if _is_built_in(backend):
+        names = {field.name for field in fields(EngineSpec)}
+        spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
 
 
-def _is_own(backend: Callable[..., Backend]) -> TypeIs[type[EngineBackend]]:
-    """Check whether a backend is of this package, and not of a package that registered it."""
+def _is_built_in(backend: Callable[..., Backend]) -> TypeIs[type[EngineBackend]]:
+    """Check whether a backend is built in, not registered by another package."""
     return isinstance(backend, type) and issubclass(backend, EngineBackend)
 
 
@@ -125,10 +124,10 @@ def _backend_of(engine: str) -> Callable[..., Backend]:
 
 
 class EngineBackend(Backend):
-    """A backend of an engine in this package: one constructor, whatever the engine.
+    """Backend of a built-in engine: one constructor for all of them.
 
     Attributes:
-        engine_name: by which run files know it.
+        engine_name: its name in run files.
         without: names of the settings that this engine does not have.
     """
 
@@ -161,24 +160,24 @@ class EngineBackend(Backend):
         """
         Args:
             model: directory of a Hugging Face checkpoint with safetensors weights.
-            parallel: how the ranks divide the work; data parallelism takes what is left of the world size.
+            parallel: parallel sizes; the data parallel size is the world size divided by their product.
             precision: ``fp32``, ``fp16`` or ``bf16``, for parameters, activations and pipeline messages. Main parameters,
-                gradients and moments are fp32 in every case.
+                gradients and moments are always fp32.
             tf32: as for :func:`megascend.bootstrap`, which is called if it has not been.
             optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
             adapters: freeze the model and train LoRA adapters on it (:meth:`add_adapter`); optimizer and schedule are then
                 each adapter's, unless it has its own.
-            provider_options: settings of the provider's own, beside those that follow from the model and the layout.
+            provider_options: further settings of the provider, beside those derived from the model and the layout.
             platform, provider: as for :func:`megascend.bootstrap`.
-            seed: of dropout and everything else that is random.
+            seed: of dropout and all other random numbers.
             timeout_s: seconds after which a missing rank is an error on all others.
-            save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
-            self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once for a
+            save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
+            self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once per
                 configuration.
-            head: what the model ends with: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint
-                of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or, in place
-                of a causal language model's output layer, a new one of these (``new_sequence_classifier``,
-                ``new_token_classifier``), drawn from ``seed`` as transformers draws it.
+            head: the model's last layer: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint
+                of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new
+                scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
+                ``new_token_classifier``), initialised from ``seed`` as in transformers.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -205,13 +204,14 @@ class EngineBackend(Backend):
         }
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
         spec = EngineSpec.of(model, settings)
-        _ = spec.batching.budget  # refuses "auto"
+        # The property raises for micro_batch_tokens "auto", which only a run resolves.
+        _ = spec.batching.budget
 
         def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> GroupFactory | None:
             self._check_spec(spec, runtime, topology)
             return self._prepare(spec, runtime)
 
-        context_of_engine = engine_context(
+        build_context = engine_context(
             self.engine_name,
             model,
             precision=spec.precision,
@@ -223,23 +223,23 @@ class EngineBackend(Backend):
             prepare=prepare,
             head=spec.head,
         )
-        with self._self_check_worker(spec) as worker, context_of_engine as context:
+        with self._self_check_worker(spec) as worker, build_context as context:
             engine = self._build(spec, context, worker)
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
     @classmethod
     @abstractmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:
-        """Raise what the constructor would raise before ranks meet, if the engine cannot do what ``spec`` asks for."""
+        """Raise, before ranks communicate, if the engine does not support ``spec``."""
 
     @classmethod
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory | None:
-        """Change the process as the engine needs it, and return the factory of its groups; None: plain ones."""
+        """Prepare the process for the engine, and return the factory of its process groups; None: plain torch groups."""
         return None
 
     @classmethod
     def _self_check_worker(cls, spec: EngineSpec) -> AbstractContextManager[Worker | None]:
-        """Within the context, run a process for the self-check, where this one cannot compute it."""
+        """Run a process for the self-check within the context, if this one cannot compute it."""
         return contextlib.nullcontext()
 
     @classmethod
@@ -270,13 +270,13 @@ class MegatronBackend(EngineBackend):
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory:
         from megascend.engines.megatron.groups import MegatronGroups, require_none_alive
 
-        require_none_alive()  # before anything is patched under a backend that is in use
+        require_none_alive()  # first, so that nothing is patched under a backend that is in use
         return MegatronGroups()
 
     @classmethod
     @contextlib.contextmanager
     def _self_check_worker(cls, spec: EngineSpec) -> Iterator[Worker | None]:
-        """On rank 0, start a process that imports what it needs while this one imports Megatron."""
+        """Start a checking process on rank 0: it imports its packages while this one imports Megatron."""
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
             worker = standing_by.worker_for(model_dir, max_length)
@@ -295,20 +295,20 @@ class MegatronBackend(EngineBackend):
 
     @property
     def cuda_graphs(self) -> GraphReport | None:
-        """What ``batching.cuda_graphs`` has captured, replayed and left alone so far; None without that setting."""
+        """Report of ``batching.cuda_graphs``: micro batches captured, replayed and run eagerly; None without that setting."""
         graphs = self.engine.graphs  # type: ignore[attr-defined]
         return None if graphs is None else graphs.report()
 
 
 class SingleBackend(EngineBackend):
-    """A Hugging Face model, trained by transformers in this process alone. Its methods are those of :class:`Backend`.
+    """A Hugging Face model, trained by transformers in a single process. Its methods are those of :class:`Backend`.
 
     For laptops, examples, and as a reference in tests: no Megatron is imported, and nothing in the process is patched. Micro
-    batches are padded whatever ``batching.packing`` says. Adapters are applied by peft, one at a time: micro batches of
+    batches are padded whatever ``batching.packing`` is. Adapters are applied by peft, one at a time: micro batches of
     several adapters run one after the other. The settings of ``optimizer`` that divide work over ranks have no effect.
 
-    There is no ``parallel``, ``provider``, ``provider_options`` or ``fsdp``; ``recompute.granularity`` is ``none`` or ``full``,
-    and ``moe.aux_loss`` ``none`` or ``transformers``.
+    The settings ``parallel``, ``provider``, ``provider_options`` and ``fsdp`` do not exist here; ``recompute.granularity`` is
+    ``none`` or ``full``, and ``moe.aux_loss`` ``none`` or ``transformers``.
     """
 
     engine_name = "single"
@@ -337,14 +337,14 @@ class FsdpBackend(EngineBackend):
     """A Hugging Face model, trained by transformers and FSDP2 on all ranks. Its methods are those of :class:`Backend`.
 
     For architectures that mcore-bridge does not know, for work on plain transformers models, and where tensor and pipeline
-    parallelism are not needed. No Megatron is imported. docs/fsdp.md says what works, with its test, and what does not.
-    Each rank reads its own rows of the model's files. Parameters are sharded over all ranks, experts over those that are left;
-    shards, sums of gradients and moments are fp32, but with ``adapters`` the frozen model's shards have ``precision`` too. The
-    settings of ``optimizer`` that divide work over ranks have no effect.
+    parallelism are not needed. No Megatron is imported. docs/fsdp.md lists what works, with its tests, and what does not.
+    Each rank reads only its own rows of the model's files. Parameters are sharded over all ranks, experts over the ranks that
+    expert parallelism leaves; shards, gradient sums and moments are fp32, but with ``adapters`` the frozen model's shards have
+    ``precision``. The settings of ``optimizer`` that divide work over ranks have no effect.
 
-    There is no ``provider`` or ``provider_options``. Of ``parallel`` there are ``context`` with ``context_algorithm``
-    ``ulysses``, and ``expert``; ``recompute.granularity`` is ``none``, ``full`` (layer by layer) or ``selective`` (by
-    operators); ``moe`` has no update of correction biases.
+    The settings ``provider`` and ``provider_options`` do not exist here. ``parallel`` supports ``context`` with
+    ``context_algorithm`` ``ulysses``, and ``expert``; ``recompute.granularity`` is ``none``, ``full`` (layer by layer) or
+    ``selective`` (by operators); ``moe`` does not update correction biases.
     """
 
     engine_name = "fsdp"

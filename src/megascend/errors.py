@@ -1,8 +1,8 @@
-"""Every error that megascend raises on purpose.
+"""Error classes of megascend.
 
-One hierarchy, so that a trainer can write ``except megascend.MegascendError``. Each class also inherits the built-in
-that a reader would expect (``ValueError``, ``ImportError``, ...), takes one message, and survives pickling between
-processes. A message says what was found, what was expected, on which rank, and what to set or install.
+One hierarchy, so that a trainer can write ``except megascend.MegascendError``. Each class also inherits the matching built-in
+(``ValueError``, ``ImportError``, ...), takes one message, and can be pickled. A message gives the actual and the expected value,
+the rank, and what to set or install.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class MegascendError(Exception):
 
 
 class ConfigError(MegascendError, ValueError):
-    """A setting, or a combination of settings, cannot work."""
+    """A setting, or a combination of settings, is invalid or not supported."""
 
 
 class TopologyError(ConfigError):
@@ -21,7 +21,7 @@ class TopologyError(ConfigError):
 
 
 class SelfCheckError(ConfigError):
-    """Megatron computes something else than transformers for a model's configuration."""
+    """An engine's results differ from transformers' for a model's configuration."""
 
 
 class DataError(MegascendError, ValueError):
@@ -29,7 +29,7 @@ class DataError(MegascendError, ValueError):
 
 
 class LossFunctionError(DataError):
-    """A loss function raised on some rank, or returned what cannot be trained on; the message holds its traceback."""
+    """A loss function raised on some rank, or returned an invalid result; the message contains its traceback."""
 
 
 class ImportOrderError(MegascendError, ImportError):
@@ -45,11 +45,11 @@ class MissingDependencyError(MegascendError, ImportError):
 
 
 class PlatformError(MegascendError, RuntimeError):
-    """The asked-for platform, or a feature of it, is not available here."""
+    """The requested platform, or a feature of it, is not available here."""
 
 
 class OutOfDeviceMemoryError(MegascendError, MemoryError):
-    """The device's memory has no room for a request; nothing of it was done, and others go on."""
+    """A request does not fit into device memory; it had no effect, and others are not affected."""
 
 
 class CheckpointError(MegascendError, RuntimeError):
@@ -57,23 +57,23 @@ class CheckpointError(MegascendError, RuntimeError):
 
 
 class ProcessGroupError(MegascendError, RuntimeError):
-    """A process group is missing, or not of the kind that the operation needs."""
+    """A process group is missing, or of the wrong kind for the operation."""
 
 
 class OutOfStepError(ProcessGroupError):
-    """Ranks met in one collective from different calls, or with different arguments; the message says where each one is."""
+    """Ranks joined one collective from different calls, or with different arguments; the message names each rank's call."""
 
 
 class CollectiveTimeoutError(MegascendError, TimeoutError):
-    """Some ranks did not arrive at a collective in time; the message names them."""
+    """Some ranks did not join a collective in time; the message names them."""
 
 
 class PeerLostError(CollectiveTimeoutError, ConnectionError):
-    """A rank is gone, or has failed, and will not come any more; the message names it and where it was."""
+    """A rank has exited or failed and will not join the collective; the message names it and its position."""
 
 
 class DistributedTestError(MegascendError, AssertionError):
-    """A rank of ``megascend.testing.run_distributed`` failed; the message carries its traceback."""
+    """A rank of ``megascend.testing.run_distributed`` failed; the message contains its traceback."""
 
 
 class NonFiniteError(MegascendError, ArithmeticError):
@@ -81,19 +81,19 @@ class NonFiniteError(MegascendError, ArithmeticError):
 
 
 class WeightSyncError(MegascendError, RuntimeError):
-    """Weights did not reach an engine, or are not in force there; the message names it and says which weights are in force."""
+    """Weights did not reach an inference engine, or are not active there; the message names it and its active weights."""
 
 
 class QueueFullError(MegascendError, RuntimeError):
-    """An adapter has as many requests waiting as its queue takes."""
+    """The request queue of an adapter is full."""
 
 
 class EngineError(MegascendError, RuntimeError):
-    """An inference engine or the sampler refused, or failed at, what it was asked for; the message says which, and why."""
+    """An inference engine or the sampler rejected a request or failed at it; the message names the engine and the reason."""
 
 
 class EngineLostError(EngineError, ConnectionError):
-    """An inference engine cannot be reached, or was gone before it had answered."""
+    """An inference engine is not reachable, or was lost before it answered."""
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
@@ -101,35 +101,35 @@ class EngineTimeoutError(EngineError, TimeoutError):
 
 
 class ControllerError(MegascendError, RuntimeError):
-    """A rollout controller refused, or failed at, what it was asked for."""
+    """A rollout controller rejected a request or failed at it."""
 
 
 class MessageError(ControllerError, ValueError):
-    """What a rollout controller was sent is malformed, of another version, or was said before with other words."""
+    """A message to a rollout controller is malformed, of another version, or reuses an id with other content."""
 
 
 class EngineOwnedError(ControllerError):
-    """An engine belongs to another owner, whom the message names."""
+    """An inference engine is owned by another client, which the message names."""
 
 
 class LeaseLapsedError(ControllerError, TimeoutError):
-    """A claim on engines was not renewed in time, or was released; its engines have been continued."""
+    """A claim on inference engines was not renewed in time, or was released; its engines have been resumed."""
 
 
 class ControllerBusyError(ControllerError):
-    """A bound of the rollout controller is reached; what was asked for has not been done and may be asked for again."""
+    """A limit of the rollout controller is reached; the request had no effect and may be retried."""
 
 
 class ControllerLostError(ControllerError, ConnectionError):
-    """A rollout controller cannot be reached, is closing, or was gone before it had answered."""
+    """A rollout controller is not reachable, is closing, or was lost before it answered."""
 
 
 class ControllerRestartedError(ControllerLostError):
-    """The rollout controller is another one than before, and knows no claims and tasks of before.
+    """The rollout controller has been restarted, and has lost all claims and tasks.
 
-    It has not done what was asked; the former one may have.
+    The new one has not executed the request; the old one may have.
     """
 
 
 class RolloutTaskError(ControllerError):
-    """A rollout has failed where it was made, is not expected (any more), or was not completed in time; the message names it."""
+    """A rollout failed at its worker, is unknown or expired, or was not completed in time; the message names it."""

@@ -86,25 +86,25 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What an architecture needs beside sizes."""
+"""Settings that an architecture needs beside sizes."""
 
 
 def tiny_settings(model_type: str) -> dict[str, Any]:
-    """Return settings of a tiny model, those that the architecture's configuration has."""
+    """Return settings of a tiny model, restricted to those of the architecture's configuration."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
     plain = kind()
-    known = set(plain.to_dict()) | set(inspect.signature(kind.__init__).parameters)
-    known |= set(getattr(kind, "__dataclass_fields__", {}))
+    fields = set(plain.to_dict()) | set(inspect.signature(kind.__init__).parameters)
+    fields |= set(getattr(kind, "__dataclass_fields__", {}))
     text = plain.get_text_config()
     if text is not plain:
         return {"text_config": tiny_settings(text.model_type) | {"model_type": text.model_type}}
     settings: dict[str, Any] = {}
     for value, names in SIZES.items():
-        settings |= {name: value for name in names.split() if name in known}
-    settings |= {name: 0.0 for name in NO_NOISE.split() if name in known}
-    if "kv_lora_rank" in known:
+        settings |= {name: value for name in names.split() if name in fields}
+    settings |= {name: 0.0 for name in NO_NOISE.split() if name in fields}
+    if "kv_lora_rank" in fields:
         settings.pop("head_dim", None)
         settings["num_key_value_heads"] = 4
     if "is_decoder" in settings:
@@ -113,14 +113,14 @@ def tiny_settings(model_type: str) -> dict[str, Any]:
 
 
 def outcomes(engine: str, name: str) -> dict[str, str]:
-    """Return, by layout: ``right``, ``refused: ...``, ``wrong: ...`` or ``traceback: ...``; or why there is no such model."""
+    """Return, by layout, ``right``, ``refused: ...``, ``wrong: ...`` or ``traceback: ...``; or why the model cannot be built."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, more = VARIANTS.get(name, (name, {}))
     try:
         config = AutoConfig.for_model(model_type, **tiny_settings(model_type) | more)
         with torch.device("meta"):
-            size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
         if size > LARGEST_MODEL:
             return {"model": f"not built: {size} parameters"}
         torch.manual_seed(3)
@@ -134,17 +134,16 @@ def outcomes(engine: str, name: str) -> dict[str, str]:
         generator = torch.Generator().manual_seed(1)
         ids = [torch.randint(3, 300, (length,), generator=generator) for length in LENGTHS]
         with torch.no_grad():
-            expected = [logprobs(model, each) for each in ids]
-        total = sum(len(each) - 1 for each in ids)
+            expected = [logprobs(model, tokens) for tokens in ids]
+        total = sum(len(tokens) - 1 for tokens in ids)
         model.train()
-        for each in ids:
-            (-logprobs(model, each).sum() / total).backward()
-        norm = (
-            float(sum(each.grad.double().square().sum() for each in model.parameters() if each.grad is not None)) ** 0.5
-        )
+        for tokens in ids:
+            (-logprobs(model, tokens).sum() / total).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norm = float(sum(grad.double().square().sum() for grad in gradients)) ** 0.5
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything
         return {"model": f"not built: {described(error)}"}
-    samples = [megascend.Sample.causal(each.tolist()) for each in ids]
+    samples = [megascend.Sample.causal(tokens.tolist()) for tokens in ids]
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder)
@@ -157,7 +156,7 @@ def outcomes(engine: str, name: str) -> dict[str, str]:
 
 
 def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return those of a sample's targets, [n - 1], from transformers alone."""
+    """Return transformers' log-probabilities of a sample's targets, [n - 1]."""
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
@@ -170,21 +169,21 @@ def outcome(
         with megascend.make_backend(
             engine, model=folder, precision="fp32", platform="cpu", batching=batching
         ) as backend:
-            found = backend.forward(samples).logprobs
-            apart = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+            actual = backend.forward(samples).logprobs
+            difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
             backend.forward_backward(samples)
-            norm_apart = abs(backend.optimizer_step().grad_norm - norm) / norm
+            norm_difference = abs(backend.optimizer_step().grad_norm - norm) / norm
     except MegascendError as error:
         return f"refused: {type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001  it is what is looked for
         return f"traceback: {described(error)}"
-    right = apart <= NUMBER_BOUND and norm_apart <= NORM_BOUND
-    return "right" if right else f"wrong: log-probabilities by {apart:.1e}, gradient norm by {norm_apart:.1e}"
+    right = difference <= NUMBER_BOUND and norm_difference <= NORM_BOUND
+    return "right" if right else f"wrong: log-probabilities by {difference:.1e}, gradient norm by {norm_difference:.1e}"
 
 
 def described(error: BaseException) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(place.filename).name}:{place.lineno})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def causal_models() -> list[str]:
@@ -201,10 +200,10 @@ def main() -> None:
     messages.set_verbosity_error()
     messages.disable_progress_bar()
     logging.disable(logging.WARNING)
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for name in names or causal_models():
-        found[name] = outcomes(engine, name)
-        Path(result).write_text(json.dumps(found, indent=1))
+        results[name] = outcomes(engine, name)
+        Path(result).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""``python bigram_ranks.py CHECKPOINT FOLDER WORLD_SIZE``: ranks that train with the engine of tests/outside/bigram.
+"""Train with the engine of tests/outside/bigram: ``python bigram_ranks.py CHECKPOINT FOLDER WORLD_SIZE``.
 
-A program, since ranks are forked from a process in which there was no other engine. What each rank found goes to FOLDER/ranks.pt.
+A program, so that ranks are forked from a process without any other engine. The ranks' results go to FOLDER/ranks.pt.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def main(checkpoint: Path, folder: Path, world_size: int) -> None:
         samples = [Sample.causal(ids) for ids in TOKENS]
         losses, norms = [], []
         with make() as first:
-            mine = first.shard(samples)
+            shard = first.shard(samples)
             for _ in range(STEPS // 2):
-                losses.append(first.forward_backward(mine).loss)
+                losses.append(first.forward_backward(shard).loss)
                 norms.append(first.optimizer_step().grad_norm)
             first.save(folder / "saved", progress={"at": STEPS // 2}, wait=True)
         with make(seed=7) as second:
             assert second.load(folder / "saved") == {"at": STEPS // 2}
             for _ in range(STEPS // 2):
-                losses.append(second.forward_backward(mine).loss)
+                losses.append(second.forward_backward(shard).loss)
                 norms.append(second.optimizer_step().grad_norm)
             second.export_hf(folder / "out")
             with pytest.raises(ConfigError, match="engine 'bigram' has no setting adapters, parallel"):

@@ -1,4 +1,4 @@
-"""What an engine makes of numbers beyond fp16's range: in a checkpoint, in an adapter that is merged, after training.
+"""Errors of an engine for numbers beyond fp16's range: in a checkpoint, in a merged adapter, after training.
 
 python fp16_runs.py ENGINE FOLDER RESULT
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts_of_files import CONFIG, WHOLE, config, save, tensors
+from layouts_of_files import CONFIG, MODEL_FILE, config, save, tensors
 from safetensors.torch import load_file
 
 LARGE = "model.layers.1.mlp.up_proj.weight"
@@ -25,13 +25,13 @@ def build(folder: Path) -> None:
         every = tensors()
         if name == "large":
             every[LARGE][3, 2] = -1e5
-        save(folder / name / WHOLE, every)
+        save(folder / name / MODEL_FILE, every)
         config(folder / name)
     assert CONFIG["dtype"] == "float32"
 
 
 def message(function: Any, *arguments: Any, **options: Any) -> str:
-    """Return the message of the CheckpointError that a call raises, or nothing."""
+    """Return the message of the CheckpointError that a call raises, or an empty string."""
     from megascend.errors import CheckpointError
 
     try:
@@ -42,31 +42,31 @@ def message(function: Any, *arguments: Any, **options: Any) -> str:
 
 
 def results(engine: str, folder: Path) -> dict[str, str]:
-    """Return what is said of a checkpoint, of a merged adapter and of a parameter that has grown; by kind."""
+    """Return messages for a checkpoint, a merged adapter and a parameter that has grown, by kind."""
     from megascend import Adapters, Lora
     from megascend.backends import make_backend
 
     options = {"self_check": False} if engine == "megatron" else {}
-    found = {"load": message(make_backend, engine, model=folder / "large", precision="fp16", **options)}
+    messages = {"load": message(make_backend, engine, model=folder / "large", precision="fp16", **options)}
     with make_backend(
         engine, model=folder / "fits", precision="fp16", adapters=Adapters(max_rank=2), **options
     ) as backend:
         backend.add_adapter("a", Lora(rank=2, targets=(PROJECTION,)))
         for parameter in parameters(backend.engine.adapters.registry["a"]):
             parameter.fill_(300.0)
-        found["merge"] = message(backend.export_hf, folder / f"{engine}-merged", "a")
-        found["stream"] = message(lambda: list(backend.named_weights("a")))
-        found["base"] = message(backend.export_hf, folder / f"{engine}-base")
+        messages["merge"] = message(backend.export_hf, folder / f"{engine}-merged", "a")
+        messages["stream"] = message(lambda: list(backend.named_weights("a")))
+        messages["base"] = message(backend.export_hf, folder / f"{engine}-base")
     exported = folder / f"{engine}-base"
-    dtypes = {str(tensor.dtype) for tensor in load_file(exported / WHOLE).values()}
-    found["dtypes"] = f"{sorted(dtypes)} {json.loads((exported / 'config.json').read_text())['dtype']}"
+    dtypes = {str(tensor.dtype) for tensor in load_file(exported / MODEL_FILE).values()}
+    messages["dtypes"] = f"{sorted(dtypes)} {json.loads((exported / 'config.json').read_text())['dtype']}"
     with make_backend(engine, model=folder / "fits", precision="fp16", **options) as backend:
         model = backend.engine.bare_chunks[0] if engine == "megatron" else backend.engine.model
         with torch.no_grad():
             next(p for name, p in model.named_parameters() if "norm" in name).fill_(torch.inf)
-        found["trained"] = message(backend.export_hf, folder / f"{engine}-trained")
-    found["written"] = str(sorted(path.name for path in folder.glob(f"{engine}-*")))
-    return found
+        messages["trained"] = message(backend.export_hf, folder / f"{engine}-trained")
+    messages["written"] = str(sorted(path.name for path in folder.glob(f"{engine}-*")))
+    return messages
 
 
 def parameters(adapter: Any) -> list[torch.Tensor]:

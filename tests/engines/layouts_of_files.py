@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SAMPLES = [[(7 * i + 3 * j) % 60 for i in range(9 + j)] for j in range(2)]
@@ -39,32 +39,32 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(seed: int = 0) -> Tensors:
-    """Return a model's weights, every one of them random."""
+    """Return a model's weights, all random."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return 0.2 * torch.randn(*shape, generator=generator)
 
-    found = {EMBEDDING: random(64, 32), "model.norm.weight": 1 + random(32), HEAD: random(64, 32)}
+    weights = {EMBEDDING: random(64, 32), "model.norm.weight": 1 + random(32), HEAD: random(64, 32)}
     for layer in range(2):
         at = f"model.layers.{layer}"
         rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32}
-        found |= {f"{at}.self_attn.{name}.weight": random(count, 32) for name, count in rows.items()}
-        found |= {f"{at}.mlp.{name}_proj.weight": random(48, 32) for name in ("gate", "up")}
-        found |= {f"{at}.mlp.down_proj.weight": random(32, 48)}
-        found |= {f"{at}.{name}_layernorm.weight": 1 + random(32) for name in ("input", "post_attention")}
-    return found
+        weights |= {f"{at}.self_attn.{name}.weight": random(count, 32) for name, count in rows.items()}
+        weights |= {f"{at}.mlp.{name}_proj.weight": random(48, 32) for name in ("gate", "up")}
+        weights |= {f"{at}.mlp.down_proj.weight": random(32, 48)}
+        weights |= {f"{at}.{name}_layernorm.weight": 1 + random(32) for name in ("input", "post_attention")}
+    return weights
 
 
-def save(path: Path, some: Tensors) -> None:
-    save_file(some, path, metadata={"format": "pt"})
+def save(path: Path, weights: Tensors) -> None:
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def shards(folder: Path, first: Tensors, second: Tensors, **index: Any) -> None:
     """Write two shards and their index in the place of the whole file."""
-    (folder / WHOLE).unlink()
-    for name, some in zip(SHARDS, (first, second), strict=True):
-        save(folder / name, some)
+    (folder / MODEL_FILE).unlink()
+    for name, weights in zip(SHARDS, (first, second), strict=True):
+        save(folder / name, weights)
     places = dict.fromkeys(second, SHARDS[1]) | dict.fromkeys(first, SHARDS[0])
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places} | index))
 
@@ -83,12 +83,12 @@ def tied(folder: Path, head: torch.Tensor | None, **changes: Any) -> None:
     """Write a model whose configuration says that it is tied, with ``head`` in its file."""
     every = tensors()
     del every[HEAD]
-    save(folder / WHOLE, every | ({} if head is None else {HEAD: head}))
+    save(folder / MODEL_FILE, every | ({} if head is None else {HEAD: head}))
     config(folder, **({"tie_word_embeddings": True} | changes))
 
 
 def adapter(folder: Path) -> None:
-    """Write what peft leaves beside a model."""
+    """Write the weights file that peft writes beside a model."""
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     save(
         folder / "adapter_model.safetensors",
@@ -97,8 +97,8 @@ def adapter(folder: Path) -> None:
 
 
 def adapter_config(folder: Path) -> None:
-    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(said | {"base_model_name_or_path": "base"}))
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
 
 
 def merged(folder: Path) -> None:
@@ -140,7 +140,7 @@ def fused_experts(folder: Path) -> None:
         shapes = {"gate.weight": (4, 32), "experts.gate_up_proj": (4, 2 * 16, 32), "experts.down_proj": (4, 32, 16)}
         every |= {f"{at}.mlp.{name}": 0.2 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
         every |= {f"{at}.self_attn.{name}_norm.weight": 1 + torch.randn(8, generator=generator) for name in "qk"}
-    save(folder / WHOLE, every)
+    save(folder / MODEL_FILE, every)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
     config(folder, **kind, **experts)
@@ -153,19 +153,19 @@ def absent_shard(folder: Path) -> None:
 
 def index_beside_whole(folder: Path) -> None:
     shards(folder, *halves(1))
-    save(folder / WHOLE, tensors())
+    save(folder / MODEL_FILE, tensors())
 
 
 def index_of_whole(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors(), WHOLE)}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors(), MODEL_FILE)}))
 
 
 def without(folder: Path, *names: str) -> None:
-    save(folder / WHOLE, {name: tensor for name, tensor in tensors().items() if name not in names})
+    save(folder / MODEL_FILE, {name: tensor for name, tensor in tensors().items() if name not in names})
 
 
-def more(folder: Path, **some: torch.Tensor) -> None:
-    save(folder / WHOLE, tensors() | some)
+def more(folder: Path, **weights: torch.Tensor) -> None:
+    save(folder / MODEL_FILE, tensors() | weights)
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -193,7 +193,7 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "index without metadata": lambda folder: shards(folder, *halves(), metadata=None),
     "consolidated beside": lambda folder: save(folder / "consolidated.safetensors", tensors(1)),
     "variant beside": lambda folder: save(folder / "model.fp16.safetensors", tensors(1)),
-    "variant alone": lambda folder: (folder / WHOLE).rename(folder / "model.fp16.safetensors"),
+    "variant alone": lambda folder: (folder / MODEL_FILE).rename(folder / "model.fp16.safetensors"),
     "original folder": lambda folder: (
         (folder / "original").mkdir(),
         save(folder / "original" / "consolidated.00.safetensors", tensors(1)),
@@ -213,15 +213,15 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
 def build(folder: Path, names: Collection[str]) -> None:
     """Write the layouts of these names."""
     for name in names:
-        place = folder / name
-        place.mkdir(parents=True)
-        config(place)
-        save(place / WHOLE, tensors())
-        LAYOUTS[name](place)
+        directory = folder / name
+        directory.mkdir(parents=True)
+        config(directory)
+        save(directory / MODEL_FILE, tensors())
+        LAYOUTS[name](directory)
 
 
 def by_transformers(path: Path) -> Any:
-    """Return the log-probabilities of SAMPLES by transformers alone, or why there are none."""
+    """Return log-probabilities of SAMPLES from transformers, or the error."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -232,16 +232,16 @@ def by_transformers(path: Path) -> Any:
         return f"{type(error).__name__}: {error}"
     if report["missing_keys"]:
         return f"random: {sorted(report['missing_keys'])}"
-    found = []
+    logprobs_of_samples = []
     with torch.no_grad():
         for sample in SAMPLES:
             logprobs = torch.log_softmax(model.eval()(torch.tensor([sample[:-1]])).logits[0].double(), -1)
-            found.append(logprobs.gather(1, torch.tensor(sample[1:])[:, None])[:, 0].tolist())
-    return found
+            logprobs_of_samples.append(logprobs.gather(1, torch.tensor(sample[1:])[:, None])[:, 0].tolist())
+    return logprobs_of_samples
 
 
 def by_engine(engine: str, path: Path, out: Path) -> Any:
-    """Return log-probabilities of SAMPLES by an engine of ours and what it exports, or the message that refuses ``path``."""
+    """Return log-probabilities of SAMPLES from an engine, and the content of its export; or the error that rejects ``path``."""
     from megascend import Sample
     from megascend.backends import make_backend
     from megascend.errors import MegascendError
@@ -252,16 +252,16 @@ def by_engine(engine: str, path: Path, out: Path) -> Any:
     except MegascendError as error:
         return str(error)
     with backend:
-        found = [x.tolist() for x in backend.forward([Sample.causal(sample) for sample in SAMPLES]).logprobs]
+        logprobs = [x.tolist() for x in backend.forward([Sample.causal(sample) for sample in SAMPLES]).logprobs]
         backend.check_export(out)
         assert not out.exists()
         backend.export_hf(out)
     tied = json.loads((out / "config.json").read_text()).get("tie_word_embeddings")
-    return found, sorted(load_file(out / WHOLE)), tied
+    return logprobs, sorted(load_file(out / MODEL_FILE)), tied
 
 
 def results(engine: str, folder: Path) -> dict[str, Any]:
-    """Return what ``engine`` makes of the layouts in ``folder``; for transformers, also of the exports beside them."""
+    """Return the results of ``engine`` for the layouts in ``folder``; for transformers, also of the engines' exports."""
     names = [name for name in LAYOUTS if (folder / name).is_dir()]
     if engine == "transformers":
         exports = sorted(folder.glob("*-exports/*"))

@@ -1,8 +1,8 @@
-"""What ranks do for tests of scalar heads; as a script, for engines beside which there must be no Megatron.
+"""Programs of ranks for tests of scalar heads; as a script for engines that must run without Megatron in the process.
 
     python scalar_runs.py JOB RESULT
 
-JOB and RESULT are files of ``torch.save``: a function's name, world size and arguments, and what it returned on each rank.
+JOB and RESULT are files of ``torch.save``: a function's name, world size and arguments, and its results on all ranks.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ LAYOUTS = {
 
 
 def samples_of(kind: str) -> list[dict[str, Any]]:
-    """What the reference and megascend train on: the reference's form of each sample."""
+    """Build the training samples, in the reference's form."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    samples = []
     for index, ids in enumerate(TOKENS):
         returns, old = torch.randn(2, len(ids), generator=generator).tolist()
-        weights = [0.0] * 3 + [1.0 + place % 2 for place in range(len(ids) - 3)]
-        of_values = {"weights": weights, "returns": returns, "old_values": old}
-        of_pairs = {"pair": index // 2, "chosen": index % 2 == 1}
-        found.append({"token_ids": ids} | (of_pairs if kind == "reward model" else of_values))
-    return found
+        weights = [0.0] * 3 + [1.0 + position % 2 for position in range(len(ids) - 3)]
+        value_fields = {"weights": weights, "returns": returns, "old_values": old}
+        pair_fields = {"pair": index // 2, "chosen": index % 2 == 1}
+        samples.append({"token_ids": ids} | (pair_fields if kind == "reward model" else value_fields))
+    return samples
 
 
 def make_backend(checkpoint: Any, layout: Layout, head: str = "scalar", **options: Any) -> Any:
@@ -86,9 +86,9 @@ def make_backend(checkpoint: Any, layout: Layout, head: str = "scalar", **option
 def trained(
     checkpoint: Any, layout: Layout, kind: str, resumed_from: Path | None = None
 ) -> tuple[list[float], list[float], list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses, norms, first and last values of every sample, those that came with the gradients, and weights."""
+    """Return losses, norms, initial values of every sample, and final weights; check the values returned with the gradients."""
     backend = make_backend(checkpoint, layout)
-    everything = [Sample.scored(**of) for of in samples_of(kind)]
+    everything = [Sample.scored(**fields) for fields in samples_of(kind)]
     samples = backend.shard(everything)
     values, losses, norms = backend.values(everything), [], []
     for step in range(STEPS):
@@ -99,9 +99,9 @@ def trained(
             backend.load(resumed_from)
         result = backend.forward_backward(samples, MODELS[kind][2], values=step == 0)
         if step == 0:
-            first = [next(i for i, of in enumerate(everything) if of is sample) for sample in samples]
-            for place, of in zip(first, result.values, strict=True):
-                torch.testing.assert_close(of, values[place], rtol=1e-5, atol=1e-5)
+            indices = [next(i for i, other in enumerate(everything) if other is sample) for sample in samples]
+            for index, sample_values in zip(indices, result.values, strict=True):
+                torch.testing.assert_close(sample_values, values[index], rtol=1e-5, atol=1e-5)
         norms.append(backend.optimizer_step().grad_norm)
         losses.append(result.loss)
     weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
@@ -112,20 +112,20 @@ def trained(
 def with_a_new_head(
     checkpoint: Any, layout: Layout, head: str, out: Path
 ) -> tuple[torch.Tensor, float, list[list[float]]]:
-    """The head as it was drawn, the norm of a step, the values after it; exports."""
+    """Return a new head's initial weight, the norm of a step, and the values after it; export the model."""
     backend = make_backend(checkpoint, layout, head, seed=5)
     samples = [Sample.scored(ids, returns=[1.0] * len(ids)) for ids in TOKENS]
     drawn = dict(backend.named_weights())["score.weight"].clone()
     backend.forward_backward(backend.shard(samples), "value")
     norm = backend.optimizer_step().grad_norm
-    values = [of.tolist() for of in backend.values(samples)]
+    values = [sample_values.tolist() for sample_values in backend.values(samples)]
     backend.export_hf(out)
     backend.close()
     return drawn, norm, values
 
 
 def lora_refused(checkpoint: Any, layout: Layout) -> str:
-    """What is said to adapters."""
+    """Return the error message for adapters on a scalar head."""
     try:
         make_backend(checkpoint, layout, adapters=Adapters())
     except ConfigError as error:
@@ -135,8 +135,8 @@ def lora_refused(checkpoint: Any, layout: Layout) -> str:
 
 def main() -> None:
     name, world_size, arguments = torch.load(sys.argv[1], weights_only=False)
-    found = run_distributed(globals()[name], world_size, *arguments, init=False)
-    torch.save(found, sys.argv[2])
+    results = run_distributed(globals()[name], world_size, *arguments, init=False)
+    torch.save(results, sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Architectures of transformers on the engines that run its models: right, or refused in one sentence before any training."""
+"""Architectures of transformers on the transformers-based engines: correct, or rejected before any training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HYBRID = "set batching.packing: false"
 FSDP: dict[str, tuple[str, str]] = {
     "afmoe": ("right", "right"),
     "llama, longrope": ("right", "right"),
-    "falcon": ("attention classes of its own", "attention classes of its own"),
-    "falcon_h1": (HYBRID, "does more with its logits"),
+    "falcon": ("its own attention classes", "its own attention classes"),
+    "falcon_h1": (HYBRID, "changes its logits"),
     "lfm2": (HYBRID, "right"),
     "phimoe": ("has a sliding window of", "has a sliding window of"),
     "inkling_text": (HYBRID, "position_bias"),
@@ -25,21 +25,21 @@ FSDP: dict[str, tuple[str, str]] = {
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
 }
-"""Of the packed layout and of the padded one: ``right``, or words of the refusal."""
+"""Outcomes of the packed and of the padded layout: ``right``, or words of the error."""
 SINGLE = {
-    "beam": "does more with its logits",
+    "beam": "changes its logits",
     "dory": "more than the product",
     "llama, longrope": "right",
     "phimoe, longrope": "right",
     "qwen3_next": "right",
 }
 NOTHING_BUILT = 0.3
-"""Of all architectures, the share that may be beyond a tiny configuration without this file noticing."""
+"""Largest share of architectures that may not be buildable with a tiny configuration."""
 
 
 def run(folder: Path, engine: str, *names: str) -> dict[str, dict[str, str]]:
-    done = run_forked(PROGRAM, engine, folder / "result.json", *names, timeout_s=3000 if len(names) > 20 else 240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed = run_forked(PROGRAM, engine, folder / "result.json", *names, timeout_s=3000 if len(names) > 20 else 240)
+    assert completed.returncode == 0, completed.stderr[-4000:]
     return json.loads((folder / "result.json").read_text())
 
 
@@ -48,24 +48,24 @@ def is_as_expected(outcome: str, expected: str) -> bool:
 
 
 def test_engine_fsdp_is_right_or_refuses_before_training(tmp_path: Path) -> None:
-    found = run(tmp_path, "fsdp", *FSDP)
+    outcomes = run(tmp_path, "fsdp", *FSDP)
     for name, (packed, padded) in FSDP.items():
-        assert is_as_expected(found[name]["packed"], packed), (name, found[name])
-        assert is_as_expected(found[name]["padded"], padded), (name, found[name])
+        assert is_as_expected(outcomes[name]["packed"], packed), (name, outcomes[name])
+        assert is_as_expected(outcomes[name]["padded"], padded), (name, outcomes[name])
 
 
 def test_engine_single_is_right_or_refuses_before_training(tmp_path: Path) -> None:
-    found = run(tmp_path, "single", *SINGLE)
+    outcomes = run(tmp_path, "single", *SINGLE)
     for name, padded in SINGLE.items():
-        assert is_as_expected(found[name]["padded"], padded), (name, found[name])
+        assert is_as_expected(outcomes[name]["padded"], padded), (name, outcomes[name])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["fsdp", "single"])
 def test_every_architecture_is_right_or_refused(engine: str, tmp_path: Path) -> None:
     names = causal_models()
-    found = run(tmp_path, engine, *names)
-    built = {name: layouts for name, layouts in found.items() if "model" not in layouts}
+    outcomes = run(tmp_path, engine, *names)
+    built = {name: layouts for name, layouts in outcomes.items() if "model" not in layouts}
     bad = {
         name: layouts
         for name, layouts in built.items()
@@ -73,4 +73,4 @@ def test_every_architecture_is_right_or_refused(engine: str, tmp_path: Path) -> 
     }
     assert not bad, json.dumps(bad, indent=1)
     assert len(built) >= (1 - NOTHING_BUILT) * len(names)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(outcomes, indent=1))

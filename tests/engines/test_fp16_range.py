@@ -48,16 +48,16 @@ def test_engine_names_the_tensor_and_writes_nothing(request, tmp_path, engine):
     build(tmp_path)
     if engine == "megatron":
         request.getfixturevalue("megatron_imported")
-        [found] = run_distributed(results, 1, engine, tmp_path, init=False)
+        [messages] = run_distributed(results, 1, engine, tmp_path, init=False)
     else:
-        done = run_forked(Path(fp16_runs.__file__), engine, tmp_path, tmp_path / "result")
-        assert done.returncode == 0, done.stderr[-6000:]
-        found = torch.load(tmp_path / "result")
-    assert f"{LARGE} holds -100000, and fp16 ends at 65,504" in found["load"]
+        completed = run_forked(Path(fp16_runs.__file__), engine, tmp_path, tmp_path / "result")
+        assert completed.returncode == 0, completed.stderr[-6000:]
+        messages = torch.load(tmp_path / "result")
+    assert f"{LARGE} holds -100000, and fp16 ends at 65,504" in messages["load"]
     for kind in ("merge", "stream"):
-        assert f"{PROJECTION}.weight holds " in found[kind], kind
-        assert "65,504" in found[kind]
-    assert found["base"] == ""
-    assert found["dtypes"] == "['torch.float16'] float16"  # of a fp32 checkpoint
-    assert " holds inf, and fp16 ends at 65,504" in found["trained"]
-    assert found["written"] == str([f"{engine}-base"])
+        assert f"{PROJECTION}.weight holds " in messages[kind], kind
+        assert "65,504" in messages[kind]
+    assert messages["base"] == ""
+    assert messages["dtypes"] == "['torch.float16'] float16"  # of a fp32 checkpoint
+    assert " holds inf, and fp16 ends at 65,504" in messages["trained"]
+    assert messages["written"] == str([f"{engine}-base"])

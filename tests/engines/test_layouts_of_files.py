@@ -1,4 +1,4 @@
-"""Which files a checkpoint is: every engine loads what transformers loads, or refuses the directory in a sentence."""
+"""Engines load the files of a checkpoint that transformers loads, or raise CheckpointError."""
 
 from __future__ import annotations
 
@@ -43,42 +43,42 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 def program(engine: str, folder: Path) -> dict[str, Any]:
     result = folder / f"{engine}.result"
-    done = run_forked(Path(layouts_of_files.__file__), engine, folder, result)
-    assert done.returncode == 0, done.stderr[-6000:]
+    completed = run_forked(Path(layouts_of_files.__file__), engine, folder, result)
+    assert completed.returncode == 0, completed.stderr[-6000:]
     return torch.load(result, weights_only=False)
 
 
 @pytest.fixture(scope="module")
 def table_of(tmp_path_factory, megatron_imported):
-    """Return what each engine makes of a group of layouts, and transformers of the layouts and of the exports."""
+    """Return a function from a layout to the results of its group: each engine's, and transformers' of layouts and exports."""
 
     @cache
     def make(in_ci: bool) -> dict[str, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("layouts")
         build(folder, [name for name in LAYOUTS if (name in IN_CI) is in_ci])
         [megatron] = run_distributed(results, 1, "megatron", folder, init=False)
-        found = {"megatron": megatron} | {engine: program(engine, folder) for engine in ("fsdp", "single")}
-        return found | {"transformers": program("transformers", folder)}
+        tables = {"megatron": megatron} | {engine: program(engine, folder) for engine in ("fsdp", "single")}
+        return tables | {"transformers": program("transformers", folder)}
 
     return lambda layout: make(layout in IN_CI)
 
 
-def far_apart(one, other) -> float:
-    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+def largest_difference(first, second) -> float:
+    return max(abs(a - b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", marked(name for name in LAYOUTS if name not in REFUSED))
 def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layout):
     table = table_of(layout)
-    expected, found = table["transformers"][layout], table[engine][layout]
+    expected, actual = table["transformers"][layout], table[engine][layout]
     assert not isinstance(expected, str), expected
-    assert not isinstance(found, str), found
-    logprobs, names, tied = found
-    assert far_apart(logprobs, expected) < 2e-5
+    assert not isinstance(actual, str), actual
+    logprobs, names, tied = actual
+    assert largest_difference(logprobs, expected) < 2e-5
     exported = table["transformers"][f"{engine}-exports/{layout}"]
     assert not isinstance(exported, str), exported
-    assert far_apart(exported, expected) < 2e-5
+    assert largest_difference(exported, expected) < 2e-5
     assert (HEAD in names) is (layout not in TIED)
     assert tied is (layout in TIED)
     if layout == "fused experts":
@@ -88,6 +88,6 @@ def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layo
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", marked(REFUSED))
 def test_engine_refuses_what_it_would_load_otherwise_than_transformers(table_of, engine, layout):
-    found = table_of(layout)[engine][layout]
-    assert isinstance(found, str), "it was loaded"
-    assert REFUSED[layout] in found
+    message = table_of(layout)[engine][layout]
+    assert isinstance(message, str), "it was loaded"
+    assert REFUSED[layout] in message

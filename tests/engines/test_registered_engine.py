@@ -40,7 +40,7 @@ VOCABULARY, HIDDEN = 320, 16
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bigram model's directory, with a tokenizer of bytes."""
+    """Write a bigram model's directory, with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("bigram")
     generator = torch.Generator().manual_seed(1)
     names = ("model.embed_tokens.weight", "lm_head.weight")
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms in plain torch."""
+    """Compute losses and gradient norms in plain torch."""
     weights = load_file(checkpoint / "model.safetensors")
     embedding, head = (weights[name].requires_grad_() for name in ("model.embed_tokens.weight", "lm_head.weight"))
     optimizer = torch.optim.AdamW([embedding, head], lr=LR, weight_decay=0.0)
@@ -73,8 +73,8 @@ def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tu
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
-    done = run_forked(Path(__file__).with_name("bigram_ranks.py"), checkpoint, tmp_path, world_size)
-    assert done.returncode == 0, done.stderr
+    completed = run_forked(Path(__file__).with_name("bigram_ranks.py"), checkpoint, tmp_path, world_size)
+    assert completed.returncode == 0, completed.stderr
     wanted_losses, wanted_norms = by_hand(checkpoint, TOKENS)
     for losses, norms, kinds, trained, foreign in torch.load(tmp_path / "ranks.pt"):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
@@ -87,13 +87,13 @@ def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkp
 
 
 def search_path(first: str = "") -> dict[str, str]:
-    """The environment of a program that finds what this process finds, and ``first`` before it."""
+    """Return the environment of a program with this process's search path, and ``first`` before it."""
     path = os.pathsep.join(filter(None, [first, *sys.path]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 def command(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """``megascend`` as a user runs it, with ``path`` in front of the search path."""
+    """Run ``megascend`` as a user does, with ``path`` in front of the search path."""
     return subprocess.run(
         [sys.executable, "-m", "megascend.cli.main", *arguments],
         capture_output=True,
@@ -127,8 +127,8 @@ def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path:
     assert "no package 'bigram'" in missing.stderr
     assert "PYTHONPATH" in missing.stderr
 
-    done = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))
-    assert done.returncode == 0, done.stderr
+    completed = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))
+    assert completed.returncode == 0, completed.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     tokenizer = byte_tokenizer(64)
     tokens = [tokenizer(line)["input_ids"] + [tokenizer.eos_token_id] for line in text]
@@ -143,11 +143,11 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
 
-    class Mine(Backend):
+    class RegisteredBackend(Backend):
         def __init__(self, model: str) -> None: ...
 
-    register_engine("mine", Mine)
-    register_engine("mine", Mine)
+    register_engine("mine", RegisteredBackend)
+    register_engine("mine", RegisteredBackend)
     assert backends.settings_of("mine") == {"model"}
     assert not engines.needs("mine").megatron
     for name in ("mine", "megatron"):
@@ -158,7 +158,7 @@ def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytes
     with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, fsdp, mine"):
         backends.make_backend("theirs")
     with pytest.raises(ConfigError, match="version table has no numpy"):
-        register_engine("other", Mine, packages=["numpy"])
+        register_engine("other", RegisteredBackend, packages=["numpy"])
     assert "other" not in backends._backends
 
 
@@ -181,15 +181,15 @@ def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: di
 def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
-    found: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def make(model: Path, seed: int, recompute: Any = None) -> Any:
-        found.update(model=model, seed=seed, recompute=recompute)
+        received.update(model=model, seed=seed, recompute=recompute)
 
     register_engine("few", make)
     settings = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
     run.make_backend(RunConfig.model_validate(settings))
-    assert found == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
+    assert received == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
     for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
         with pytest.raises(
             ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"

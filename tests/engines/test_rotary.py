@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on a sequence's length: each sample of a micro batch as transformers turns it alone."""
+"""Length-dependent rotary embeddings: each sample of a micro batch is rotated as by transformers on its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rotary(kind: str) -> nn.Module:
     return LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=settings))
 
 
-def alone(kind: str, length: int) -> Tensor:
+def reference(kind: str, length: int) -> Tensor:
     """Return cosines and sines [2, length, head dim] of a sample, from transformers in a fresh state."""
     return torch.stack(rotary(kind)(torch.zeros(1), torch.arange(length)[None]))[:, 0]
 
@@ -40,11 +40,11 @@ def test_packed_samples_have_the_frequencies_of_their_own_length(kind: str) -> N
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     for _ in range(2):  # transformers remembers the longest sequence of earlier calls
         by_length.enter_samples(sample, lengths)
-        found = torch.stack(model[0](torch.zeros(1), positions))[:, 0].split(lengths, dim=1)
-        for part, length in zip(found, lengths, strict=True):
-            assert torch.equal(part, alone(kind, length))
-    beside = torch.stack(rotary(kind)(torch.zeros(1), positions))[:, 0].split(lengths, dim=1)
-    assert torch.equal(beside[1], alone(kind, SHORT)) == (kind == "default"), "transformers alone mixes them up"
+        embeddings = torch.stack(model[0](torch.zeros(1), positions))[:, 0].split(lengths, dim=1)
+        for part, length in zip(embeddings, lengths, strict=True):
+            assert torch.equal(part, reference(kind, length))
+    unpatched = torch.stack(rotary(kind)(torch.zeros(1), positions))[:, 0].split(lengths, dim=1)
+    assert torch.equal(unpatched[1], reference(kind, SHORT)) == (kind == "default"), "transformers alone mixes them up"
 
 
 def test_dynamic_frequencies_are_set_without_waiting_for_the_device() -> None:
@@ -57,8 +57,8 @@ def test_dynamic_frequencies_are_set_without_waiting_for_the_device() -> None:
         by_length.enter_samples(sample, lengths)
         waits.found.clear()
         model[0](torch.zeros(1, device=torch.device("cpu")), positions)
-        found = dict(waits.found)
-    assert not found
+        waited = dict(waits.found)
+    assert not waited
 
 
 def test_dynamic_border_is_max_position_embeddings() -> None:
@@ -68,8 +68,8 @@ def test_dynamic_border_is_max_position_embeddings() -> None:
     model[0].config.rope_parameters["original_max_position_embeddings"] = 8
     by_length = RotaryByLength(model)
     by_length.enter_samples(torch.tensor([[0] * 10 + [1] * 14]), lengths)
-    found = by_length.groups(_borders(model[0], dynamic=True), dynamic=True)
-    assert [length for length, _ in found] == [14], "both have the frequencies of short sequences"
+    groups = by_length.groups(_borders(model[0], dynamic=True), dynamic=True)
+    assert [length for length, _ in groups] == [14], "both have the frequencies of short sequences"
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -78,9 +78,9 @@ def test_padding_behind_a_sample_does_not_make_it_longer(kind: str) -> None:
     model = nn.Sequential(rotary(kind))
     by_length = RotaryByLength(model)
     by_length.enter_samples(torch.arange(len(lengths))[:, None].expand(-1, total), lengths)
-    found = torch.stack(model[0](torch.zeros(1), torch.arange(total).expand(len(lengths), -1)))
+    embeddings = torch.stack(model[0](torch.zeros(1), torch.arange(total).expand(len(lengths), -1)))
     for row, length in enumerate(lengths):
-        assert torch.equal(found[:, row, :length], alone(kind, length))
+        assert torch.equal(embeddings[:, row, :length], reference(kind, length))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -93,6 +93,8 @@ def test_a_part_of_a_sample_has_the_frequencies_of_all_of_it(kind: str) -> None:
         halves = [torch.arange(length).chunk(2)[rank] for length in lengths]
         sample = torch.cat([torch.full_like(half, index) for index, half in enumerate(halves)])[None]
         by_length.enter_samples(sample, lengths)
-        found = torch.stack(model[0](torch.zeros(1), torch.cat(halves)[None]))[:, 0]
-        for part, half, length in zip(found.split([len(half) for half in halves], 1), halves, lengths, strict=True):
-            assert torch.equal(part, alone(kind, length)[:, half])
+        embeddings = torch.stack(model[0](torch.zeros(1), torch.cat(halves)[None]))[:, 0]
+        for part, half, length in zip(
+            embeddings.split([len(half) for half in halves], 1), halves, lengths, strict=True
+        ):
+            assert torch.equal(part, reference(kind, length)[:, half])

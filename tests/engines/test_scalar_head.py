@@ -24,12 +24,12 @@ IN_CI |= {("CP2", "reward model"), ("engine single", "reward model"), ("engine f
 
 
 def on_ranks(folder, function, layout, *arguments):
-    """What a function of scalar_runs.py returns on each rank of a layout."""
+    """Run a function of scalar_runs.py on the ranks of a layout, and return each rank's result."""
     if layout.engine == "megatron":
         return run_distributed(getattr(scalar_runs, function), layout.world_size, *arguments, init=False)
     torch.save((function, layout.world_size, arguments), folder / "job")
-    done = run_forked(Path(scalar_runs.__file__), folder / "job", folder / "result")
-    assert not done.returncode, done.stderr[-6000:]
+    completed = run_forked(Path(scalar_runs.__file__), folder / "job", folder / "result")
+    assert not completed.returncode, completed.stderr[-6000:]
     return torch.load(folder / "result", weights_only=False)
 
 
@@ -39,17 +39,17 @@ def expected(folder, checkpoint, kind):
     return load_file(reference(folder, SCALAR_REFERENCE, job))
 
 
-def equal_to_transformers(found, reference, kind):
-    for losses, norms, values, weights in found:
+def assert_equal_to_transformers(ranks, reference, kind):
+    for losses, norms, values, weights in ranks:
         assert losses == pytest.approx(reference["losses"].tolist(), rel=2e-5, abs=1e-7)
         assert norms == pytest.approx(reference["grad_norms"].tolist(), rel=5e-5, abs=1e-6)
-        for index, of in enumerate(values):
-            theirs = reference[f"values.{index}"]
-            torch.testing.assert_close(of if kind != "reward model" else of[-1:], theirs, rtol=1e-4, atol=1e-5)
-        theirs = {name: t for name, t in reference.items() if name.startswith("weights.")}
-        assert {f"weights.{name}" for name in weights} == set(theirs)
-        for name, of in weights.items():
-            torch.testing.assert_close(of, theirs[f"weights.{name}"], rtol=1e-3, atol=2e-4)
+        for index, sample_values in enumerate(values):
+            actual = sample_values if kind != "reward model" else sample_values[-1:]
+            torch.testing.assert_close(actual, reference[f"values.{index}"], rtol=1e-4, atol=1e-5)
+        expected_weights = {name: t for name, t in reference.items() if name.startswith("weights.")}
+        assert {f"weights.{name}" for name in weights} == set(expected_weights)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[f"weights.{name}"], rtol=1e-3, atol=2e-4)
 
 
 def checkpoint_of(folder, kind):
@@ -67,8 +67,8 @@ def checkpoint_of(folder, kind):
 )
 def test_training_equals_transformers(parity_folder, tmp_path, layout, kind):
     checkpoint, chosen = checkpoint_of(parity_folder, kind), LAYOUTS[layout]
-    found = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, kind)
-    equal_to_transformers(found, expected(parity_folder, checkpoint, kind), kind)
+    ranks = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, kind)
+    assert_equal_to_transformers(ranks, expected(parity_folder, checkpoint, kind), kind)
 
 
 RESUMED = {name: LAYOUTS[name] for name in ("single", "TP2 + SP", "engine single", "engine fsdp, DP2")}
@@ -80,8 +80,8 @@ RESUMED = {name: LAYOUTS[name] for name in ("single", "TP2 + SP", "engine single
 def test_a_critic_resumes_exactly(parity_folder, tmp_path, layout):
     """Saved after a step and loaded by another backend: still transformers' trajectory."""
     checkpoint, chosen = checkpoint_of(parity_folder, "critic"), LAYOUTS[layout]
-    found = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, "critic", tmp_path / "saved")
-    equal_to_transformers(found, expected(parity_folder, checkpoint, "critic"), "critic")
+    ranks = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, "critic", tmp_path / "saved")
+    assert_equal_to_transformers(ranks, expected(parity_folder, checkpoint, "critic"), "critic")
 
 
 LOADED = """
@@ -100,10 +100,10 @@ print(json.dumps([name, found]))
 
 
 def loaded_by_transformers(directory):
-    """The class that transformers takes an export for, and its values of TOKENS; no weight is missing or left over."""
-    done = run_reference(LOADED, directory, stdin=json.dumps(TOKENS))
-    assert not done.returncode, done.stderr
-    return json.loads(done.stdout)
+    """Return the class that transformers loads an export with, and its values of TOKENS; no weight is missing or unused."""
+    completed = run_reference(LOADED, directory, stdin=json.dumps(TOKENS))
+    assert not completed.returncode, completed.stderr
+    return json.loads(completed.stdout)
 
 
 NEW = [
@@ -128,10 +128,10 @@ def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
     for drawn, norm, _ in ranks:
         torch.testing.assert_close(drawn, ranks[0][0], rtol=0, atol=0)
         assert norm == ranks[0][1] > 0
-    found, values = loaded_by_transformers(tmp_path / "out")
-    assert found == name
-    for mine, theirs in zip(ranks[0][2], values, strict=True):
-        assert mine[-len(theirs) :] == pytest.approx(theirs, abs=1e-5)
+    class_name, references = loaded_by_transformers(tmp_path / "out")
+    assert class_name == name
+    for values, expected_values in zip(ranks[0][2], references, strict=True):
+        assert values[-len(expected_values) :] == pytest.approx(expected_values, abs=1e-5)
 
 
 def test_what_a_scalar_head_does_not_go_with_is_refused_by_name(parity_folder):
@@ -177,8 +177,8 @@ def test_what_a_scalar_head_does_not_go_with_is_refused_by_name(parity_folder):
 @pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
 def test_adapters_on_a_scalar_head_are_refused_by_name(parity_folder, tmp_path, engine):
     checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
-    (told,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
-    assert "LoRA on a model with a scalar head is not supported" in told
+    (message,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
+    assert "LoRA on a model with a scalar head is not supported" in message
 
 
 def test_a_token_classifiers_dropout_acts_in_training_alone(parity_folder):

@@ -1,4 +1,4 @@
-"""Files that fork their members come first: a process that has used a GPU cannot hand it to forks."""
+"""Run files that fork their members first: a process that has used a GPU cannot pass it on to forks."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ FORKS = ("test_weight_transports.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run :data:`FORKS` before whatever uses the GPU in this process."""
+    """Run :data:`FORKS` before all tests that use the GPU in this process."""
     items.sort(key=lambda item: item.path.name not in FORKS)

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead, in a process without a device's context, are those of a run's first step. Needs a CUDA GPU."""
+"""Kernels compiled ahead of time, without a device context, are those of a run's first step. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*command: str) -> None:
 
 
 def compiled(folder: Path) -> dict[str, str]:
-    """What Triton keeps: code for devices by kernels' names, and stubs that launch it."""
+    """List Triton's cache: device code by kernel name, and launcher stubs."""
     found = [path for pattern in ("*.cubin", "*.so") for path in folder.rglob(pattern)]
     return {str(path.relative_to(folder)): path.name for path in found}
 
@@ -60,7 +60,7 @@ def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path, monkeypatch, s
 
 
 def test_no_context_is_made_on_the_device(tmp_path):
-    """Where a device is for one process alone, the run's own would find it taken."""
+    """On a device in exclusive mode a context would block the run itself."""
     program = (
         "import ctypes, sys\nfrom megascend.kernels import compile_ahead as ahead\n"
         "job = ahead.Job('bfloat16', 0, (True,), ahead.Attention(2, 2, 16, 16, True, True), 64, 512, '')\n"

@@ -1,4 +1,4 @@
-"""Micro batches as CUDA graphs give what eager ones give, whatever changes between replays. Needs a CUDA GPU."""
+"""Micro batches as CUDA graphs give the results of eager ones, whatever changes between replays. Needs a CUDA GPU."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,7 @@ from support.graphed_steps import differences, gradients_of, life, life_of_a_mod
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 REPLAYED = 1e-4
-"""Of relative differences between replays and the same padded work without graphs: the same kernels."""
+"""Bound of relative differences between replays and the same padded work without graphs: the same kernels."""
 PADDED, POLICY = 2e-2, 1e-1
 """Between padded and other work, in bf16: padding gives products and attention other sizes, and with them other kernels. The
 policy is far from its old log-probabilities, and its loss has the exponential of the difference."""
@@ -43,7 +43,7 @@ def checkpoint(parity_folder):
 
 
 class Refuses:
-    """Captures nothing, so that padded work runs as it is, each time."""
+    """Capture that always fails, so that padded work runs eagerly each time."""
 
     bytes = 0
 
@@ -61,7 +61,7 @@ class Refuses:
 
 
 def life_of(checkpoint, settings, capture=None, **options):
-    """(figures, report)"""
+    """Return (figures, report)."""
     backend = make_backend(checkpoint, None if capture else settings, **options)
     try:
         if capture is not None:
@@ -77,7 +77,7 @@ def padded(checkpoint):
 
 
 def check(found, expected, bound):
-    """``bound`` takes the name of a figure."""
+    """Compare figures; ``bound`` maps the name of a figure to its bound."""
     apart = differences(found, expected)
     for name, difference in apart.items():
         print(f"{difference:.1e} {name}")
@@ -125,7 +125,7 @@ def test_adapters_of_experts(parity_folder, caplog):
 
 
 def test_replays_are_the_first_run_to_the_bit(checkpoint):
-    """The same kernels on the same memory: nothing that a capture reads has moved or gone meanwhile."""
+    """The same kernels on the same memory: no tensor that a graph reads has moved or been freed."""
     backend = make_backend(checkpoint, megascend.CudaGraphs())
     for name in ("a", "b", "c"):
         backend.add_adapter(name, megascend.Lora(rank=8))
@@ -138,7 +138,7 @@ def test_replays_are_the_first_run_to_the_bit(checkpoint):
         sample.adapter = name
 
     def figures():
-        """Of losses and gradients that are then dropped, and of log-probabilities."""
+        """Return losses, gradients, which are then dropped, and log-probabilities."""
         backend.forward_backward(samples)
         grads = {name: adapter.grads.clone() for name, adapter in backend.adapters.items()}
         backend.forward_backward(samples[:1])
@@ -165,7 +165,7 @@ def test_replays_are_the_first_run_to_the_bit(checkpoint):
 
 
 def test_memory_stays_bounded(checkpoint):
-    """Lengths at random, padded to four sizes: captures share one pool, which grows to the largest and no further."""
+    """Random lengths, padded to four sizes: graphs share one pool, which grows to the largest one's size and no further."""
     backend = make_backend(checkpoint, megascend.CudaGraphs(max_tokens=512, max_count=3))
     backend.add_adapter("a", megascend.Lora(rank=8))
     generator = torch.Generator().manual_seed(7)
@@ -191,7 +191,7 @@ def test_memory_stays_bounded(checkpoint):
 
 
 def life_of_one_model(checkpoint, settings, capture=None):
-    """(figures, report) of a model that is trained itself."""
+    """Return (figures, report) of a model whose own parameters are trained."""
     backend = make_backend(checkpoint, None if capture else settings, adapters=False, micro_batch_tokens=384)
     try:
         if capture is not None:
@@ -217,7 +217,7 @@ def test_a_model_learns_the_same(checkpoint, caplog):
 
 
 def test_gradients_of_a_model_are_those_of_the_first_run(checkpoint):
-    """Captured work adds to Megatron's buffers, which stay; nothing else that it reads has moved or gone meanwhile."""
+    """Captured work adds to Megatron's buffers, which stay in place; no other tensor that it reads has moved or been freed."""
     backend = make_backend(checkpoint, megascend.CudaGraphs(), adapters=False, micro_batch_tokens=256)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, backend.vocab_size, (4, 129), generator=generator)

@@ -1,4 +1,4 @@
-"""The embedding's gradient on a GPU: exact, the same every time, without a wait, and in a CUDA graph. Needs a CUDA GPU."""
+"""The embedding's gradient on a GPU: exact, deterministic, without a wait, and in a CUDA graph. Needs a CUDA GPU."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def look_up():
 
 
 def work(tokens=4096, vocabulary=30_000, width=512):
-    """(ids, gradient of what was looked up, table), with tokens that come hundreds of times."""
+    """Return (ids, gradient of the looked-up rows, table), with tokens that occur hundreds of times."""
     generator = torch.Generator().manual_seed(0)
     ids = (vocabulary * torch.rand(2, tokens // 2, generator=generator, dtype=torch.float64) ** 6).long().cuda()
     grad = torch.randn(*ids.shape, width, generator=generator).bfloat16().cuda()

@@ -14,7 +14,7 @@ TOKENS, EXPERTS, K, WIDTH = 1000, 16, 4, 136
 
 
 def routing(device: str) -> torch.Tensor:
-    """bool [tokens, experts]; experts 3 and the last have no tokens."""
+    """Return a routing map, bool [tokens, experts]; experts 3 and the last have no tokens."""
     scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
     scores[:, [3, EXPERTS - 1]] = -1.0
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, scores.topk(K).indices, True).to(device)
@@ -72,7 +72,7 @@ def test_permutations_and_their_gradients():
 
 @pytest.mark.parametrize(("inside", "out"), [(128, 256), (2048, 1536), (768, 2048)])
 def test_products_and_their_gradients(inside, out):
-    """Forward, input gradient and weight gradient, which is added to what is there; two experts without rows."""
+    """Forward, input gradient and weight gradient, which is accumulated; two experts without rows."""
     if kernel_of(torch.device("cuda", 0)) != "torch":
         pytest.skip("torch's grouped products need compute capability 9.0")
     counts = routing("cpu").sum(0).tolist()

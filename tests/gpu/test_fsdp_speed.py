@@ -1,4 +1,4 @@
-"""What makes engine fsdp fast on CUDA: one kernel for packed samples, compiled layers, one wait a step. Needs a CUDA GPU."""
+"""Fast paths of engine fsdp on CUDA: one kernel for packed samples, compiled layers, one wait per step. Needs a CUDA GPU."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
 
 
 def told_by(checkpoint, cases):
-    """What a process in which no Megatron is reports of each case."""
+    """Return the report of a process without Megatron, for each case."""
     command = [sys.executable, str(PROGRAM), str(checkpoint), str(STEPS), *cases]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)

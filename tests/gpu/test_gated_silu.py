@@ -1,4 +1,4 @@
-"""SwiGLU kernels against float64, in Megatron's place for them, and against what torch.compile makes. Needs a CUDA GPU."""
+"""SwiGLU kernels in place of Megatron's against float64 and against torch.compile. Needs a CUDA GPU."""
 
 from __future__ import annotations
 

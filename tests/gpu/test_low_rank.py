@@ -1,4 +1,4 @@
-"""Products of segments with low-rank matrices: the Triton kernels against float64. Needs a CUDA GPU."""
+"""Segmented products with low-rank matrices: the Triton kernels against float64. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def segments_of(count: int) -> tuple[Segments, torch.Tensor]:
-    """``count`` segments of unequal sizes, the second and the last empty, and int64 [rows], whose each row is."""
+    """Return ``count`` segments of unequal sizes, the second and the last empty, and each row's segment, int64 [rows]."""
     sizes = torch.randint(0, max(8, 3000 // count), (count,), generator=torch.Generator().manual_seed(count))
     sizes[0] += 100
     sizes[[1, -1]] = 0
@@ -36,7 +36,7 @@ def segments_of(count: int) -> tuple[Segments, torch.Tensor]:
 )
 @pytest.mark.parametrize(("k", "m"), SIZES)
 def test_products_and_gradients(k, m, count, dtype):
-    """Any number of segments; torch's grouped product takes fewer than 1024. Nothing waits for the device."""
+    """Any number of segments; torch's grouped product supports fewer than 1024. No waits for the device."""
     if k * m * count > 2**30:
         pytest.skip("the float64 reference would take more than 8 GiB")
     segments, owner = segments_of(count)

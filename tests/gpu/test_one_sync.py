@@ -1,4 +1,4 @@
-"""A training step makes the host wait for the device once. Needs a CUDA GPU."""
+"""In a training step the host waits for the device once. Needs a CUDA GPU."""
 
 import warnings
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a C
 
 
 def places_of_waits(step):
-    """Where the host waits in the third ``step``."""
+    """Return the code positions where the host waits in the third ``step``."""
     for _ in range(2):
         step()
     torch.cuda.set_sync_debug_mode("warn")
@@ -71,7 +71,7 @@ def test_a_step_of_grouped_experts_waits_once(adapters, parity_folder):
 
 
 def test_a_policy_step_waits_once(parity_folder):
-    """A loss that is called as a function of its inputs, with its gradient taken on the way."""
+    """A loss that is a function of its inputs, whose gradient is computed in the forward pass."""
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3"),
         platform="cuda",
@@ -91,7 +91,7 @@ def test_a_policy_step_waits_once(parity_folder):
 
 
 def test_a_cross_entropy_with_metrics_waits_once(parity_folder):
-    """And figures that are sent to the host before the step have arrived after it."""
+    """Figures that are sent to the host before the step have arrived after it."""
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3"),
         platform="cuda",

@@ -20,7 +20,7 @@ print("TORCH", float(((rows @ rows).double() - rows.double() @ rows.double()).no
 
 
 def errors_of(program):
-    """Relative errors of products by Transformer Engine and by torch after ``program``."""
+    """Return relative errors of products by Transformer Engine and by torch after ``program``."""
     environment = {
         name: value for name, value in os.environ.items() if name != TF32_VARIABLE
     }  # a bootstrap here has set it

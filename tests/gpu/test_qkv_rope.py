@@ -1,4 +1,4 @@
-"""The kernels between the fused projection and attention against float64, and whole models with and without. Needs a CUDA GPU."""
+"""The kernels between QKV projection and attention against float64, and full models with and without them. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a C
 
 EPS = 1e-6
 ALONE, ROUNDED = 1e-5, 4e-3
-"""Of relative differences of norms, in float32 and with results rounded to bfloat16."""
+"""Bounds of relative differences of norms, in float32 and with results rounded to bfloat16."""
 LENGTHS = (300, 1, 90, 500, 64, 17)
 
 
 def table(positions: int, rotary: int, base: float = 1e6) -> Tensor:
-    """As Megatron makes it, [positions, 1, 1, rotary]."""
+    """Build Megatron's table of angles, [positions, 1, 1, rotary]."""
     steps = base ** -(torch.arange(0, rotary, 2, device="cuda") / rotary)
     angles = torch.outer(torch.arange(positions, device="cuda", dtype=torch.float32), steps)
     return torch.cat([angles, angles], -1)[:, None, None]
 
 
 def exact(mixed: Tensor, angles: Tensor, lengths: tuple[int, ...], weights: list[Tensor], groups: int, width: int):
-    """q, k and v in the dtype of ``mixed``, step by step.
+    """Compute q, k and v in the dtype of ``mixed``, step by step.
 
     Args:
         lengths: of packed sequences; none: a plain batch.
@@ -98,7 +98,7 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_angles_are_turned_as_transformer_engine_turns_them(packed: bool) -> None:
-    """Far along a sequence too, where an angle has thousands of turns."""
+    """Also far along a sequence, where an angle has thousands of turns."""
     megascend.bootstrap("cuda")
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
@@ -125,7 +125,7 @@ def checkpoint(parity_folder):
 
 
 def trained(checkpoint, *, fused: bool) -> tuple[list[float], list[float], list[Tensor]]:
-    """Losses and gradient norms of packed and plain micro batches, and all gradients of the last."""
+    """Return losses and gradient norms of packed and plain micro batches, and all gradients of the last."""
     from megascend.engines.megatron import fused_qkv
 
     backend = megascend.MegatronBackend(
@@ -162,7 +162,7 @@ def test_models_with_and_without_train_alike(checkpoint, caplog) -> None:
 
 
 def test_it_takes_less_time_than_its_parts() -> None:
-    """Of a layer of Qwen3-1.7B, 16384 tokens: both ways read and write 0.62 GB, 0.21 ms at 3.0 TB/s."""
+    """One layer of Qwen3-1.7B, 16384 tokens: both read and write 0.62 GB, 0.21 ms at 3.0 TB/s."""
     megascend.bootstrap("cuda").load_megatron()
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 

@@ -1,6 +1,6 @@
-"""Weights between processes on GPUs: NCCL and CUDA IPC bring every byte, lost peers are errors in time, the next group works.
+"""Weights between processes on GPUs by NCCL and CUDA IPC: all bytes arrive, and lost peers are errors in time.
 
-python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then CUDA IPC alone)
+python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then CUDA IPC only)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def all_sizes(name: str, one: bool, group: Any) -> list[bool]:
     [pytest.param("nccl", False, marks=TWO), pytest.param("cuda_ipc", False, marks=TWO), ("cuda_ipc", True)],
 )
 def test_every_byte_arrives(name: str, one: bool) -> None:
-    """And the digest is the CPU's."""
+    """The digest equals the CPU's."""
     assert run_members(lambda group: all_sizes(name, one, group), 2) == [[True] * 2 * len(SIZES)] * 2
 
 
@@ -91,7 +91,7 @@ def test_two_buckets_under_way_arrive_in_order(name: str) -> None:
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 @pytest.mark.parametrize("how", ["dies", "is silent"])
 def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> None:
-    """The receiver of a sender that goes, or stops sending: an error in time; its device computes; a new process group works."""
+    """A sender that exits or stops sending is an error on the receiver in time; its device and a new group still work."""
 
     def on_member(group: Any) -> list[str]:
         medium, device = transport(name, group, 20.0)
@@ -124,7 +124,7 @@ def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> 
 
 @TWO
 def test_a_new_group_works_where_one_was_lost() -> None:
-    """In the same processes: a broadcast that times out, then a whole group."""
+    """In the same processes: a broadcast that times out, then a new group."""
 
     def on_member(meet_twice: Any) -> list[bool]:
         group = meet_twice()
@@ -153,7 +153,7 @@ def test_the_next_update_uses_the_same_communicator() -> None:
 
 
 def test_the_digest_is_the_cpus() -> None:
-    """Odd lengths, odd places, several levels, with Triton and without."""
+    """Odd lengths, odd offsets, several levels, with and without Triton."""
     data = torch.randint(0, 256, (40_000_011,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     parts = [(0, 0), (0, 1), (0, 32768), (1, 32769), (3, 70_000), (0, len(data)), (7, len(data) - 5)]
 

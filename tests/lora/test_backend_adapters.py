@@ -376,7 +376,7 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
         assert torch.equal(backend.adapters["a"].values, saved)
         assert backend.adapters["a"].step_count == 1
         backend.forward_backward(backend.shard(samples))
-        with pytest.raises(ConfigError, match=r"adam has settings for 'b'; the step is for \['a'\]"):
+        with pytest.raises(ConfigError, match=r"adam has settings for 'b', but the step is for \['a'\]"):
             backend.optimizer_step("a", adam={"b": other})
         with pytest.raises(ConfigError, match="adam has a learning rate already"):
             backend.optimizer_step("a", adam={"a": other}, lr=0.5)

@@ -1,1 +1,1 @@
-"""What runs micro batches: one package for each kind of engine."""
+"""Engines run micro batches: one package for each kind."""

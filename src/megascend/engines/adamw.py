@@ -1,4 +1,4 @@
-"""torch's AdamW on fp32 main parameters, stepped whole or not at all, for engines without Megatron."""
+"""torch's AdamW on fp32 main parameters, for engines without Megatron; a step updates all parameters or none."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ class MainAdamW:
     """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
-        pairs: by name, a parameter (or this rank's shard of it) and its fp32 original, which is what is updated and has the
+        pairs: by name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the
             gradient; the two may be the same tensor.
 
     Attributes:
-        skipped_in_a_row: steps skipped since the last one that was taken.
-        loss_scale: what losses are multiplied by before the backward pass; 1 except for fp16.
+        skipped_in_a_row: steps skipped since the last update.
+        loss_scale: factor of losses before the backward pass; 1 except for fp16.
     """
 
     def __init__(
         self, pairs: Mapping[str, tuple[Tensor, Tensor]], adam: Adam, schedule: Schedule, precision: Precision
     ) -> None:
-        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
+        learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
         self._adam, self._schedule, self._scales_loss = adam, schedule, precision == "fp16"
         self._pairs = dict(pairs)
         mains = [main for _, main in self._pairs.values()]
-        # A rank may hold no row of a parameter.
+        # A rank's shard of a parameter may be empty.
         updated = [main for main in mains if main.numel()]
+        # As Megatron: biases and norms have no weight decay.
         self._adamw = torch.optim.AdamW(
             [
                 {"params": [main for main in updated if main.dim() > 1], "weight_decay": adam.weight_decay},
@@ -49,7 +50,7 @@ class MainAdamW:
             eps=adam.eps,
             fused=mains[0].device.type == "cuda",
         )
-        self._on_device = mains[0].device.type == "cuda"  # where the fused one keeps its step count
+        self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
         self.skipped_in_a_row = self._good_steps = 0
         self.loss_scale = INITIAL_LOSS_SCALE if self._scales_loss else 1.0
@@ -59,7 +60,7 @@ class MainAdamW:
         return [main.grad for _, main in self._pairs.values() if main.grad is not None]
 
     def norm(self, grads: list[Tensor]) -> float:
-        """Return the 2-norm of all gradients. Waits for the device; the step's one wait."""
+        """Return the 2-norm of all gradients. Waits for the device, the only time in a step."""
         return float(global_norm(grads))
 
     @torch.no_grad()
@@ -72,13 +73,14 @@ class MainAdamW:
         if finite:
             factor = 1 / scale
             if self._adam.max_grad_norm > 0:
-                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))
-            if factor != 1 and grads:
+                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+            if factor != 1 and grads:  # one pass unscales and clips
                 torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
             self._updates += 1
+            # 16-bit parameters are rounded from their fp32 main parameters.
             for parameter, main in self._pairs.values():
                 if parameter is not main:
                     parameter.copy_(main)
@@ -108,7 +110,7 @@ class MainAdamW:
             self.loss_scale, self._good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter's name, ``exp_avg``, ``exp_avg_sq`` or, of 16 bits, ``param``, live fp32 tensor)."""
+        """Yield (parameter's name, ``exp_avg``, ``exp_avg_sq`` or, for 16-bit parameters, ``param``; live fp32 tensor)."""
         for name, main, state in self._states():
             yield name, "exp_avg", state["exp_avg"]
             yield name, "exp_avg_sq", state["exp_avg_sq"]
@@ -116,7 +118,7 @@ class MainAdamW:
                 yield name, "param", main.detach()
 
     def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Yield AdamW's state of every parameter; made as it makes it in its first step, where there is none yet."""
+        """Yield AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
         for name, (_, main) in self._pairs.items():
             state = self._adamw.state[main]
             if not state:
@@ -125,7 +127,7 @@ class MainAdamW:
             yield name, main, state
 
     def _adapt_scale(self, finite: bool) -> None:
-        """fp16: halve the loss scale after an overflow, double it after a long row of finite steps."""
+        """Halve fp16's loss scale after an overflow, double it after ``LOSS_SCALE_WINDOW`` finite steps in a row."""
         if not self._scales_loss:
             return
         self._good_steps = self._good_steps + 1 if finite else 0
@@ -136,10 +138,9 @@ class MainAdamW:
 
 
 class ModelAdamW(MainAdamW):
-    """AdamW over a model's parameters, all of which this rank has.
+    """AdamW over an unsharded model's parameters.
 
-    A parameter of 16 bits has an fp32 original, which is what is updated. Every parameter's gradients are summed in fp32, in
-    its ``main_grad``.
+    A 16-bit parameter has an fp32 main parameter, which is updated. Gradients are summed in fp32, in ``main_grad``.
     """
 
     def __init__(self, model: nn.Module, adam: Adam, schedule: Schedule, precision: Precision) -> None:
@@ -148,7 +149,7 @@ class ModelAdamW(MainAdamW):
 
 
 def _main(parameter: nn.Parameter) -> Tensor:
-    """Return what is updated: the parameter, or its fp32 original. Gradients arrive in its ``grad``, which always exists."""
+    """Return the tensor to update, the parameter or its fp32 copy, with a ``grad`` that always exists."""
     if parameter.dtype == torch.float32:
         parameter.grad = torch.zeros_like(parameter)
         parameter.main_grad = parameter.grad  # type: ignore[reportAttributeAccessIssue]
@@ -157,6 +158,7 @@ def _main(parameter: nn.Parameter) -> Tensor:
     main.grad = torch.zeros_like(main)
     parameter.main_grad = main.grad  # type: ignore[reportAttributeAccessIssue]
 
+    # Autograd would sum the gradients of several micro batches in 16 bits.
     def add(updated: Tensor) -> None:
         if updated.grad is not None:
             main.grad.add_(updated.grad)  # type: ignore[reportOptionalMemberAccess]

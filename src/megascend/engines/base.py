@@ -1,6 +1,6 @@
-"""Engine, and what it trains: the contract of a step, a checkpoint and the facade with every engine.
+"""Engine and Trainable: the interfaces between engines and the code above them (steps, checkpoints, the backend).
 
-An engine owns a model, its groups, its schedule and its optimizer. Everything above it is the same for all engines.
+An engine owns a model, its process groups, its schedule and its optimizer. All code above it is the same for all engines.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Output(Protocol):
-    """Last hidden states of one micro batch, and the head that has not been applied to them yet.
+    """Last hidden states of one micro batch, with the head that is still to be applied to them.
 
     n is the number of tokens that this rank holds, padding included.
 
     Attributes:
-        fuses_loss: :meth:`cross_entropy` may be used.
+        fuses_loss: :meth:`cross_entropy` is supported.
     """
 
     @property
@@ -51,11 +51,11 @@ class Output(Protocol):
         ...
 
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return fp32 [n] log-probabilities of the targets, with their graph, and the entropies if asked for."""
+        """Return fp32 [n] log-probabilities of the targets, with their autograd graph, and entropies if ``entropy``."""
         ...
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
-        """Return fp32 [n, vocabulary] on the CPU; or only ``rows`` (int64, ascending) of the n."""
+        """Return fp32 [n, vocabulary] on the CPU, or only ``rows`` (int64, ascending) of it."""
         ...
 
 
@@ -64,19 +64,19 @@ class ScalarOutput:
     """Output of a model with a scalar head for one micro batch.
 
     Attributes:
-        values: fp32 [n], one for each token that this rank holds, padding included, with their graph.
+        values: fp32 [n], one for each token that this rank holds, padding included, with their autograd graph.
     """
 
     values: Tensor
 
 
 class Trainable(Protocol):
-    """What has gradients, an optimizer, a step count and a state: the model itself, or adapters on a frozen one.
+    """The trained parameters with their gradients, optimizer and step count: the model, or adapters on a frozen one.
 
-    What a sample trains has a name: its adapter's, or ``""`` for the model itself.
+    Every sample trains one named entity: an adapter, or ``""`` for the model itself.
 
     Attributes:
-        step_count: calls of :meth:`step`, skipped steps and those before a checkpoint included.
+        step_count: calls of :meth:`step`, including skipped steps and those before a checkpoint.
         frozen: the model's own parameters are not trained.
         adapters: by name; empty if the model itself is trained.
         projections: Hugging Face weights that adapters of this model may target.
@@ -96,15 +96,15 @@ class Trainable(Protocol):
     # --- a call of forward_backward or forward ---
 
     def describe(self) -> str:
-        """Return what must be equal on all ranks for a call to be the same on them."""
+        """Return the state that must be equal on all ranks when they make a call, as text."""
         ...
 
     def require_open(self) -> None:
-        """Raise ConfigError if gradients cannot be added to before the next step."""
+        """Raise ConfigError if no further gradients can be accumulated before the next step."""
         ...
 
     def names(self, samples: Sequence[Sample], default: str | None, *, training: bool) -> list[str]:
-        """Return what every sample trains, or runs through.
+        """Return the adapter of every sample, ``""`` for the model itself.
 
         Raises:
             DataError: a sample names an adapter that does not exist.
@@ -112,7 +112,7 @@ class Trainable(Protocol):
         ...
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
-        """Mark each token of ``batch``, whose members are of ``samples``, with the one of ``names`` that it belongs to."""
+        """Assign an adapter to each token of ``batch``: its sample's entry of ``names``."""
         ...
 
     def applying(self, names: Sequence[str]) -> AbstractContextManager[None]:
@@ -120,11 +120,11 @@ class Trainable(Protocol):
         ...
 
     def loss_scales(self, names: Sequence[str]) -> list[float]:
-        """Return the factor of each one's loss in the backward pass, beside the engine's own scale."""
+        """Return each adapter's factor of its loss in the backward pass, beside the engine's own scale."""
         ...
 
     def collect(self) -> None:
-        """Accumulate the gradients of a forward_backward that has run."""
+        """Accumulate the gradients of a completed forward_backward."""
         ...
 
     def abandon(self) -> None:
@@ -134,10 +134,10 @@ class Trainable(Protocol):
     # --- a step ---
 
     def choose(self, names: str | Sequence[str] | None) -> list[str]:
-        """Return what a step is for; by default all that has gradients.
+        """Return the names that a step updates; by default all that have gradients.
 
         Raises:
-            ConfigError: there is no such name, or it has no gradients.
+            ConfigError: a name does not exist, or has no gradients.
         """
         ...
 
@@ -147,19 +147,19 @@ class Trainable(Protocol):
         """Reduce, clip and update, on all ranks or on none; then clear the gradients. Collective.
 
         Args:
-            adam: settings of this step alone, by adapter.
-            lr: learning rate of this step alone, in place of the schedule's.
+            adam: settings of this step only, by adapter.
+            lr: learning rate of this step only, in place of the schedule's.
         """
         ...
 
     def with_gradients(self) -> list[str]:
-        """Return the names of what has accumulated gradients."""
+        """Return the names that have accumulated gradients."""
         ...
 
     # --- checkpoints ---
 
     def counters(self) -> dict[str, Any] | None:
-        """Return counters of the model's optimizer, JSON; None if adapters are trained, which carry theirs."""
+        """Return the counters of the model's optimizer, JSON; None if adapters are trained, which store their own."""
         ...
 
     def restore(self, step: int, counters: dict[str, Any] | None) -> None:
@@ -167,18 +167,16 @@ class Trainable(Protocol):
         ...
 
     def saved_adapters(self) -> dict[str, SavedAdapter]:
-        """Return on rank 0 all adapters, whole and on the CPU, with their optimizers (``lora.adapter_io``). Collective."""
+        """Return on rank 0 all adapters, unsharded on the CPU, with their optimizers (``lora.adapter_io``). Collective."""
         ...
 
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
-        """Replace all adapters by these, or, if one does not fit, keep those from before. Collective."""
+        """Replace all adapters by these; if one does not fit, keep the present ones. Collective."""
         ...
 
 
 OnOutput = Callable[[MicroBatch, Any], tuple[Tensor, Any]]
-"""Called with the output of each micro batch (:class:`Output`, or :class:`ScalarOutput`, as the model is).
-
-It returns the loss to differentiate, and what to keep of it without a graph."""
+"""(micro batch, its :class:`Output` or :class:`ScalarOutput`) -> (loss to differentiate, result without a graph)."""
 
 
 class Engine(ABC):
@@ -195,17 +193,16 @@ class Engine(ABC):
         kind: name in checkpoints, whose tensors have names of its own.
         topology, groups: rank arithmetic and process groups.
         device: of the tensors of micro batches.
-        info: of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` says which kind of output
-            there is.
+        info: of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` decides the kind of output.
         precision: of parameters and activations; ``dtype`` is torch's name for it.
         batching: settings of micro batches.
         max_length: longest sample in tokens.
         layout: of sequences on the ranks.
-        trainable: what is trained.
+        trainable: the model's parameters, or the adapters.
         mixes_adapters: one micro batch may have tokens of several adapters.
-        independent_ranks: ranks exchange nothing in :meth:`run`, with this model and layout; none waits for one that has failed.
-        self_check: result of comparing a slice of the model, computed as here, with transformers; None: there is no such check.
-        self_check_s: seconds that its verdict was waited for.
+        independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
+        self_check: result of comparing a slice of the model with transformers; None: the engine has no such check.
+        self_check_s: seconds spent waiting for its verdict.
 
     Raises:
         ConfigError: adapters on a model with a scalar head.
@@ -229,38 +226,37 @@ class Engine(ABC):
         if self.info.scalar_head is not None and spec.adapters is not None:
             raise ConfigError(
                 "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "
-                "(modules_to_save), and adapters here have no weights of their own but A and B; leave adapters out"
+                "(modules_to_save), and adapters here have no weights but A and B; leave adapters out"
             )
 
     # --- running micro batches ---
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        """Take every micro batch through the model, and back unless ``forward_only``. Collective.
+        """Run forward passes of all micro batches, and backward passes unless ``forward_only``. Collective.
 
         Returns:
-            The second part of what ``on_output`` returned for each, in order; empty on ranks that see no outputs.
+            The second result of ``on_output`` for each micro batch, in order; empty on ranks that see no outputs.
         """
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
-        """Return how a call of ``micro_batches`` scales losses; 1 and 1 where gradients of micro batches and ranks add up.
+        """Return (factor of each rank's part of the loss, gradient that the loss of one micro batch receives).
 
-        Returns:
-            The factor of each rank's part of the loss with which the engine's own averages over micro batches and ranks
-            give the sum over all of them; and the gradient that the loss of one micro batch will receive.
+        The factor undoes the engine's averages over micro batches and ranks, so that the result is the sum over all of them.
+        Both are 1 if the engine adds up the gradients of micro batches and ranks.
         """
         return 1.0, 1.0
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Switch dropout off within the context, in which parameters are complete. Default: there is no dropout."""
+        """Switch dropout off within the context, and finish pending parameter gathers. Default: nothing to do."""
         return contextlib.nullcontext()
 
     def why_no_cache(self) -> str | None:
-        """Return why keys and values cannot be kept for sampling with this model and layout, or None if they can."""
+        """Return the reason why this model and layout have no KV cache for sampling, or None if they have one."""
         return f"engine {self.kind} has none"
 
     def caching(self) -> AbstractContextManager[None]:
-        """Within the context, let micro batches that are ``cached`` keep keys and values, or use those of earlier tokens."""
+        """Let micro batches with ``cached`` write and read the KV cache within the context."""
         return contextlib.nullcontext()
 
     def release_memory(self) -> None:  # noqa: B027
@@ -270,28 +266,30 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self, *, everything: bool) -> dict[str, Any]:
-        """Return what this rank writes of the model and its optimizer: ``checkpoint.slices.TensorSlices`` and objects by name,
-        live tensors. Nothing of a frozen model.
+        """Return this rank's part of the model and its optimizer: ``checkpoint.slices.TensorSlices`` and objects by name.
+
+        Tensors are live. Empty for a frozen model.
 
         Args:
-            everything: also what another rank writes, as needed to load.
+            everything: include replicas that another rank writes, as needed to load.
         """
 
     @abstractmethod
     def hf_slices(self) -> HfSlices:
-        """Return the slices of Hugging Face's weights that the tensors of :meth:`state` consist of, on every rank all of them, by
-        which engines of other kinds read a checkpoint. Collective.
+        """Return the slices of Hugging Face weights that make up the tensors of :meth:`state`, for all ranks. Collective.
+
+        Engines of other kinds read a checkpoint by them.
 
         Raises:
-            CheckpointError: on every rank: they cannot be described so.
+            CheckpointError: on every rank: a tensor is not made up of such slices.
         """
 
     def random_streams(self) -> Any:
-        """Return the state of the engine's own random generators, beside those of Python, NumPy, torch and the device."""
+        """Return the state of random generators beyond those of Python, NumPy, torch and the device."""
         return None
 
     def restore_random_streams(self, state: Any) -> None:  # noqa: B027
-        """Set them to what :meth:`random_streams` has returned."""
+        """Restore the random generators from :meth:`random_streams`."""
 
     # --- weights ---
 
@@ -299,37 +297,34 @@ class Engine(ABC):
     def named_weights(
         self, adapter: str | None = None, *, receivers: Receivers = "all", device: torch.device | str | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights under their Hugging Face names, whole, one at a time, on the ranks that receive. Collective.
+        """Yield the model's unsharded weights under their Hugging Face names, one at a time, on receiving ranks. Collective.
 
-        Every rank iterates to the end; where there is nothing to receive, there is nothing to iterate over. A tensor may be
-        the model's own memory: copy what is to outlast the next one.
+        Every rank iterates to the end; ranks that do not receive yield nothing. A tensor may share the model's memory: copy it
+        to keep it beyond the next one.
 
         Args:
-            adapter: merged into what comes, in float32.
+            adapter: merge this adapter, in float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
-            device: where to; default: where the model is. ``meta``: names, shapes and dtypes alone.
+            device: of the tensors; default: the model's. ``meta``: names, shapes and dtypes only.
         """
 
     def export(self, path: Path, adapter: str | None = None, device: str | None = None) -> None:
         """Write the model, with ``adapter`` merged into it, as a Hugging Face directory. Collective.
 
         Args:
-            device: on which tensors are collected; default: where the model is.
+            device: on which tensors are collected; default: the model's.
         """
         weights = self.named_weights(adapter, receivers="main", device=device)
-        export(weights, self.model_dir, path, _name(self.dtype), self.groups, self.info)
+        export(weights, self.model_dir, path, str(self.dtype).removeprefix("torch."), self.groups, self.info)
 
     def check_export(self, path: Path, *, replaces: bool) -> None:
-        """Refuse now what would keep :meth:`export` from writing to ``path`` later; see :func:`check_export`. Collective."""
+        """Raise now the error with which :meth:`export` would fail later; see :func:`check_export`. Collective."""
         weights = self.named_weights(receivers="main", device="meta")
-        check_export(weights, self.model_dir, path, _name(self.dtype), self.groups, self.info, replaces=replaces)
+        dtype = str(self.dtype).removeprefix("torch.")
+        check_export(weights, self.model_dir, path, dtype, self.groups, self.info, replaces=replaces)
 
     def close(self) -> None:  # noqa: B027
-        """Undo what the engine has changed in the process; its groups are the backend's. The object is of no use afterwards."""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        """Undo the engine's changes to the process; the backend destroys the groups. The object is unusable afterwards."""
 
 
 def seed_generators(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""An engine's checkpoints: what is saved of it, and how it continues from its own or from those of other engines."""
+"""Collect an engine's state for a checkpoint, and load it from a checkpoint of the same or of another engine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "
 def describe(
     engine: Engine, progress: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Return the manifest of a checkpoint of the engine as it is now.
+    """Return the manifest of a checkpoint of the engine's present state.
 
     Args:
         progress, config: see :class:`Manifest`.
 
     Raises:
-        ConfigError: one of them is not JSON.
+        ConfigError: one of them cannot be converted to JSON.
     """
     shape, trainable = engine.info.shape, engine.trainable
     versions = {}
@@ -62,7 +62,7 @@ def describe(
 
 
 def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as they will be read: with lists for tuples, and keys that are texts."""
+    """Return ``values`` as they will be read back: with lists for tuples, and strings as keys."""
     try:
         return json.loads(json.dumps(dict(values)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_state(engine: Engine, manifest: Manifest, base_model: str) -> CheckpointState:
-    """Collect everything that a checkpoint holds; tensors are live. Collective: adapters are gathered on rank 0."""
+    """Collect the content of a checkpoint; tensors are live. Collective: adapters are gathered on rank 0."""
     trainable = engine.trainable
     slices: HfSlices | str | None = None
     if not trainable.frozen:
@@ -94,13 +94,14 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
     Where engine and layout are the same, the random generators continue too.
 
     Args:
-        saved, current: manifests of the checkpoint and of the engine, which fit.
+        saved, current: manifests of the checkpoint and of the engine, already checked to fit.
 
     Raises:
-        CheckpointError: it does not hold what this model needs (nothing has been changed then), or it stopped being readable
-            half way (the model is of no use then).
-        ConfigError: an adapter does not fit; the adapters are those from before then.
+        CheckpointError: the checkpoint does not fit this model (nothing has been changed), or a file could not be read half way
+            (the model is unusable).
+        ConfigError: an adapter does not fit; the present ones are kept.
     """
+    # Live tensors: dcp.load writes into them.
     state: dict[str, Any] = engine.state(everything=True)
     same_engine = saved.engine == current.engine
     same_layout = same_engine and saved.layout == current.layout
@@ -111,17 +112,19 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         _check_names(state, directory, engine)
     else:
         translation = _translate(engine, state, directory, saved)
-        for values in translation.padding:
+        for values in translation.padding:  # rows that no weight fills
             values.zero_()
         state = {**translation.reads}
     if engine.trainable.frozen:
+        # Before the rest, since an adapter that does not fit must leave everything unchanged.
         engine.trainable.load_adapters({name: directory / "adapters" / name for name in saved.adapters})
     problem = None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Every rank reads what it needs of the files; nothing is planned together.
+            # no_dist: every rank reads its own slices; a plan common to all ranks would cost collectives and gain nothing.
             dcp.load(state, storage_reader=ChunkReader(directory), planner=SliceLoadPlanner(), no_dist=True)
+    # CheckpointException is a BaseException in torch.
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
@@ -132,7 +135,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
 
 
 def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> None:
-    """Compare the tensors of an engine with those of a checkpoint of its kind, before anything is changed."""
+    """Compare an engine's tensors with those of a checkpoint of the same engine, before anything is changed."""
     problem, tensors = None, {}
     try:
         tensors, objects = stored_tensors(directory)
@@ -150,7 +153,7 @@ def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> N
 
 
 def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved: Manifest) -> Translation:
-    """Find this rank's tensors in a checkpoint of another engine. Collective; nothing has been changed afterwards."""
+    """Plan reading this rank's tensors from a checkpoint of another engine. Collective; changes nothing."""
     problem, translation, stored = None, Translation(), {}
     engine_slices = engine.hf_slices()
     try:
@@ -160,7 +163,7 @@ def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved:
         problem = str(error)
     except Exception as error:  # noqa: BLE001  pickled metadata can fail in any way; reported on every rank
         problem = f"its metadata cannot be read: {error}"
-    weights = {each.weight for slices in stored.values() for each in slices}
+    weights = {hf_slice.weight for slices in stored.values() for hf_slice in slices}
 
     def refusal(reason: str) -> str:
         return (
@@ -180,23 +183,23 @@ def _require_all_used(
     stored: Iterable[str],
     refusal: Callable[[str], str],
 ) -> None:
-    """Raise CheckpointError on every rank if one has a problem, or the checkpoint stores what no rank has used."""
-    what = f"what is needed of {directory}"
-    raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, what)
-    left = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, what)))
-    if left:
-        raise CheckpointError(refusal(f"unexpected key in checkpoint: {left[0]}"))
+    """Raise CheckpointError on every rank if one has a problem, or if no rank has used an entry of the checkpoint."""
+    purpose = f"what is needed of {directory}"
+    raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
+    unused = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, purpose)))
+    if unused:
+        raise CheckpointError(refusal(f"unexpected key in checkpoint: {unused[0]}"))
 
 
 def _translate_counters(current: dict[str, Any] | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the optimizer's counters of a checkpoint as this engine has them: fp16 scalers share nothing but the scale."""
+    """Convert another engine's optimizer counters to this engine's: fp16 scalers have only the scale in common."""
     if current is None or saved is None or saved["scaler"] is None:
         return saved
     return {**saved, "scaler": {**(current["scaler"] or {}), "scale": saved["scaler"]["scale"]}}
 
 
 def random_state(engine: Engine) -> dict[str, Any]:
-    """Return the state of every random generator of this process, and of those of the engine's own."""
+    """Return the state of every random generator of this process, including the engine's."""
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -207,7 +210,7 @@ def random_state(engine: Engine) -> dict[str, Any]:
 
 
 def set_random_state(engine: Engine, state: dict[str, Any]) -> None:
-    """Set every generator to what :func:`random_state` has returned."""
+    """Restore every random generator from :func:`random_state`."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

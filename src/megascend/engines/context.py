@@ -1,4 +1,4 @@
-"""Settings of an engine, and the context that it is built in: the process, the checkpoint, the layout, the groups."""
+"""EngineSpec, an engine's settings, and EngineContext: the process, checkpoint, layout and groups that it is built on."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megascend.topology.topology import Topology, plan
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Settings of an engine; each knows some of them.
+    """Settings of an engine; every engine uses some of them.
 
     Attributes:
         model: directory of a Hugging Face checkpoint with safetensors weights.
-        parallel: how the ranks divide the work; data parallelism takes what is left of the world size.
+        parallel: parallel sizes; the data parallel size is the world size divided by their product.
         precision: ``fp32``, ``fp16`` or ``bf16``, for parameters and activations.
         tf32, platform, provider: as for :func:`megascend.bootstrap`.
         optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
         adapters: freeze the model and train LoRA adapters on it; None: train the model.
-        provider_options: settings of the provider's own, beside those that follow from the model and the layout.
-        seed: of dropout and everything else that is random.
+        provider_options: further settings of the provider, beside those derived from the model and the layout.
+        seed: of dropout and all other random numbers.
         timeout_s: seconds after which a missing rank is an error on all others.
         self_check: compare a small slice of the model with transformers first.
         head: ``lm``, or the kind of scalar head.
@@ -61,19 +61,19 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
-        """Return the spec with these settings, by the names of its fields; None stands for the default."""
+        """Build the spec from settings by field name; None stands for the default."""
         return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine is built in.
+    """Process, layout, groups and checkpoint that an engine is built on.
 
     Attributes:
         runtime: this process, prepared for the engine.
         topology, groups: rank arithmetic and process groups.
         info: of the checkpoint in ``model_dir``.
-        factory: made the engine's groups; None: they are plain ones.
+        factory: created the engine's groups; None: plain torch groups.
     """
 
     runtime: Runtime
@@ -85,9 +85,9 @@ class EngineContext:
 
 
 Prepare = Callable[[Runtime, Topology, Path], GroupFactory | None]
-"""(the process, the layout, the checkpoint's directory) -> factory of the engine's groups; None: plain ones.
+"""(runtime, topology, checkpoint directory) -> factory of the engine's groups; None: plain torch groups.
 
-It refuses what the engine cannot do, and imports what it needs. No rank has met another yet.
+Called before ranks communicate: rejects settings that the engine does not support, and imports the packages that it needs.
 """
 
 
@@ -105,16 +105,16 @@ def engine_context(
     prepare: Prepare = lambda runtime, topology, model_dir: None,
     head: HeadKind = "lm",
 ) -> Iterator[EngineContext]:
-    """Build an engine in the block; if that fails, the process groups are destroyed and another attempt finds none. Collective.
+    """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
     Args:
         engine: the name under which it is registered.
         model: directory of a Hugging Face checkpoint with safetensors weights.
         platform, tf32, provider: as for :func:`megascend.bootstrap`, which is called if it has not been.
-        parallel: how the ranks divide the work; default: data parallelism alone.
+        parallel: parallel sizes; default: data parallelism only.
         timeout_s: seconds after which a missing rank is an error on all others.
-        prepare: called before ranks meet.
-        head: what the model ends with: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
+        prepare: called before ranks communicate.
+        head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
             a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``).
 
     Raises:
@@ -125,6 +125,7 @@ def engine_context(
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
     layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
+    # Prefetched while packages are imported and ranks connect.
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
         info = inspect_checkpoint(model_dir, head)
@@ -143,7 +144,7 @@ def engine_context(
 
 
 def _weights(model_dir: Path, launch: Launch) -> list[Path]:
-    """Return the weight files that all ranks together read whole; none with several hosts, of which each may read a part."""
+    """Return the weight files to prefetch; none with several hosts, since a host may read only a part of them."""
     if launch.local_size != launch.world_size:
         return []
     try:

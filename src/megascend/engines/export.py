@@ -1,4 +1,4 @@
-"""A Hugging Face directory from an engine's stream of weights: one rank writes, all of them learn how it went."""
+"""Export of an engine's weights to a Hugging Face directory: one rank writes, and all ranks raise if it fails."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascend.distributed.objects import raise_on_all_ranks
+from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
-from megascend.huggingface.files import TensorHeader, companions
-from megascend.huggingface.safetensors_writer import DTYPES
+from megascend.huggingface.files import companions
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
 from megascend.io.paths import stays, why_not_writable
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megascend.huggingface.info import ModelInfo
 
 _FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError)
-"""What files and names that nobody foresaw raise on the rank that writes, while others wait for its word."""
+"""Unforeseen errors of the writing rank (files, names), which it must report to the ranks that wait for it."""
 _BROKEN_GROUPS = (CollectiveTimeoutError, ProcessGroupError)
-"""Errors, some of them OSErrors, after which ranks cannot agree on anything: another collective would wait in vain."""
+"""Errors, some of them OSErrors, after which another collective would only time out, so that ranks cannot agree any more."""
 
 
 def export(
@@ -36,17 +36,17 @@ def export(
 ) -> None:
     """Write ``weights`` as a Hugging Face directory; ``target`` appears only when it is complete. Collective.
 
-    It holds the tensors of ``source``, by name and shape, in ``dtype``; what is fp32 in ``source`` and not trained stays fp32,
-    and tensors that are not built here are copied from it as they are.
+    It holds the tensors of ``source``, by name and shape, in ``dtype``; tensors that are fp32 in ``source`` and not trained stay
+    fp32, and tensors that the model does not have are copied unchanged.
 
     Args:
-        weights: a stream that nobody has begun, with the main rank (0) as its receiver.
-        dtype: ``float32``, ``float16`` or ``bfloat16``: what the parameters have.
+        weights: a stream that has not been started, with the main rank (0) as its receiver.
+        dtype: ``float32``, ``float16`` or ``bfloat16``: the parameters' dtype.
         info: of the model as it was built from ``source``.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
-            cannot be written, or would have other tensors than ``source``; what was there before is still there then.
+            cannot be written, or would have other tensors than ``source``; its previous content is kept.
     """
     with contextlib.ExitStack() as stack:
         writer, problem = None, None
@@ -62,7 +62,7 @@ def export(
 
 
 def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | None) -> CheckpointError | None:
-    """What went wrong, on the rank that writes; raising at once would leave the others waiting."""
+    """Write the stream, and return the error, if any: raising at once would leave the other ranks waiting."""
     try:
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
             for name, tensor in weights:
@@ -89,11 +89,11 @@ def check_export(
     *,
     replaces: bool = False,
 ) -> None:
-    """Refuse what would keep :func:`export` from succeeding after hours of training. Collective.
+    """Raise before training an error with which :func:`export` would fail after it. Collective.
 
     Args:
         weights: the stream of an export, on torch's ``meta`` device.
-        replaces: what is at ``target`` now will be gone by then.
+        replaces: the current content of ``target`` will have been removed by then.
 
     Raises:
         CheckpointError: on every rank: the export would hold other tensors than ``source``, a file beside the weights cannot be
@@ -102,20 +102,17 @@ def check_export(
     problem: CheckpointError | None = None
     try:
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
-            written = {
-                name: TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
-                for name, tensor in weights
-            }
+            headers = {name: header_of(tensor) for name, tensor in weights}
         if groups.rank == 0:
-            require_same_tensors(source, info, written, dtype)
+            require_same_tensors(source, info, headers, dtype)
             exported_config(source, info, dtype)
             for path in companions(source):
                 with path.open("rb") as file:
                     file.read(1)
-            gone = replaces and not stays(target)
-            if not gone:
+            removed = replaces and not stays(target)
+            if not removed:
                 check_target(target)
-            if reason := why_not_writable(target.parent if gone else target):
+            if reason := why_not_writable(target.parent if removed else target):
                 problem = CheckpointError(f"export: {target} cannot be written: {reason}")
     except CheckpointError as error:
         problem = error

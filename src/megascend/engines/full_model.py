@@ -1,4 +1,4 @@
-"""FullModel: the model's own parameters as what an engine trains."""
+"""FullModel: training of all of a model's own parameters."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ModelOptimizer(Protocol):
         """Update all parameters, or none; then clear the gradients. Collective.
 
         Args:
-            number: steps done before, which the schedule counts.
-            reduced: the gradients have been summed over data parallel ranks already.
+            number: previous steps, the position in the schedule.
+            reduced: the gradients have already been summed over data parallel ranks.
             lr: learning rate of this step, in place of the schedule's.
         """
         ...
 
     def discard(self) -> None:
-        """Drop all gradients, and whatever has been counted with them."""
+        """Drop all gradients, and statistics gathered with them."""
         ...
 
     def counters(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside tensors, JSON."""
+        """Return the optimizer's state beside tensors, JSON."""
         ...
 
     def restore(self, counters: dict[str, Any]) -> None:
@@ -44,11 +44,11 @@ class ModelOptimizer(Protocol):
 
 
 class FullModel:
-    """The model's own parameters. See :class:`megascend.engines.base.Trainable`.
+    """All of a model's own parameters as the :class:`megascend.engines.base.Trainable`.
 
     Args:
-        optimizer: steps them.
-        reduces_while_running: a forward_backward leaves gradients that are summed over data parallel ranks already.
+        optimizer: of the parameters.
+        reduces_while_running: forward_backward already sums gradients over data parallel ranks.
     """
 
     def __init__(self, optimizer: ModelOptimizer, *, reduces_while_running: bool = False) -> None:
@@ -100,7 +100,7 @@ class FullModel:
         self._accumulated = True
 
     def abandon(self) -> None:
-        self._optimizer.discard()  # micro batches before the one that failed have left theirs
+        self._optimizer.discard()  # gradients of the micro batches before the failed one
         self._accumulated = False
 
     def choose(self, names: str | Sequence[str] | None) -> list[str]:
@@ -111,7 +111,8 @@ class FullModel:
     def step(
         self, names: Sequence[str], adam: Mapping[str, Adam] | None = None, *, lr: float | None = None
     ) -> StepResult:
-        assert not adam, "settings of a step are by adapter, and choose() has found none"
+        assert not adam, "settings of a step are by adapter, and this model has none"
+        # Without a forward_backward since the last step nothing has been reduced.
         reduced, self._accumulated = self._accumulated and self._reduces, False
         result = self._optimizer.step(self.step_count, reduced, lr)
         self.step_count += 1

@@ -1,4 +1,4 @@
-"""The last step of transformers' models: the plain product with the output layer, or a scalar head, one number a token."""
+"""The last layer of transformers models: a plain output projection, or a scalar head with one value per token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megascend.kernels.linear_logprobs import (
 
 @dataclass(frozen=True)
 class PlainOutput:
-    """The output of a model whose vocabulary one rank has whole, for one micro batch; see :class:`megascend.engines.base.Output`.
+    """Output of an unsharded output layer for one micro batch; see :class:`megascend.engines.base.Output`.
 
     Attributes:
         hidden: [n, h].
-        weight: [vocabulary, h]; its ``main_grad``, where it is trained, takes its gradient in fp32.
+        weight: [vocabulary, h]; if it is trained, its ``main_grad`` accumulates its gradient in fp32.
         targets: int64 [n].
-        vocab_size: rows of the weight that stand for tokens.
-        down, lora_delta: ``A x`` [n, r] of adapters of this layer, and what it adds to the logits; or both None.
+        vocab_size: rows of the weight that stand for tokens; the others are padding.
+        down, lora_delta: ``A x`` [n, r] of this layer's adapters, and their contribution to the logits; or both None.
     """
 
     hidden: Tensor
@@ -40,12 +40,12 @@ class PlainOutput:
 
     @property
     def shard(self) -> VocabShard:
-        """The whole vocabulary."""
+        """The full vocabulary as the shard of the only rank."""
         return VocabShard(0, self.vocab_size)
 
     @property
     def fuses_loss(self) -> bool:
-        """False for fp16, where gradients formed before the loss scale is applied would underflow."""
+        """False for fp16: gradients computed before the loss scale is applied would underflow."""
         return self.weight.dtype != torch.float16
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
@@ -74,15 +74,15 @@ class PlainOutput:
         )
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
-        whole = gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta, rows)
-        return whole[:, : self.vocab_size]
+        logits = gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta, rows)
+        return logits[:, : self.vocab_size]
 
 
 def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, Tensor]:
-    """Draw a scalar head's weights as transformers does: normal with ``initializer_range``, a bias of 0. The same on every rank.
+    """Initialise a scalar head's weights as transformers does: normal with ``initializer_range``, bias 0. Equal on all ranks.
 
     Returns:
-        float32 on the CPU, by their names in a checkpoint; nothing where a checkpoint has them, or without a scalar head.
+        float32 on the CPU, by name in a checkpoint; empty if the checkpoint has them, or without a scalar head.
     """
     if head is None or head.std is None:
         return {}
@@ -92,13 +92,13 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
 
 
 def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
-    """Return transformers' automatic class of a model with this head, and change the configuration to one that has it.
+    """Return transformers' auto class of a model with this head, and change the configuration accordingly.
 
     A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token of a
-    sequence; so all scalar heads are of one class.
+    sequence; so all scalar heads use the token classifier.
 
     Args:
-        outputs: numbers that the head makes of a token, if it is no language model's.
+        outputs: values per token of a scalar head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -112,12 +112,12 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
 
 
 def plain_slice(config: Any, head: ScalarHead | None) -> Any:
-    """Return transformers' own model of a small configuration, fp32, with which a self-check compares an engine's.
+    """Build transformers' own model of a small configuration, fp32, as the reference of a self-check.
 
-    A scalar head has as many outputs as the vocabulary has tokens: one number would show little of the model below it.
+    A scalar head gets as many outputs as the vocabulary has tokens: one value would show little of the model below it.
 
     Args:
-        config: changed to one that has the head.
+        config: changed to have the head.
     """
     model = model_class(config, head, config.vocab_size).from_config(
         config, attn_implementation="eager", dtype=torch.float32
@@ -127,7 +127,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
 
 
 def tie_embeddings(config: Any, tied: bool) -> None:
-    """Set in transformers' ``config`` whether the output layer is the embedding; the checkpoint's files decide it."""
+    """Set ``tie_word_embeddings`` in transformers' ``config``; the checkpoint's files decide it."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tied
 
@@ -145,25 +145,25 @@ def check_tied(model: Any, tied: bool) -> None:
 
 
 def without_bias(model: Any, head: ScalarHead | None) -> None:
-    """Remove the bias that transformers has given the head and this one has not."""
+    """Remove the bias that transformers adds to a scalar head which has none."""
     if head is not None and not head.bias:
         model.score.bias = None
 
 
 def output_layer(model: Any) -> nn.Linear:
-    """Return the last layer of a transformers model: the scalar head, or what makes logits; None if it has neither."""
+    """Return the last layer of a transformers model: the scalar head or the output projection; None if it has neither."""
     score = getattr(model, "score", None)
     return model.get_output_embeddings() if score is None else score
 
 
 def not_plain(layer: nn.Module | None, head: ScalarHead | None) -> str | None:
-    """Return what keeps an output layer from being the product with its weight, all that engines compute; None: nothing."""
+    """Return the reason why an output layer is more than a product with its weight, all that engines compute, or None."""
     if layer is None:
         return "no output layer"
     if head is None and getattr(layer, "bias", None) is not None:
         return "no output layer without a bias"
-    others = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
-    if type(layer).forward is not nn.Linear.forward or others:
+    extra = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
+    if type(layer).forward is not nn.Linear.forward or extra:
         return f"an output layer ({type(layer).__name__}) that is more than the product with its weight"
     return None
 

@@ -1,7 +1,7 @@
-"""Keys and values of tokens that have been through a model, so that only what is new has to.
+"""KV cache for sampling, so that only new tokens run through the model.
 
-Every attention layer of a rank has its own, of all rows: [rows, heads of keys and values, capacity, head dim]. Rows grow by one
-token at a time. What a micro batch does with them is said by its ``cached``: :class:`Filling` or :class:`Growing`.
+Every attention layer of a rank has keys and values of all rows: [rows, KV heads, capacity, head dim]. Rows grow by one token at
+a time. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or :class:`Growing` (decode).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of layer, as ``layer_types`` has them, with nothing to keep but keys and values."""
+"""Kinds of layer in ``layer_types`` whose decoding state is only keys and values."""
 SMALLEST = 64
-"""Tokens that there is room for at first; capacity is doubled when it is used up."""
+"""Initial capacity in tokens; it is doubled when it is used up."""
 
 
 def other_attention(config: Any) -> str | None:
-    """Return what a transformers model has beside attention whose keys and values can be kept; None: nothing."""
+    """Return the part of a transformers model that a KV cache does not cover; None if its decoding state is only that."""
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(PLAIN_LAYERS))
     if kinds:
@@ -35,15 +35,15 @@ def other_attention(config: Any) -> str | None:
 
 
 class KeyValues:
-    """Of rows on this rank.
+    """KV cache of this rank's rows.
 
     Args:
-        rows: how many.
-        longest: tokens that no row ever has more than.
+        rows: number of rows.
+        longest: upper bound of a row's length in tokens.
 
     Attributes:
-        lengths: tokens of each row whose keys and values are there.
-        layers: attention layers that have written.
+        lengths: cached tokens of each row.
+        layers: number of attention layers that have written.
     """
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
@@ -58,21 +58,25 @@ class KeyValues:
 
     @property
     def bytes(self) -> int:
-        """Memory that they take."""
-        return sum(part.numel() * part.element_size() for pair in self._layers.values() for part in pair)
+        """Memory of all keys and values."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
     def fill(self, layer: Hashable, row: int, keys: Tensor, values: Tensor) -> None:
-        """Take the first keys and values [tokens, heads, head dim] of a row."""
+        """Write the first keys and values [tokens, heads, head dim] of a row."""
         if layer not in self._layers:
-            room = max(len(keys), min(SMALLEST, self._longest))
-            self._layers[layer] = tuple(of.new_zeros(len(self.lengths), of.shape[1], room, of.shape[2]) for of in (keys, values))  # type: ignore[assignment]  # fmt: skip
+            capacity = max(len(keys), min(SMALLEST, self._longest))
+            rows = len(self.lengths)
+            self._layers[layer] = (
+                keys.new_zeros(rows, keys.shape[1], capacity, keys.shape[2]),
+                values.new_zeros(rows, values.shape[1], capacity, values.shape[2]),
+            )
         self._reserve(layer, len(keys))
-        for whole, of in zip(self._layers[layer], (keys, values), strict=True):
-            whole[row, :, : len(of)] = of.transpose(0, 1)
+        for cache, states in zip(self._layers[layer], (keys, values), strict=True):
+            cache[row, :, : len(states)] = states.transpose(0, 1)
         self.lengths[row] = len(keys)
 
     def take(self, rows: Sequence[int]) -> None:
-        """Go on with these of the rows, in this order; one may be there several times, and each goes its own way then."""
+        """Replace the rows by these of them, in this order; a row that is listed several times is copied."""
         if list(rows) == list(range(len(self.lengths))):
             return
         index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
@@ -82,12 +86,12 @@ class KeyValues:
         self.lengths = [self.lengths[row] for row in rows]
 
     def begin(self) -> None:
-        """All rows get a token next: it will be at the place that ``lengths`` has."""
-        most = max(self.lengths) + 1
+        """Reserve the position of every row's next token, and compute the attention mask that all layers share."""
+        longest = max(self.lengths) + 1
         for layer in self._layers:
-            self._reserve(layer, most)
+            self._reserve(layer, longest)
         self._positions = torch.tensor(self.lengths, device=self._device)
-        self._visible = torch.arange(most, device=self._device) <= self._positions[:, None]
+        self._visible = torch.arange(longest, device=self._device) <= self._positions[:, None]
 
     def attend(
         self,
@@ -99,49 +103,50 @@ class KeyValues:
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        """What each row's new token gets from its row's tokens, itself among them, whose keys and values are kept.
+        """Write each row's new key and value, and compute the new token's attention over its row, itself included.
 
         Args:
-            rows: those that the tokens are of.
-            query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, each for as many of the query's in a row.
+            rows: the rows of the tokens.
+            query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
             scale: of the products; None: one by the root of the head dim.
-            window: tokens that each token sees, itself among them; None: all.
+            window: tokens that each token attends to, itself included; None: all.
 
         Returns:
             [rows, heads, head dim of the values].
         """
-        keys, values = (of[rows] for of in self._layers[layer])
+        keys, values = (cache[rows] for cache in self._layers[layer])
         positions, visible = self._positions[rows], self._visible[rows]
-        every, most = torch.arange(len(query), device=query.device), visible.shape[1]
-        keys[every, :, positions] = key
-        values[every, :, positions] = value
+        indices, longest = torch.arange(len(query), device=query.device), visible.shape[1]
+        keys[indices, :, positions] = key
+        values[indices, :, positions] = value
         if window is not None:
-            visible = visible & (torch.arange(most, device=query.device) > positions[:, None] - window)
-        grouped = query.unflatten(1, (key.shape[1], -1))  # heads of one group as if they were tokens
+            visible = visible & (torch.arange(longest, device=query.device) > positions[:, None] - window)
+        # The query heads of a KV head become its query tokens: keys and values need no copy per query head.
+        grouped = query.unflatten(1, (key.shape[1], -1))
         mixed = scaled_dot_product_attention(
-            grouped, keys[:, :, :most], values[:, :, :most], visible[:, None, None], scale=scale
+            grouped, keys[:, :, :longest], values[:, :, :longest], visible[:, None, None], scale=scale
         )
         return mixed.flatten(1, 2)
 
     def advance(self) -> None:
-        """All layers have seen the new tokens."""
+        """Count the new tokens, after all layers have written theirs."""
         self.lengths = [length + 1 for length in self.lengths]
 
-    def _reserve(self, layer: Hashable, needed: int) -> None:
+    def _reserve(self, layer: Hashable, tokens: int) -> None:
         keys, values = self._layers[layer]
-        room = keys.shape[2]
-        if needed > room:
-            more = max(needed, min(2 * room, self._longest)) - room
-            self._layers[layer] = tuple(torch.nn.functional.pad(of, (0, 0, 0, more)) for of in (keys, values))  # type: ignore[assignment]  # fmt: skip
+        capacity = keys.shape[2]
+        if tokens > capacity:
+            added = max(tokens, min(2 * capacity, self._longest)) - capacity
+            self._layers[layer] = tuple(torch.nn.functional.pad(cache, (0, 0, 0, added)) for cache in (keys, values))  # type: ignore[assignment]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A micro batch of whole rows, whose keys and values are to be kept.
+    """Prefill: a micro batch of complete rows, whose keys and values are written to the cache.
 
     Attributes:
-        rows: of each of its samples, the row in ``cache``.
-        lengths, padded_lengths: of its samples.
+        rows: the row in ``cache`` of each sample.
+        lengths, padded_lengths: of the samples.
     """
 
     cache: KeyValues
@@ -150,9 +155,9 @@ class Filling:
     padded_lengths: tuple[int, ...]
 
     def keep(self, layer: Hashable, keys: Tensor, values: Tensor) -> None:
-        """Keep what a layer has computed, [tokens, heads, head dim] of packed samples, [batch, tokens, ...] of padded ones."""
-        for row, own_keys, own_values in zip(self.rows, self._split(keys), self._split(values), strict=True):
-            self.cache.fill(layer, row, own_keys, own_values)
+        """Write a layer's keys and values: [tokens, heads, head dim] of packed samples, [batch, tokens, ...] of padded ones."""
+        for row, row_keys, row_values in zip(self.rows, self._split(keys), self._split(values), strict=True):
+            self.cache.fill(layer, row, row_keys, row_values)
 
     def _split(self, states: Tensor) -> Iterator[Tensor]:
         parts = states.split(self.padded_lengths) if states.dim() == 3 else states
@@ -161,7 +166,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class Growing:
-    """A micro batch of new tokens, one for each of ``rows`` of ``cache`` in their order, and padding behind them."""
+    """Decode: a micro batch of new tokens, one for each of ``rows`` of ``cache`` in order, then padding."""
 
     cache: KeyValues
     rows: slice
@@ -169,7 +174,7 @@ class Growing:
     def attend(
         self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """As :meth:`KeyValues.attend`, with rows of zeros for padding."""
+        """Call :meth:`KeyValues.attend`; rows of padding are 0."""
         count = self.rows.stop - self.rows.start
         padding = len(query) - count
         mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window)

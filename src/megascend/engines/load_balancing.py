@@ -21,12 +21,12 @@ Formula = Literal["megatron", "transformers"]
 
 
 def gradients(formula: Formula, counts: Tensor, tokens: int, top_k: int) -> Tensor:
-    """The gradient of the loss for one token's probabilities, the same for all tokens of a layer.
+    """Return the gradient of the loss with respect to one token's probabilities, the same for all tokens of a layer.
 
     Args:
-        counts: [layers, experts], tokens of the whole micro batch that each layer sends to each expert. For ``transformers``
-            all layers of the model.
-        tokens: of the whole micro batch; with none the loss is 0.
+        counts: [layers, experts], tokens of the micro batch on all ranks that each layer sends to each expert. For
+            ``transformers`` all layers of the model.
+        tokens: of the micro batch on all ranks; without any the loss is 0.
         top_k: experts of each token.
 
     Returns:
@@ -41,7 +41,7 @@ def gradients(formula: Formula, counts: Tensor, tokens: int, top_k: int) -> Tens
 
 
 def scores(logits: Tensor, function: str) -> Tensor:
-    """fp32 probabilities of the experts, as both losses take them: [n, experts] from the router's logits.
+    """Compute fp32 probabilities of the experts, [n, experts], from the router's logits, as both losses do.
 
     Args:
         function: ``softmax``, or ``sigmoid``, whose values are divided by their sum.

@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence, for each sample of a micro batch by its own length.
+"""Rotary embeddings with length-dependent frequencies, applied per sample of a micro batch.
 
-transformers looks at the largest position of all that it is called with: beside a long sample, a short one would be turned by the
-long one's frequencies (``longrope``, ``dynamic``), and dynamic frequencies would be those of the longest sample so far.
+transformers uses the largest position in its input: beside a long sample, a short one would be rotated by the long one's
+frequencies (``longrope``, ``dynamic``), and dynamic frequencies would be those of the longest sample so far.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryByLength:
-    """The rotary embeddings of a transformers model that depend on a sequence's length; most models have none.
+    """Patches the length-dependent rotary embeddings of a transformers model to follow each sample's own length.
+
+    Most models have none, and are not changed.
 
     Args:
-        model: patched; :meth:`enter` must be called before it is.
+        model: patched; call :meth:`enter` before each forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,30 +40,32 @@ class RotaryByLength:
                 patch(module, "forward", forward, "frequencies follow each sample's own length")
 
     def enter(self, batch: MicroBatch) -> None:
-        """Compute the samples of ``batch`` from now on."""
+        """Set the samples of the next forward passes to those of ``batch``."""
         self.enter_samples(batch.sample.view(batch.input_ids.shape), batch.lengths)
 
     def enter_samples(self, sample: Tensor, lengths: Sequence[int]) -> None:
-        """Compute these samples from now on.
+        """Set the samples of the next forward passes.
 
         Args:
-            sample: int64, in the shape of the ids, the number of each token's sample.
+            sample: int64, in the shape of the ids, the index of each token's sample.
             lengths: tokens of each sample, on all ranks that hold parts of it, without padding.
         """
         self._sample, self._lengths = sample, lengths
 
     def groups(self, borders: Sequence[int], dynamic: bool) -> list[tuple[int, Tensor]]:
-        """Return lengths that have frequencies of their own, and which tokens they are for: bool, in the shape of the ids.
+        """Return the lengths with different frequencies, each with a mask of its tokens: bool, in the shape of the ids.
 
         Args:
             borders: lengths above which frequencies change.
-            dynamic: above them, each length has its own.
+            dynamic: above them, every length has its own frequencies.
         """
         assert self._sample is not None, "the engine enters a micro batch before it calls the model"
         kinds = [sum(length > border for border in borders) for length in self._lengths]
         if dynamic:
             kinds = [length if kind else 0 for kind, length in zip(kinds, self._lengths, strict=True)]
-        longest = {kind: max(n for n, own in zip(self._lengths, kinds, strict=True) if own == kind) for kind in kinds}
+        longest: dict[int, int] = {}
+        for kind, length in zip(kinds, self._lengths, strict=True):
+            longest[kind] = max(length, longest.get(kind, 0))
         if len(longest) == 1:
             return [(max(self._lengths), torch.ones_like(self._sample, dtype=torch.bool))]
         kind_of_token = to_device(torch.tensor(kinds), self._sample.device)[self._sample]
@@ -82,11 +86,11 @@ def _kinds(module: nn.Module) -> set[str]:
 
 def _borders(module: Any, dynamic: bool) -> list[int]:
     """Return the lengths above which frequencies change."""
-    if dynamic:  # whatever original_max_position_embeddings is
+    if dynamic:  # transformers ignores original_max_position_embeddings here
         return [module.original_max_seq_len]
     settings = getattr(module.config, "rope_parameters", None) or {}
-    nested = [each for each in settings.values() if isinstance(each, Mapping)] or [settings]
-    lengths = [each.get("original_max_position_embeddings") for each in nested]
+    nested = [values for values in settings.values() if isinstance(values, Mapping)] or [settings]
+    lengths = [values.get("original_max_position_embeddings") for values in nested]
     stated = {length for length in lengths if length is not None}
     if not stated:
         stated = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
@@ -94,17 +98,17 @@ def _borders(module: Any, dynamic: bool) -> list[int]:
 
 
 def _set_frequencies(module: Any, length: int, device: torch.device) -> None:
-    """Give a module with dynamic frequencies those of a length, from the host.
+    """Set a module's dynamic frequencies to those of a length known on the host.
 
-    transformers' own way compares lengths on the device: the host would wait for it more than once a micro batch.
+    transformers compares lengths on the device: the host would wait for it more than once per micro batch.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kinds = module.rope_type.items() if isinstance(module.rope_type, Mapping) else [(None, module.rope_type)]
     for layer_type, kind in kinds:
         if DYNAMIC in kind:
-            prefix, of_layer = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **of_layer)
+            prefix, options = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **options)
             setattr(module, f"{prefix}inv_freq", to_device(frequencies, device))
             setattr(module, f"{prefix}attention_scaling", scaling)
 
@@ -112,28 +116,31 @@ def _set_frequencies(module: Any, length: int, device: torch.device) -> None:
 def _by_sample(
     owner: RotaryByLength, module: nn.Module, forward: Callable[..., Any], dynamic: bool
 ) -> Callable[..., Any]:
+    # transformers' decorator would update dynamic frequencies from the device; _set_frequencies does it from the host.
     undecorated = functools.partial(inspect.unwrap(type(module).forward), module) if dynamic else forward
 
     def run(states: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
         outputs = None
         for length, tokens in owner.groups(_borders(module, dynamic), dynamic):
-            places = position_ids.masked_fill(~tokens, 0).clamp_max(length - 1)  # padding lies behind it
-            last = torch.full_like(places[..., :1], length - 1)
+            # Positions of padding lie beyond the length. A last position of length - 1 is appended, by which longrope
+            # chooses its frequencies even if this rank holds only a part of the sample.
+            positions = position_ids.masked_fill(~tokens, 0).clamp_max(length - 1)
+            last = torch.full_like(positions[..., :1], length - 1)
             compute = forward
             if dynamic:
                 _set_frequencies(module, length, states.device)
                 compute = undecorated
-            turned = compute(states, torch.cat([places, last], dim=-1), *args, **options)
-            outputs = _chosen(turned, outputs, tokens)
+            embeddings = compute(states, torch.cat([positions, last], dim=-1), *args, **options)
+            outputs = _merge(embeddings, outputs, tokens)
         return outputs
 
     return run
 
 
-def _chosen(turned: Any, others: Any, tokens: Tensor) -> Any:
-    """``turned`` [..., tokens + 1, d], or several of them, at ``tokens``, and ``others`` elsewhere."""
-    if not isinstance(turned, Tensor):
-        pairs = zip(turned, others or [None] * len(turned), strict=True)
-        return tuple(_chosen(mine, other, tokens) for mine, other in pairs)
-    own = turned[..., :-1, :]
-    return own if others is None else torch.where(tokens[..., None], own, others)
+def _merge(embeddings: Any, outputs: Any, tokens: Tensor) -> Any:
+    """Replace ``outputs`` at ``tokens`` by ``embeddings`` [..., tokens + 1, d], a tensor or a tuple (cos, sin) of them."""
+    if not isinstance(embeddings, Tensor):
+        pairs = zip(embeddings, outputs or [None] * len(embeddings), strict=True)
+        return tuple(_merge(part, output, tokens) for part, output in pairs)
+    embeddings = embeddings[..., :-1, :]  # without the appended position
+    return embeddings if outputs is None else torch.where(tokens[..., None], embeddings, outputs)

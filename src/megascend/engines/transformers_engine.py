@@ -1,4 +1,4 @@
-"""TransformersEngine: what engines that run transformers' own models have in common."""
+"""TransformersEngine: common base of the engines that run transformers' own models."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class TransformersEngine(Engine):
     """An engine whose model is a module of transformers.
 
     Attributes:
-        model: transformers' causal language model, or its token classifier where there is a scalar head.
-        optimizer: of the model's own parameters; None where adapters are trained.
+        model: transformers' causal language model, or its token classifier for a scalar head.
+        optimizer: of the model's own parameters; None if adapters are trained.
     """
 
     model: Any
     optimizer: MainAdamW | None = None
 
     def check_slice(self, config: Any, subject: TransformersSubject, *, enabled: bool) -> None:
-        """Compare a slice of the model, computed as by this engine, with transformers. Collective.
+        """Compare a slice of the model, as this engine computes it, with transformers. Collective.
 
         Args:
             config: the model's, in transformers' class.
-            enabled: otherwise nothing is compared, and the verdict says so.
+            enabled: if False, nothing is compared, and the verdict is "off".
 
         Raises:
             SelfCheckError, ConfigError: on every rank: they disagree, or the engine cannot compute the model.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         self.self_check = require_agreement_here(
             self.model_dir, config, self.max_length, self.groups, subject, wanted=enabled
         )
-        self.self_check_s = time.monotonic() - began
+        self.self_check_s = time.monotonic() - start
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a micro batch, with the loss scale of fp16."""
@@ -59,7 +59,7 @@ class TransformersEngine(Engine):
 
 
 class TransformersSubject(Subject):
-    """A small model as such an engine computes it, beside transformers' own."""
+    """Self-check subject of a transformers-based engine; its reference is transformers' own model."""
 
     def plain(self, config: Any) -> Any:
         return plain_slice(config, self.scalar_head)

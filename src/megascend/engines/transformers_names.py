@@ -1,7 +1,7 @@
-"""Names of a transformers model's tensors in its checkpoint, and the slices of its parameters that these are.
+"""Map a transformers model's tensors to their names in the checkpoint, and to slices of its parameters.
 
-transformers knows both as a conversion of whole tensors. For slices it is asked once, layer by layer, with tensors of row numbers
-in place of weights: what comes out under a checkpoint's name says which rows of which parameter that tensor is.
+transformers has this map only as a conversion of complete tensors. The slices are derived by converting tensors of row numbers in
+place of weights, once for every layer: the result under a checkpoint name lists the parameter and the rows that it consists of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
@@ -20,13 +20,13 @@ from megascend.huggingface.exported import LAYER, some
 from megascend.huggingface.files import TensorHeader
 
 _NUMBERS = 2**32
-"""Row numbers are below it; what comes above is the parameter's number."""
+"""An element is parameter number * _NUMBERS + row number."""
 
 
 def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
-    """Return tensors of a model, all those of a layer, under the names of its checkpoint and in its parts.
+    """Convert all tensors of a layer to the names and the parts that they have in the checkpoint.
 
-    transformers fuses experts that many checkpoints keep apart; they are taken apart again, as ``save_pretrained`` does, unless
+    transformers fuses experts that many checkpoints store separately; they are split again, as ``save_pretrained`` does, unless
     the checkpoint has them fused.
 
     Args:
@@ -38,49 +38,49 @@ def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[
     if all(name in stored for name in reverted):
         return reverted
     same = {name: tensor for name, tensor in tensors.items() if name in stored}
-    others = {name: tensor for name, tensor in tensors.items() if name not in stored}
-    return same | (revert_weight_conversion(model, others) if others else {})
+    converted = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    return same | (revert_weight_conversion(model, converted) if converted else {})
 
 
 def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[HfSlice]]:
-    """Return the checkpoint's tensors, each whole, that each parameter and each buffer in checkpoints is read from.
+    """Return, for each parameter and persistent buffer, the complete checkpoint tensors that it is read from.
 
     A slice's ``weight_offsets`` are all 0; the weight may lack its first dimension, the 1 of a single expert.
 
     Args:
-        model: of transformers; may be without memory, not yet sharded.
+        model: of transformers; may be on ``meta``, not yet sharded.
         headers: of the checkpoint's tensors that the model has.
 
     Raises:
-        CheckpointError: the checkpoint lacks a tensor, has one that nothing here needs, or holds one in a way that is not known.
+        CheckpointError: the checkpoint lacks a tensor, has one that the model does not use, or stores one in an unknown way.
     """
-    shapes = persistent_shapes(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model).items()}
     slices: dict[str, list[HfSlice]] = {}
     for _, names in groupby(shapes, key=layer_of):
         slices |= _slices_of_layer(model, {name: shapes[name] for name in names}, headers)
-    used = {each.weight for of_tensor in slices.values() for each in of_tensor}
-    left = sorted(name for name in headers if name not in used)
-    if left:
+    used = {hf_slice.weight for parts in slices.values() for hf_slice in parts}
+    unused = sorted(name for name in headers if name not in used)
+    if unused:
         raise CheckpointError(
-            f"model: {some(left)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes it, is read "
-            "from there: correct config.json, or remove the tensors from the files"
+            f"model: {some(unused)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes it, is "
+            "read from there: correct config.json, or remove the tensors from the files"
         )
-    for name, of_tensor in slices.items():
-        covered = sum(math.prod(each.sizes) for each in of_tensor)
+    for name, parts in slices.items():
+        covered = sum(math.prod(hf_slice.sizes) for hf_slice in parts)
         if covered != math.prod(shapes[name]):
             raise CheckpointError(f"model: {name} is not read whole: {covered} of {math.prod(shapes[name])} numbers")
     return slices
 
 
-def persistent_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of all that checkpoints hold of a model, in its order, tied weights once."""
-    persistent = model.state_dict(keep_vars=True)
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by name, in its order, tied ones under their first name only."""
     first: dict[int, str] = {}
-    return {name: tuple(t.shape) for name, t in persistent.items() if first.setdefault(id(t), name) == name}
+    tensors = model.state_dict(keep_vars=True).items()
+    return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
 
 
 def layer_of(name: str) -> str:
-    """Return the part of a tensor's name that all of its layer have in common."""
+    """Return the part of a tensor's name that all tensors of its layer have in common."""
     match = LAYER.search(name)
     return match[0] if match else ""
 
@@ -112,26 +112,22 @@ def _slices_of_layer(
 
 
 def _numbers(shape: tuple[int, ...], parameter: int, dim: int) -> Tensor:
-    """Return, for every element of a parameter, its number and the index along ``dim``; dimensions after the second are 1 long.
+    """Return a tensor of the parameter's number and the indices along ``dim``; dimensions after the second have size 1.
 
-    A matrix stands for its rows alone: only fused experts are taken apart in two dimensions.
+    A matrix is represented by its rows: only fused experts are split in two dimensions.
     """
-    kept = 2 if len(shape) > 2 else 1
-    short = [size if place < kept else 1 for place, size in enumerate(shape)]
-    values = torch.full(short, parameter * _NUMBERS, dtype=torch.int64)
-    if dim < kept and short:
-        values += torch.arange(short[dim]).view([-1 if place == dim else 1 for place in range(len(short))])
+    numbered = 2 if len(shape) > 2 else 1
+    sizes = [size if axis < numbered else 1 for axis, size in enumerate(shape)]
+    values = torch.full(sizes, parameter * _NUMBERS, dtype=torch.int64)
+    if dim < numbered and sizes:
+        values += torch.arange(sizes[dim]).view([-1 if axis == dim else 1 for axis in range(len(sizes))])
     return values
 
 
 def _offsets_and_sizes(
     source: str, rows: Tensor, columns: Tensor, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the slice of a parameter of ``shape`` whose elements have these indices.
-
-    Raises:
-        CheckpointError: they are not a slice in order.
-    """
+    """Return the slice of a parameter of ``shape`` whose elements have these indices; raise if they are not one in order."""
     first = [int(rows.min()), int(columns.min())]
     sizes = [int(rows.max()) - first[0] + 1, int(columns.max()) - first[1] + 1]
     if len(shape) <= 2:  # a matrix's columns are all there
@@ -141,7 +137,7 @@ def _offsets_and_sizes(
     in_order = math.prod(sizes) == rows.numel()
     for dim, values in enumerate((rows, columns)[: len(sizes)]):
         if in_order:
-            line = expected[dim].view([-1 if place == dim else 1 for place in range(len(sizes))])
+            line = expected[dim].view([-1 if axis == dim else 1 for axis in range(len(sizes))])
             in_order = bool((values.reshape(sizes) == line).all())
     if not in_order:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Weights streaming out of a model on several ranks: one that leaves the stream is an error on the others and not a hang."""
+"""Stream weights out of a model on several ranks: a rank that leaves the stream is an error on the others, not a hang."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.safetensors_writer import DTYPES
 
 
+def header_of(tensor: Tensor) -> TensorHeader:
+    """Return the header that a tensor has in a checkpoint's file."""
+    return TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+
+
 class StreamStopped(Exception):
     """A rank has left the stream."""
 
@@ -28,7 +33,7 @@ class ExportBarrier:
     """Joins all ranks over Gloo during a stream: before each layer, and at the end.
 
     Args:
-        layers: of the model; only :meth:`join_all` needs them.
+        layers: number of layers of the model; only :meth:`join_all` uses it.
     """
 
     def __init__(self, groups: ProcessGroups, layers: int = 0) -> None:
@@ -37,7 +42,7 @@ class ExportBarrier:
         self._layer = 0
 
     def stop(self, why: str) -> None:
-        """Have the others raise, at the next barrier, since this rank takes no more."""
+        """Make all ranks raise StreamStopped at the next barrier: this rank reads no further."""
         self._why = why
 
     def before_layer(self) -> None:
@@ -46,11 +51,11 @@ class ExportBarrier:
         self._layer += 1
 
     def at_end(self) -> None:
-        """As :meth:`before_layer`, after the last tensor."""
+        """Join the barrier after the last tensor; raises like :meth:`before_layer`."""
         self._join("after the last layer")
 
     def join_all(self) -> None:
-        """Join every barrier, on a rank that has no part in the stream."""
+        """Join every barrier, on a rank that does not take part in the stream."""
         for _ in range(self._layers):
             self.before_layer()
         self.at_end()
@@ -72,25 +77,25 @@ def stream_weights(
     receives: bool,
     finish: Callable[[str, Tensor], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the checkpoint, tensor), and keep ranks together when one breaks off. Collective.
+    """Yield (name in the checkpoint, tensor), and end on all ranks if one leaves the stream. Collective.
 
-    A rank whose consumer raises, breaks off or closes the stream says so at the next barrier; the stream then ends everywhere,
-    with an error on whoever would otherwise have taken a part for the whole.
+    A rank whose consumer raises, breaks off or closes the stream reports it at the next barrier; the stream then ends everywhere,
+    with an error on receivers, which would otherwise take the tensors so far for the complete model.
 
     Args:
         weights: joins ``barrier`` before each layer; yields nothing on ranks that do not receive.
-        headers: of the checkpoint that the model comes from; names, shapes and dtypes are compared with them.
+        headers: of the checkpoint that the model was built from; names, shapes and dtypes are compared with them.
         dtype: of the model's parameters.
-        finish: called with every tensor before it is yielded; returns what is.
+        finish: called with every tensor before it is yielded; returns the tensor to yield.
 
     Raises:
-        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
-            of ``headers``.
+        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, the tensors differ
+            from ``headers``.
     """
     yielded: dict[str, TensorHeader] = {}
     try:
         while True:
-            # The producer's own no_grad would last into the consumer's code.
+            # Not a no_grad in the generator that produces: it would still be active in the consumer's code.
             with groups.monitor.phase("named weights"), torch.no_grad():
                 entry = next(weights, None)
                 if entry is None:
@@ -100,7 +105,7 @@ def stream_weights(
             del entry
             try:
                 tensor = finish(name, tensor)
-                yielded[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
+                yielded[name] = header_of(tensor)
                 yield name, tensor
                 del tensor
             except BaseException as error:

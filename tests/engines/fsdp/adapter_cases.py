@@ -1,4 +1,4 @@
-"""What any engine does with adapters, to compare with the FSDP engine."""
+"""Training of adapters with any engine, to compare with the FSDP engine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DROPPING = {
 
 
 def samples_of(names: Sequence[str]) -> list[Sample]:
-    """One sample a length, of each adapter in turn."""
+    """Build one sample per length, of each adapter in turn."""
     return [
         replace(sample, adapter=names[index % len(names)]) for index, sample in enumerate(causal_samples(token_lists()))
     ]
 
 
 def steps(backend: Any, samples: Sequence[Sample], count: int) -> list[tuple[float, float]]:
-    """Loss and norm of every adapter in every step."""
-    found = []
+    """Return loss and norm of every adapter in every step."""
+    figures = []
     for _ in range(count):
         result, step = backend.forward_backward(backend.shard(samples)), backend.optimizer_step()
-        found += [(result.adapters[name].loss, step.adapters[name].grad_norm) for name in sorted(step.adapters)]
-    return found
+        figures += [(result.adapters[name].loss, step.adapters[name].grad_norm) for name in sorted(step.adapters)]
+    return figures

@@ -1,4 +1,4 @@
-"""What ranks of the FSDP engine do with adapters for a test. A script like ranks.py, beside which it lies."""
+"""Programs of the FSDP engine's ranks with adapters for tests. A script like ranks.py, in the same folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.lora_parity import ALL, PeftTrajectory, train_mixed, train_one, wri
 
 
 def written(checkpoint: str, adapters: dict[str, Lora], targets: Any = "all-linear") -> None:
-    """Adapters that start with no factor at 0, each in its folder."""
+    """Write adapters that have no zero factor, each to its folder."""
 
     def on_rank() -> None:
         with make(checkpoint, adapters=Adapters(targets=targets)) as backend:
@@ -34,8 +34,8 @@ def written(checkpoint: str, adapters: dict[str, Lora], targets: Any = "all-line
     on_ranks(on_rank, 1)
 
 
-def held(model: Any) -> dict[str, int]:
-    """What a rank holds of the frozen model."""
+def memory(model: Any) -> dict[str, int]:
+    """Return the bytes and the number of gradients of the frozen model on this rank."""
     local = [parameter.to_local() for parameter in model.parameters()]
     return {
         "bytes": sum(part.numel() * part.element_size() for part in local),
@@ -46,22 +46,22 @@ def held(model: Any) -> dict[str, int]:
 def trained(
     checkpoint: str, world_size: int, starts: list[str], out: str, targets: Any = "all-linear", **options: Any
 ) -> tuple[list[PeftTrajectory], list[torch.Tensor], list[dict[str, int]]]:
-    """Steps of one adapter, or of several in the same batches; logits of the last one afterwards; what ranks hold."""
+    """Train one adapter, or several in the same batches; return trajectories, logits of the last one, and each rank's memory."""
 
     def on_rank() -> Any:
         with make(checkpoint, adapters=Adapters(targets=targets), **options) as backend:
             paths = [Path(start) for start in starts]
             names = [f"tenant-{number}" for number in range(len(starts))] if len(starts) > 1 else ["tenant"]
             if len(starts) == 1:
-                found = [train_one(backend, paths[0], STEPS, Path(out) / "tenant")]
+                trajectories = [train_one(backend, paths[0], STEPS, Path(out) / "tenant")]
             else:
-                found = train_mixed(backend, paths, STEPS, Path(out))
+                trajectories = train_mixed(backend, paths, STEPS, Path(out))
             samples = causal_samples(token_lists())
             logits = backend.forward(samples, logits=True, adapter=names[-1]).logits
             last = backend.next_token_logits(samples, adapter=names[-1])
-            for whole, row in zip(logits, last, strict=True):
-                torch.testing.assert_close(row, whole[-1])
-            return found, logits, held(backend.engine.model)  # type: ignore[attr-defined]
+            for full, row in zip(logits, last, strict=True):
+                torch.testing.assert_close(row, full[-1])
+            return trajectories, logits, memory(backend.engine.model)  # type: ignore[attr-defined]
 
     ranks = on_ranks(on_rank, world_size)
     same = [first_of_equals(starts[number], [rank[0][number] for rank in ranks]) for number in range(len(starts))]
@@ -69,13 +69,13 @@ def trained(
 
 
 def vectors(backend: Any, *names: str) -> list[torch.Tensor]:
-    """Values and moments of adapters."""
+    """Return copies of values and moments of adapters."""
     adapters = [backend.adapters[name] for name in names]
     return [part.detach().clone() for adapter in adapters for part in (adapter.values, *adapter.moments())]
 
 
 def dropped(checkpoint: str, layouts: list[tuple[int, dict[str, Any]]]) -> list[list[tuple[float, float]]]:
-    """Two steps of two adapters with dropout, in several layouts; and of one without, in the first."""
+    """Make two steps of two adapters with dropout in several layouts; and without dropout in the first layout."""
 
     def on_rank(options: dict[str, Any], update: dict[str, Any]) -> list[tuple[float, float]]:
         with make(checkpoint, adapters=Adapters(targets=ALL), **options) as backend:
@@ -88,7 +88,7 @@ def dropped(checkpoint: str, layouts: list[tuple[int, dict[str, Any]]]) -> list[
 
 
 def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
-    """Two ranks: two steps of two adapters, a checkpoint, two steps; once more from the checkpoint there, and on one rank."""
+    """Train two adapters on two ranks for two steps, save, and train two more; repeat from the checkpoint, also on one rank."""
 
     def first() -> dict[str, Any]:
         with make(checkpoint, adapters=Adapters(targets=ALL)) as backend:
@@ -98,11 +98,11 @@ def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
             steps(backend, samples, 2)
             backend.save(folder, progress={"at": 2}, wait=True)
             figures = steps(backend, samples, 2)
-            wanted = vectors(backend, "a", "b")
+            expected = vectors(backend, "a", "b")
         with make(checkpoint, adapters=Adapters(targets=ALL), seed=99) as backend:
             assert backend.load(folder) == {"at": 2}
             again = steps(backend, samples, 2)
-            return {"figures": figures, "again": again, "same": equal(wanted, vectors(backend, "a", "b"))}
+            return {"figures": figures, "again": again, "same": equal(expected, vectors(backend, "a", "b"))}
 
     def on_one() -> list[tuple[float, float]]:
         with make(checkpoint, adapters=Adapters(targets=ALL)) as backend:
@@ -113,34 +113,34 @@ def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
 
 
 def kept_apart(checkpoint: str) -> dict[str, bool]:
-    """Two ranks, two adapters in the same batches: what one does not notice of the other."""
+    """Train two adapters in the same batches on two ranks; return whether one is unaffected by the other."""
 
     def on_rank() -> dict[str, bool]:
         samples = samples_of("ab")
 
-        def run(what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def run(change: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             with make(checkpoint, adapters=Adapters()) as backend:
                 for name, lora in DROPPING.items():
                     backend.add_adapter(name, lora.model_copy(update={"targets": "all-linear"}))
                 steps(backend, samples, 1)
-                if what == "nan":
+                if change == "nan":
                     backend.adapters["b"].values.detach().fill_(torch.nan)
                 backend.forward_backward(backend.shard(samples))
-                if what == "one by one":
+                if change == "one by one":
                     backend.optimizer_step("b")
                     assert backend.adapters["a"].accumulated
                     backend.optimizer_step("a")
                 else:
                     step = backend.optimizer_step()
-                    assert (step.adapters["a"].skipped, step.adapters["b"].skipped) == (False, what == "nan")
-                found = vectors(backend, "a"), vectors(backend, "b")
-                if what == "removed":
+                    assert (step.adapters["a"].skipped, step.adapters["b"].skipped) == (False, change == "nan")
+                values = vectors(backend, "a"), vectors(backend, "b")
+                if change == "removed":
                     backend.remove_adapter("b")
                     before = backend.forward(samples[:2], adapter="a", reference=True).logprobs
                     backend.remove_adapter("a")
                     after = backend.forward(causal_samples(token_lists())[:2]).logprobs
                     assert equal(before, after), "the model itself has changed"
-                return found
+                return values
 
         (a, b), with_nan, in_turn = run("removed"), run("nan"), run("one by one")
         return {
@@ -152,27 +152,27 @@ def kept_apart(checkpoint: str) -> dict[str, bool]:
 
 
 def queued(checkpoint: str) -> dict[str, Any]:
-    """Two ranks: two steps of two tenants through a queue, with a bad request after each, against each tenant's steps alone."""
+    """Train two tenants through a queue on two ranks, with a bad request after each step; compare with separate training."""
 
     def on_rank() -> dict[str, Any]:
         settings = {"a": Lora(rank=3, seed=1), "b": Lora(rank=8, seed=2, targets=("v_proj", "down_proj"))}
         samples = {name: [sample for sample in samples_of("ab") if sample.adapter == name] for name in settings}
         # Where a gradient is nothing but rounding, Adam's usual epsilon makes a whole step of it.
         adam = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, eps=1e-5)
-        alone = []
+        separate = []
         for name, lora in settings.items():
             with make(checkpoint, adapters=Adapters(), optimizer=adam) as backend:
                 backend.add_adapter(name, lora)
                 steps(backend, samples[name], 2)
-                alone += vectors(backend, name)
+                separate += vectors(backend, name)
         with make(checkpoint, adapters=Adapters(), optimizer=adam) as backend:
             for name, lora in settings.items():
                 backend.add_adapter(name, lora)
             queue = AdapterQueue(backend)
             refused = []
             for _ in range(2):
-                for name, of_tenant in samples.items():
-                    queue.forward_backward(name, of_tenant)
+                for name, tenant_samples in samples.items():
+                    queue.forward_backward(name, tenant_samples)
                     queue.optimizer_step(name)
                 refused += [queue.forward_backward("a", []), queue.optimizer_step("a")]
             logprobs = queue.forward("b", samples["b"])
@@ -183,11 +183,11 @@ def queued(checkpoint: str) -> dict[str, Any]:
                 except MegascendError:
                     continue
                 raise AssertionError("an empty request has run")
-            apart = [float((x - y).abs().max()) for x, y in zip(alone, vectors(backend, "a", "b"), strict=True)]
-            mine = backend.shard(samples["b"])
-            direct = backend.forward(mine).logprobs
-            said = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in mine]
-            return {"apart": max(apart), "forward": equal(direct, said)}
+            distances = [float((x - y).abs().max()) for x, y in zip(separate, vectors(backend, "a", "b"), strict=True)]
+            shard = backend.shard(samples["b"])
+            direct = backend.forward(shard).logprobs
+            answered = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in shard]
+            return {"apart": max(distances), "forward": equal(direct, answered)}
 
     return on_ranks(on_rank, 2)[0]
 
@@ -195,7 +195,7 @@ def queued(checkpoint: str) -> dict[str, Any]:
 def exported(
     checkpoint: str, adapter: str, folder: str, world_size: int, targets: Any, **options: Any
 ) -> dict[str, Any]:
-    """An adapter merged and alone, in files and as streams; and the model's logits with it."""
+    """Export an adapter merged and unmerged, as files and as streams; return how they and the merged model's logits agree."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -206,41 +206,41 @@ def exported(
             backend.export_hf(Path(folder) / "merged", adapter="it")
             backend.save_adapter("it", Path(folder) / "saved")
             streams = [
-                {name: tensor.clone() for name, tensor in backend.named_weights("it", alone=alone, receivers="main")}
-                for alone in (False, True)
+                {name: tensor.clone() for name, tensor in backend.named_weights("it", alone=unmerged, receivers="main")}
+                for unmerged in (False, True)
             ]
             return backend.forward(samples, logits=True, adapter="it").logits, *streams
 
-    logits, merged, alone = on_ranks(on_rank, world_size)[0]
+    logits, merged, factors = on_ranks(on_rank, world_size)[0]
     files = [load_file(Path(folder) / path) for path in ("merged/model.safetensors", "saved/adapter_model.safetensors")]
     model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "merged", dtype=torch.float32)
     furthest = 0.0
     with torch.no_grad():
-        for ids, mine in zip(token_lists(), logits, strict=True):
-            furthest = max(furthest, float((model(torch.tensor(ids)[None, :-1]).logits[0] - mine).abs().max()))
+        for ids, expected in zip(token_lists(), logits, strict=True):
+            furthest = max(furthest, float((model(torch.tensor(ids)[None, :-1]).logits[0] - expected).abs().max()))
     same = [
         stream.keys() == file.keys() and all(torch.equal(stream[name], file[name]) for name in file)
-        for stream, file in zip((merged, alone), files, strict=True)
+        for stream, file in zip((merged, factors), files, strict=True)
     ]
     return {"furthest": furthest, "same": same, "counts": [len(file) for file in files]}
 
 
 def in_bf16(checkpoint: str) -> list[dict[str, int]]:
-    """What each of two ranks holds of a frozen bf16 model after a step."""
+    """Return each of two ranks' memory of a frozen bf16 model after a step."""
 
     def on_rank() -> dict[str, int]:
         with make(checkpoint, adapters=Adapters(), precision="bf16") as backend:
             backend.add_adapter("a")
             steps(backend, samples_of("a"), 1)
             assert backend.adapters["a"].values.dtype == torch.float32
-            return held(backend.engine.model)  # type: ignore[attr-defined]
+            return memory(backend.engine.model)  # type: ignore[attr-defined]
 
     return on_ranks(on_rank, 2)
 
 
 def refused(tied: str, experts: str) -> dict[str, str]:
-    """Of each setting that adapters cannot have here: the message."""
-    asked: dict[str, tuple[str, dict[str, Any], Lora]] = {
+    """Return the error message for each setting that adapters do not support here."""
+    settings: dict[str, tuple[str, dict[str, Any], Lora]] = {
         "tie_word_embeddings": (tied, {"adapters": Adapters(targets=("lm_head",))}, Lora()),
         "dropout 0.1 on experts": (experts, {"adapters": Adapters()}, Lora(dropout=0.1)),
         "not a layer that can be adapted": (experts, {"adapters": Adapters(targets=("router",))}, Lora()),
@@ -256,7 +256,7 @@ def refused(tied: str, experts: str) -> dict[str, str]:
             return str(error)
         return "it was not refused"
 
-    return {what: on_ranks(on_rank, 1, *arguments)[0] for what, arguments in asked.items()}
+    return {words: on_ranks(on_rank, 1, *arguments)[0] for words, arguments in settings.items()}
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ STEP_WEIGHTS = 5e-6
 def apart_by_step(
     losses: list[float], norms: list[float], weights: list[dict[str, Tensor]], checkpoint: Path, folder: Path
 ) -> tuple[float, float, float]:
-    """How far losses, norms and the weights after each step are from Hugging Face's with torch AdamW, which has the engine's
-    weights before each step and its own moments since the first one.
+    """Return the differences of losses, norms and weights of each step from Hugging Face's with torch AdamW.
+
+    The reference has the engine's weights before each step, and its own moments from the first step on.
 
     Args:
         weights: before each step and after the last one, by the names of a checkpoint.
@@ -40,11 +41,11 @@ def apart_by_step(
     files = {"checkpoint": str(checkpoint), "at": str(at), "hf_reference": str(script)}
     run = {"samples": samples, "loss": "cross_entropy", "aux_loss": 0.0, "steps": len(losses)}
     job.write_text(json.dumps(settings | files | run))
-    done = run_reference(HF_STEPS, job, result)
-    assert done.returncode == 0, done.stderr[-4000:]
-    theirs = {name: values.tolist() for name, values in load_file(result).items()}
+    completed = run_reference(HF_STEPS, job, result)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    expected = {name: values.tolist() for name, values in load_file(result).items()}
     loss, norm = (
-        max(abs(a - b) for a, b in zip(mine, theirs[name], strict=True))
-        for mine, name in ((losses, "losses"), (norms, "grad_norms"))
+        max(abs(a - b) for a, b in zip(actual, expected[name], strict=True))
+        for actual, name in ((losses, "losses"), (norms, "grad_norms"))
     )
-    return loss, norm, max(theirs["weights"])
+    return loss, norm, max(expected["weights"])

@@ -1,4 +1,4 @@
-"""What ranks of the FSDP engine do with experts for a test. A script like ranks.py, beside which it lies."""
+"""Programs of the FSDP engine's ranks with experts for tests. A script like ranks.py, in the same folder."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from megascend.testing.parity import causal_samples, token_lists
 def balanced(
     checkpoint: str, world_size: int, lengths: tuple[int, ...], steps: int, **options: Any
 ) -> tuple[list[float], list[float], list[list[int]]]:
-    """Losses and norms under an auxiliary loss, and the samples of each micro batch of all ranks."""
+    """Return losses and norms under an auxiliary loss, and the samples of each micro batch of all ranks."""
 
     def on_rank() -> Any:
         with make(checkpoint, **options) as backend:
             everything = causal_samples(token_lists(lengths=lengths))
             number = {id(sample): index for index, sample in enumerate(everything)}
-            mine = backend.shard(everything)
+            shard = backend.shard(everything)
             members: list[list[int]] = []
             run = backend.engine.run
 
             def watched(batches: Any, *args: Any, **kwargs: Any) -> Any:
                 members[:] = [
-                    [number[id(mine[place])] for place in batch.members] for batch in batches if not batch.dummy
+                    [number[id(shard[member])] for member in batch.members] for batch in batches if not batch.dummy
                 ]
                 return run(batches, *args, **kwargs)
 
             figures = []
             with patch.object(backend.engine, "run", watched):
                 for _ in range(steps):
-                    figures.append((backend.forward_backward(mine).loss, backend.optimizer_step().grad_norm))
+                    figures.append((backend.forward_backward(shard).loss, backend.optimizer_step().grad_norm))
             return figures, members if backend.groups.coordinates.context == 0 else []
 
     ranks = on_ranks(on_rank, world_size)
@@ -45,8 +45,9 @@ def balanced(
 
 
 def wrong_norms(checkpoint: str) -> dict[str, Any]:
-    """The norm of one step on EP2 x FSDP2: as it is, without the factor of the experts' gradients, of one mesh alone, and what
-    torch's own function says."""
+    """Return norms of one step on EP2 x FSDP2: the engine's, without the factor of the experts' gradients, of one mesh only, and
+    torch's own.
+    """
 
     def on_rank() -> dict[str, Any]:
         norms: dict[str, Any] = {}
@@ -58,8 +59,8 @@ def wrong_norms(checkpoint: str) -> dict[str, Any]:
                 norms["torch"] = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
             except RuntimeError as error:
                 norms["torch"] = str(error)
-            of_all_ranks = [p.grad for p in parameters if p.grad is not None and p.device_mesh.size() == 4]
-            norms["without experts"] = float(torch.nn.utils.get_total_norm(of_all_ranks).full_tensor())  # type: ignore[attr-defined]
+            sharded = [p.grad for p in parameters if p.grad is not None and p.device_mesh.size() == 4]
+            norms["without experts"] = float(torch.nn.utils.get_total_norm(sharded).full_tensor())  # type: ignore[attr-defined]
             norms["right"] = backend.optimizer_step().grad_norm
         with make(checkpoint, parallel=Parallel(expert=2)) as backend:
             optimizer: Any = backend.engine.optimizer  # type: ignore[attr-defined]
@@ -73,9 +74,9 @@ def wrong_norms(checkpoint: str) -> dict[str, Any]:
 
 
 def refused(experts: str, dense: str) -> dict[str, str]:
-    """Of each setting that does not go with a model: the message."""
+    """Return the error message for each setting that does not fit a model."""
     balance = Moe(aux_loss="transformers", aux_loss_coefficient=0.1)
-    asked: dict[str, tuple[str, dict[str, Any]]] = {
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
         "no experts": (dense, {"parallel": Parallel(expert=2)}),
         "no such loss": (dense, {"moe": balance}),
         "moe.experts='grouped'": (experts, {"moe": Moe(experts="grouped")}),
@@ -89,7 +90,7 @@ def refused(experts: str, dense: str) -> dict[str, str]:
             return str(error)
         return "it was not refused"
 
-    return {what: on_ranks(on_rank, 2, *arguments)[0] for what, arguments in asked.items()}
+    return {words: on_ranks(on_rank, 2, *arguments)[0] for words, arguments in settings.items()}
 
 
 if __name__ == "__main__":

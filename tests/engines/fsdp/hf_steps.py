@@ -1,12 +1,12 @@
-"""What Hugging Face and torch AdamW make of every step from the weights that an engine had before it. Run as a script.
+"""Train every step with Hugging Face and torch AdamW from the weights that an engine had before it. Run as a script.
 
     python hf_steps.py JOB.json RESULT.safetensors
 
 JOB is one of ``hf_reference.py``, with ``at``: a file with the engine's weights before each step and after the last,
-``STEP.NAME``. RESULT: ``losses``, ``grad_norms``, and ``weights``, how far the engine's weights after each step are from
-those that AdamW makes of the weights before it and of all gradients until then: the largest Euclidean norm of a difference
-over the weight's, without the numbers whose gradient has always been about 0 (:data:`ABOUT_ZERO`): Adam divides by its size, so
-that rounding decides a part of their step, which may be all of the learning rate.
+``STEP.NAME``. RESULT: ``losses``, ``grad_norms``, and ``weights``: the distance of the engine's weights after each step from
+AdamW's update of the weights before it with all gradients until then, as the largest Euclidean norm of a difference relative to
+the weight's. Numbers whose gradients have always been about 0 (:data:`ABOUT_ZERO`) are excluded: Adam divides by their size, so
+that rounding decides a part of their update, up to the full learning rate.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def main(job_path: str, result_path: str) -> None:
         job["checkpoint"], dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     model.train()
-    at, apart, optimizers = load_file(job["at"]), [], []
+    at, differences, optimizers = load_file(job["at"]), [], []
 
     def before(step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Take the engine's weights, before its step of this number; say how far they are from this model's."""
+        """Load the engine's weights before its step of this number; return their distance from this model's."""
         optimizers[:] = [optimizer]
         with torch.no_grad():
             distances, counts = [], [(1, 1)]
@@ -55,20 +55,18 @@ def main(job_path: str, result_path: str) -> None:
                     difference = difference[compared]
                 distances.append(float(difference.norm() / value.norm()))
                 parameter.copy_(value)
-        compared_of_all, numbers = (sum(each) for each in zip(*counts, strict=True))
-        assert compared_of_all > 0.95 * numbers, (
-            f"step {step}: {compared_of_all} of {numbers} gradients are not about 0"
-        )
-        apart.append(max(distances))
+        compared_count, numbers = (sum(column) for column in zip(*counts, strict=True))
+        assert compared_count > 0.95 * numbers, f"step {step}: {compared_count} of {numbers} gradients are not about 0"
+        differences.append(max(distances))
 
     losses, norms = hf_reference.train(model, job["samples"], job, before)
     before(job["steps"], *optimizers)
-    result = {"losses": losses, "grad_norms": norms, "weights": apart[1:]}
+    result = {"losses": losses, "grad_norms": norms, "weights": differences[1:]}
     save_file({name: torch.tensor(values) for name, values in result.items()}, result_path)
 
 
 def weight(at: dict[str, torch.Tensor], name: str, experts: int) -> torch.Tensor:
-    """By transformers' own name, experts put together."""
+    """Return a parameter by transformers' own name, with experts stacked."""
     if name in at:
         return at[name]
     prefix, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Calls of functions of a script, one after the other in a process of their own."""
+"""Run functions of a script, one after the other, in a process of their own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Job = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def run_jobs(script: Path, folder: Path, *jobs: Job) -> list[Any]:
-    """What the functions return.
+    """Run jobs in the script, and return their results.
 
     Args:
-        script: takes a file of jobs and one for what they return.
+        script: takes a file of jobs and one for their results.
         folder: for both files.
     """
     torch.save(list(jobs), folder / "job")
-    done = run_forked(script, folder / "job", folder / "result", timeout_s=400)
-    assert done.returncode == 0, done.stderr[-6000:]
+    completed = run_forked(script, folder / "job", folder / "result", timeout_s=400)
+    assert completed.returncode == 0, completed.stderr[-6000:]
     return torch.load(folder / "result", weights_only=False)

@@ -18,38 +18,38 @@ def run_leg(
     save: tuple[int, str] | None = None,
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Losses and norms of some steps.
+    """Train some steps, optionally from a checkpoint, and return losses and norms.
 
     Args:
         load: a checkpoint to begin with.
-        save: (after how many steps, where to).
-        adapter: what is trained; weights are those with it merged.
+        save: (number of steps, path).
+        adapter: the trained adapter; weights are those with it merged.
 
     Returns:
-        ``losses``, ``norms``; ``saved``, ``loaded``, ``weights``: the weights there, by Hugging Face's names, and at the end; on
-        rank 0. ``before``: those before each step, of a run without an adapter.
+        ``losses``, ``norms``; on rank 0 weights by Hugging Face's names: ``saved`` at the save, ``loaded`` after the load,
+        ``weights`` at the end, and without an adapter ``before`` each step.
     """
-    found: dict[str, Any] = {"losses": [], "norms": [], "before": [], "saved": {}, "loaded": {}}
+    results: dict[str, Any] = {"losses": [], "norms": [], "before": [], "saved": {}, "loaded": {}}
     with make() as backend:
         if load is not None:
-            found["progress"] = backend.load(load)
-            found["loaded"] = weights_of(backend, adapter)
+            results["progress"] = backend.load(load)
+            results["loaded"] = weights_of(backend, adapter)
         elif adapter is not None:
             backend.add_adapter(adapter, Lora(rank=4, alpha=8))
         samples = backend.shard(causal_samples(token_lists()))
         for step in range(steps):
             if save is not None and step == save[0]:
                 backend.save(save[1], progress={"at": step}, wait=True)
-                found["saved"] = weights_of(backend, adapter)
+                results["saved"] = weights_of(backend, adapter)
             if adapter is None:
-                found["before"].append(weights_of(backend, adapter))
-            found["losses"].append(backend.forward_backward(samples, adapter=adapter).loss)
-            found["norms"].append(backend.optimizer_step().grad_norm)
-        found["weights"] = weights_of(backend, adapter)
-        found["steps"] = backend.step_count
-    return found
+                results["before"].append(weights_of(backend, adapter))
+            results["losses"].append(backend.forward_backward(samples, adapter=adapter).loss)
+            results["norms"].append(backend.optimizer_step().grad_norm)
+        results["weights"] = weights_of(backend, adapter)
+        results["steps"] = backend.step_count
+    return results
 
 
 def weights_of(backend: Any, adapter: str | None) -> dict[str, Tensor]:
-    """On rank 0, copies on the CPU."""
+    """Return copies of all weights on the CPU, on rank 0."""
     return {name: tensor.cpu().clone() for name, tensor in backend.named_weights(adapter, receivers="main")}

@@ -1,8 +1,8 @@
-"""What ranks of the FSDP engine do for a test: run as a script, so that nothing of Megatron is in their process.
+"""Programs of the FSDP engine's ranks for tests: run as a script, so that no Megatron is imported in their process.
 
     python ranks.py JOB RESULT
 
-JOB and RESULT are files of ``torch.save``: functions' names and arguments, and what they returned. Ranks are forks of the script.
+JOB and RESULT are files of ``torch.save``: functions' names and arguments, and their results. Ranks are forks of the script.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **option
     return run_distributed(function, world_size, *args, init=False, timeout_s=120, **options)
 
 
-class Found(dict[str, Any]):
+class RankResults(dict[str, Any]):
     """A rank's results; those that all ranks must report alike are attributes too."""
 
     @property
@@ -64,30 +64,31 @@ class Found(dict[str, Any]):
 def trajectory(
     checkpoint: str, world_size: int, steps: int = STEPS, weights: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Losses and norms of rank 0, equal on all; where asked for, weights after all steps, and before each; what each rank read
-    and imported."""
+    """Return losses and norms of rank 0, equal on all ranks; optionally weights before each step and after all; each rank's bytes
+    read and imported modules.
+    """
 
-    def on_rank() -> Found:
+    def on_rank() -> RankResults:
         backend = make(checkpoint, **options)
         samples = backend.shard(causal_samples(token_lists()))
-        found = Found(losses=[], norms=[], before=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
+        results = RankResults(losses=[], norms=[], before=[], read=backend.engine.bytes_read)  # type: ignore[attr-defined]
         for _ in range(steps):
             if weights:
-                found["before"].append(weights_of(backend, None))
-            found["told"] = []
-            backend.on_micro_batch = lambda done, count: found["told"].append((done, count))
+                results["before"].append(weights_of(backend, None))
+            results["told"] = []
+            backend.on_micro_batch = lambda index, count: results["told"].append((index, count))
             with all_reduces(backend.groups.device_group("world")) as reductions:
                 result = backend.forward_backward(samples)
-            found["reductions"] = len(reductions)
-            found["micro_batches"] = result.micro_batches
-            found["losses"].append(result.loss)
-            found["norms"].append(backend.optimizer_step().grad_norm)
+            results["reductions"] = len(reductions)
+            results["micro_batches"] = result.micro_batches
+            results["losses"].append(result.loss)
+            results["norms"].append(backend.optimizer_step().grad_norm)
         if weights:
-            found["weights"] = weights_of(backend, None)
+            results["weights"] = weights_of(backend, None)
         backend.close()
-        found["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
-        found["patched"] = torch.cuda.get_rng_state.__module__
-        return found
+        results["foreign"] = sorted(name for name in sys.modules if name.startswith(FOREIGN))
+        results["patched"] = torch.cuda.get_rng_state.__module__
+        return results
 
     ranks = on_ranks(on_rank, world_size)
     first = first_of_equals(f"{checkpoint} on {world_size}", ranks)
@@ -96,17 +97,17 @@ def trajectory(
 
 @contextlib.contextmanager
 def all_reduces(group: Any) -> Iterator[list[Any]]:
-    """Tensors that are all-reduced over ``group`` in the block."""
-    plain, found = dist.all_reduce, []
+    """Record the tensors that are all-reduced over ``group`` within the context."""
+    plain, tensors = dist.all_reduce, []
 
     def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if options.get("group") is group:
-            found.append(tensor)
+            tensors.append(tensor)
         return plain(tensor, *args, **options)
 
     dist.all_reduce = counted
     try:
-        yield found
+        yield tensors
     finally:
         dist.all_reduce = plain
 
@@ -114,21 +115,24 @@ def all_reduces(group: Any) -> Iterator[list[Any]]:
 def one_step(
     checkpoint: str, world_size: int, samples: list[Any], losses: list[str], **options: Any
 ) -> dict[str, tuple[float, float]]:
-    """Loss and norm of one step for every built-in loss; learning rate 0."""
+    """Return loss and norm of one step for every built-in loss, with learning rate 0."""
 
     def on_rank() -> dict[str, tuple[float, float]]:
         with make(checkpoint, optimizer=megascend.Adam(lr=0.0), **options) as backend:
-            mine = backend.shard(samples)
+            shard = backend.shard(samples)
             return {
-                loss: (backend.forward_backward(mine, loss).loss, backend.optimizer_step().grad_norm) for loss in losses
+                loss: (backend.forward_backward(shard, loss).loss, backend.optimizer_step().grad_norm)
+                for loss in losses
             }
 
     return on_ranks(on_rank, world_size)[0]
 
 
 def smallest_margin(checkpoint: str) -> float:
-    """Between the last expert that is chosen and the first that is not, over all tokens, before training; probabilities.
-    NaN where this transformers does not tell a model's router logits."""
+    """Return the smallest difference of probability between the last chosen expert and the next one, over all tokens.
+
+    NaN if this version of transformers does not return a model's router logits.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
@@ -145,8 +149,9 @@ def smallest_margin(checkpoint: str) -> float:
 
 
 def drifting(checkpoint: str) -> dict[str, float]:
-    """The norm of one step where routers choose other experts when they are called again: without recomputation, with it, and
-    with it as plain torch has it."""
+    """Return the norm of one step with routers that choose other experts when called again: without recomputation, with it, and
+    with torch's plain recomputation.
+    """
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
     plain = qwen.Qwen3MoeTopKRouter.forward
@@ -174,7 +179,7 @@ def drifting(checkpoint: str) -> dict[str, float]:
 
 
 def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
-    """Four steps on two ranks, and two, a checkpoint and two more; whether all is the same to the bit."""
+    """Train four steps on two ranks, and two steps, a checkpoint and two more; return whether both agree to the bit."""
 
     def steps(backend: Any, samples: Any, count: int) -> list[tuple[float, float]]:
         return [(backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm) for _ in range(count)]
@@ -205,7 +210,7 @@ def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
 
 
 def moved(checkpoint: str, folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, a checkpoint, and two more: in one layout, and the last two in another. ``ranks`` and options of each."""
+    """Train two steps, save, and train two more: in one layout, and the last two in another. ``ranks`` and options of each."""
 
     def first() -> Any:
         with make(checkpoint, **{k: v for k, v in before.items() if k != "ranks"}) as backend:
@@ -229,9 +234,9 @@ def moved(checkpoint: str, folder: str, before: dict[str, Any], after: dict[str,
             ]
 
     (saved, figures), *_ = on_ranks(first, before["ranks"])
-    (loaded, others), *_ = on_ranks(second, after["ranks"])
+    (loaded, continued), *_ = on_ranks(second, after["ranks"])
     same = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
-    return {"same": same, "count": len(saved), "figures": figures, "others": others}
+    return {"same": same, "count": len(saved), "figures": figures, "continued": continued}
 
 
 def leg(
@@ -244,12 +249,12 @@ def leg(
     engine: str = "fsdp",
     **options: Any,
 ) -> dict[str, Any]:
-    """A part of a run, of this engine or of the single one: see :func:`legs.run_leg`."""
+    """Run a part of a run on this engine or on the single one: see :func:`legs.run_leg`."""
     return on_ranks(run_leg, world_size, lambda: make(checkpoint, engine, **options), steps, load, save, adapter)[0]
 
 
 def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
-    """What each of two ranks says to a checkpoint, and whether the model is then as it was."""
+    """Load a checkpoint on two ranks; return each rank's error, and whether its model is unchanged."""
 
     def on_rank() -> tuple[str, bool]:
         with make(checkpoint) as backend:
@@ -265,7 +270,9 @@ def refuses(checkpoint: str, folder: str) -> list[tuple[str, bool]]:
 
 
 def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> tuple[list[str], float]:
-    """In what an export of the untrained model is not its source; and how far transformers is from us on a trained one."""
+    """Return the names in which an export of the untrained model differs from its source, and transformers' largest difference
+    from the engine on a trained export.
+    """
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -279,25 +286,27 @@ def exported(checkpoint: str, folder: str, world_size: int, **options: Any) -> t
             return backend.forward(samples).logprobs
 
     logprobs = on_ranks(on_rank, world_size)[0]
-    source, written = (load_file(path / "model.safetensors") for path in (Path(checkpoint), Path(folder) / "plain"))
-    tied = {"lm_head.weight"} - written.keys()
+    source, exported_weights = (
+        load_file(path / "model.safetensors") for path in (Path(checkpoint), Path(folder) / "plain")
+    )
+    tied = {"lm_head.weight"} - exported_weights.keys()
     different = [
         name
-        for name in (source.keys() | written.keys()) - tied
-        if name not in source or name not in written or not torch.equal(source[name], written[name])
+        for name in (source.keys() | exported_weights.keys()) - tied
+        if name not in source or name not in exported_weights or not torch.equal(source[name], exported_weights[name])
     ]
     model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "trained", dtype=torch.float32)
     furthest = 0.0
     with torch.no_grad():
-        for ids, mine in zip(token_lists(), logprobs, strict=True):
+        for ids, actual in zip(token_lists(), logprobs, strict=True):
             tokens = torch.tensor(ids)
-            theirs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            furthest = max(furthest, float((theirs - mine).abs().max()))
+            expected = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            furthest = max(furthest, float((expected - actual).abs().max()))
     return different, furthest
 
 
 def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]:
-    """On two ranks: a step in which rank 1 alone has a NaN, whether it moved nothing, the loss of a good one after it."""
+    """Make a step on two ranks, with a NaN on rank 1 only; return it, whether nothing changed, and the loss of a next step."""
 
     def on_rank() -> Any:
         with make(checkpoint, **options) as backend:
@@ -318,7 +327,7 @@ def not_finite(checkpoint: str, **options: Any) -> list[tuple[Any, bool, float]]
 
 
 def left_early(checkpoint: str) -> list[str]:
-    """What each of two ranks says of a stream of weights that rank 1 leaves after one tensor."""
+    """Return each of two ranks' error for a stream of weights that rank 1 leaves after one tensor."""
 
     def on_rank() -> str:
         with make(checkpoint) as backend:
@@ -336,19 +345,19 @@ def left_early(checkpoint: str) -> list[str]:
 
 
 def refused(checkpoint: str, folder: str) -> dict[str, str]:
-    """Of each thing that this engine does not have: the message."""
+    """Return the error message for each setting that this engine does not support."""
     from transformers import AutoModelForCausalLM, GraniteConfig
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 320}
     config = GraniteConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    asked: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "parallel.tensor=2": {"parallel": megascend.Parallel(tensor=2)},
         "parallel.context=2": {"parallel": megascend.Parallel(context=2)},
         "fsdp.replicate=3": {"fsdp": megascend.Fsdp(replicate=3)},
         "recompute.modules": {"recompute": megascend.Recompute(granularity="selective", modules=("mlp",))},
         "moe.aux_loss=": {"moe": megascend.Moe(aux_loss="transformers", aux_loss_coefficient=0.1)},
-        "more with its logits": {"model": folder},
+        "changes its logits": {"model": folder},
     }
 
     def on_rank(options: dict[str, Any]) -> str:
@@ -359,15 +368,15 @@ def refused(checkpoint: str, folder: str) -> dict[str, str]:
             return str(error)
         return "it was not refused"
 
-    return {what: on_ranks(on_rank, 2, options)[0] for what, options in asked.items()}
+    return {words: on_ranks(on_rank, 2, options)[0] for words, options in settings.items()}
 
 
-def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) > 0 and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def do_jobs(functions: dict[str, Any]) -> None:
-    """What the script does: JOB's calls of ``functions``, one after the other."""
+    """Run JOB's calls of ``functions``, one after the other, and write their results."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     transformers_api.check_version()
     results = [functions[name](*args, **options) for name, args, options in torch.load(sys.argv[1], weights_only=False)]

@@ -23,16 +23,16 @@ from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_sam
 
 
 def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int) -> Tensor:
-    """[heads, tokens, tokens], minus infinity where a token does not see another."""
-    place = torch.arange(len(query))
-    sample = torch.bucketize(place, starts[1:].long(), right=True)
-    apart = place[:, None] - place
-    seen = (sample[:, None] == sample) & (apart >= 0) & (apart < (window or len(query)))
+    """Compute [heads, tokens, tokens], minus infinity where a token does not attend to another."""
+    positions = torch.arange(len(query))
+    sample = torch.bucketize(positions, starts[1:].long(), right=True)
+    distance = positions[:, None] - positions
+    seen = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or len(query)))
     return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(~seen, -torch.inf)
 
 
 def shared(states: Tensor, heads: int) -> Tensor:
-    """Keys or values, once for every head of queries."""
+    """Repeat keys or values for every query head."""
     return states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
@@ -41,8 +41,8 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     key, value = shared(key, query.shape[1]), shared(value, query.shape[1])
-    found = scores(query, key, starts, scale, window)
-    return torch.einsum("hqk,khd->qhd", found.softmax(-1), value).contiguous(), found.logsumexp(-1)
+    logits = scores(query, key, starts, scale, window)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1), value).contiguous(), logits.logsumexp(-1)
 
 
 @varlen.varlen_attention_backward.register_kernel("cpu")
@@ -58,34 +58,34 @@ def _(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kept = query.shape[1], key.shape[1]
+    heads, kv_heads = query.shape[1], key.shape[1]
     keys, values = shared(key, heads), shared(value, heads)
     weights = (scores(query, keys, starts, scale, window) - log_sums[..., None]).exp()
-    of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).t()[..., None]
-    of_scores = weights * of_weights * scale
-    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
-    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (kept, -1)).sum(2)
-    of_value = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (kept, -1)).sum(2)
-    return of_query.contiguous(), of_key, of_value
+    weights_grad = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).t()[..., None]
+    scores_grad = weights * weights_grad * scale
+    query_grad = torch.einsum("hqk,khd->qhd", scores_grad, keys)
+    key_grad = torch.einsum("hqk,qhd->khd", scores_grad, query).unflatten(1, (kv_heads, -1)).sum(2)
+    value_grad = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (kv_heads, -1)).sum(2)
+    return query_grad.contiguous(), key_grad, value_grad
 
 
 def trajectory(checkpoint: str, world_size: int, backend: str, steps: int, **options: Any) -> dict[str, Any]:
-    """Losses, norms and graphs compiled so far of rank 0, after every step."""
+    """Return losses, norms and compiled graphs so far of rank 0, after every step."""
 
     def on_rank() -> dict[str, Any]:
         adam = megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
         settings: dict[str, Any] = {"precision": "fp32", "optimizer": adam, "platform": "cpu", "timeout_s": 300}
         batching = megascend.Batching(micro_batch_tokens=64)
         compilation.BACKEND, varlen.available = backend, lambda device, dtype: True
-        found: dict[str, Any] = {"losses": [], "norms": [], "graphs": []}
+        results: dict[str, Any] = {"losses": [], "norms": [], "graphs": []}
         with megascend.FsdpBackend(checkpoint, batching=batching, **settings | options) as trained:
             samples = trained.shard(causal_samples(token_lists()))
             for _ in range(steps):
-                found["losses"].append(trained.forward_backward(samples).loss)
-                found["norms"].append(trained.optimizer_step().grad_norm)
-                found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        found["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
-        return found
+                results["losses"].append(trained.forward_backward(samples).loss)
+                results["norms"].append(trained.optimizer_step().grad_norm)
+                results["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        results["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
+        return results
 
     return run_distributed(on_rank, world_size, init=False, timeout_s=600)[0]
 

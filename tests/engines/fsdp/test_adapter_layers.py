@@ -44,10 +44,10 @@ class Model(nn.Module):
 
 
 def registry_of(model: Model) -> AdapterRegistry:
-    found = layer_targets(model)
-    everything = [target.slices[0].name for target in found]
+    targets = layer_targets(model)
+    names = [target.slices[0].name for target in targets]
     options: dict[str, Any] = {"adam": Adam(), "schedule": Schedule(), "seed": 1}
-    return AdapterRegistry.of_model(found, everything, Adapters(), dtype=torch.float32, device=CPU, **options)
+    return AdapterRegistry.of_model(targets, names, Adapters(), dtype=torch.float32, device=CPU, **options)
 
 
 def segments_of(counts: list[int]) -> TokenSegments:
@@ -56,7 +56,7 @@ def segments_of(counts: list[int]) -> TokenSegments:
 
 
 def experts_of(kind: str) -> nn.Module:
-    """Experts of transformers; all parameters random."""
+    """Build experts of transformers with random parameters."""
     from transformers import AriaTextConfig, GptOssConfig, Qwen3MoeConfig
     from transformers.models.aria import modeling_aria
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -77,18 +77,18 @@ def experts_of(kind: str) -> nn.Module:
 
 
 def with_deltas(adapter: Adapter, values: Tensor, registry: AdapterRegistry, module: Any) -> dict[str, Tensor]:
-    """The experts' parameters with ``scaling * B A`` added, from a vector of the adapter's values."""
+    """Return the experts' parameters with ``scaling * B A`` added, from a vector of the adapter's values."""
     factors: dict[str, dict[str, Tensor]] = {}
     for span, part in adapter.views(values):
         (target,) = registry.shape_groups[span.shape_group].target_modules
         name = target.slices[0].name.rsplit(".", 1)[-1]
         # [1, experts, 1, rank, in] and [1, experts, rank, out]
         factors.setdefault(name, {})[span.factor] = part[0, :, 0] if span.factor == "a" else part[0].mT
-    found = {}
+    parameters = {}
     for name, pair in factors.items():
         delta = adapter.lora.scaling * (pair["b"] @ pair["a"])
-        found[name] = getattr(module, name) + (delta.mT if module.is_transposed else delta)
-    return found
+        parameters[name] = getattr(module, name) + (delta.mT if module.is_transposed else delta)
+    return parameters
 
 
 @pytest.mark.parametrize("kind", ["[experts, out, in]", "[experts, in, out]", "interleaved, with biases"])
@@ -111,29 +111,31 @@ def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts
     def inputs() -> tuple[Tensor, Tensor]:
         return hidden.clone().requires_grad_(), weights.clone().requires_grad_()
 
-    theirs, vectors = inputs(), [adapter.values.detach().clone().requires_grad_() for adapter in adapters]
+    reference_inputs, vectors = inputs(), [adapter.values.detach().clone().requires_grad_() for adapter in adapters]
     parts, start = [], 0
     for adapter, vector, count in zip(adapters, vectors, counts, strict=True):
         rows = slice(start, start + count)
         merged = with_deltas(adapter, vector, registry, module)
-        parts.append(functional_call(module, merged, (theirs[0][rows], index[rows], theirs[1][rows])))
+        parts.append(
+            functional_call(module, merged, (reference_inputs[0][rows], index[rows], reference_inputs[1][rows]))
+        )
         start += count
     expected = torch.cat(parts)
     expected.backward(upstream)
 
     stacked = StackedAdapters(adapters, registry.shape_groups, torch.float32, CPU)
     stacked.fill()
-    mine = inputs()
+    hidden_states, routing_weights = inputs()
     layers.stacked = stacked
     layers.segments = segments_of(counts)
     compute, along = getattr(module, COMPUTED_BY)
-    found = compute(module, mine[0], index, mine[1], along())
+    actual = compute(module, hidden_states, index, routing_weights, along())
     layers.require_called()
-    found.backward(upstream)
+    actual.backward(upstream)
     stacked.collect()
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(actual, expected)
+    for tensor, reference in zip((hidden_states, routing_weights), reference_inputs, strict=True):
+        torch.testing.assert_close(tensor.grad, reference.grad)
     for adapter, vector, count in zip(adapters, vectors, counts, strict=True):
         assert bool(adapter.grads.any()) == bool(count)
         torch.testing.assert_close(adapter.grads, vector.grad if count else torch.zeros_like(vector))

@@ -102,7 +102,7 @@ def on_megatron(pair: Pair, checkpoint: Path, *leg: Any, **options: Any) -> dict
 
 
 def exchanged(pairs: list[Pair], parity_folder: Path, folder: Path) -> None:
-    """Both engines train and save half way; each continues what the other has saved."""
+    """Train with both engines and save half way; continue each checkpoint with the other engine."""
     legs, paths = {}, {pair.name: case_checkpoint(parity_folder, pair.arch, **pair.overrides) for pair in pairs}
     jobs = []
     for number, pair in enumerate(pairs):
@@ -114,30 +114,30 @@ def exchanged(pairs: list[Pair], parity_folder: Path, folder: Path) -> None:
             ("leg", (*leg, pair.steps, None, (half, str(folder / f"fsdp-{number}"))), options),
             ("leg", (*leg, half, str(saved)), options),
         ]
-    found = in_process(folder, *jobs)
+    results = in_process(folder, *jobs)
     for number, pair in enumerate(pairs):
-        legs["fsdp", pair.name], legs["megatron to fsdp", pair.name] = found[2 * number : 2 * number + 2]
+        legs["fsdp", pair.name], legs["megatron to fsdp", pair.name] = results[2 * number : 2 * number + 2]
         legs["fsdp to megatron", pair.name] = on_megatron(
             pair, paths[pair.name], pair.steps // 2, str(folder / f"fsdp-{number}")
         )
     problems = []
     for pair in pairs:
-        whole = {name: legs[name, pair.name] for name in ("megatron", "fsdp")}
+        complete = {name: legs[name, pair.name] for name in ("megatron", "fsdp")}
         for name in ("megatron", "fsdp", "megatron to fsdp", "fsdp to megatron"):
             leg = legs[name, pair.name]
             bounds = pair.bounds
             if pair.by_step:
-                parts = [leg] if name in whole else [whole[name.partition(" ")[0]], leg]
-                loss, norm, weights = apart_by_step(*joined(pair.steps, parts), paths[pair.name], folder)
+                parts = [leg] if name in complete else [complete[name.partition(" ")[0]], leg]
+                loss, norm, weights = apart_by_step(*join_legs(pair.steps, parts), paths[pair.name], folder)
                 bounds = (*pair.bounds[:2], STEP_WEIGHTS)
             else:
                 reference = hf_reference(parity_folder, paths[pair.name], token_lists(), steps=pair.steps)
                 since = pair.steps - len(leg["losses"])
                 loss, norm = (
-                    max(abs(a - b) for a, b in zip(mine, theirs[since:], strict=True))
-                    for mine, theirs in ((leg["losses"], reference.losses), (leg["norms"], reference.grad_norms))
+                    max(abs(a - b) for a, b in zip(actual, expected[since:], strict=True))
+                    for actual, expected in ((leg["losses"], reference.losses), (leg["norms"], reference.grad_norms))
                 )
-                weights = furthest(leg["weights"], whole["fsdp" if name == "megatron" else "megatron"]["weights"])
+                weights = furthest(leg["weights"], complete["fsdp" if name == "megatron" else "megatron"]["weights"])
             print(f"{pair.name}, {name}: loss {loss:.1e}, norm {norm:.1e}, weights {weights:.1e}")
             if not all(value <= bound for value, bound in zip((loss, norm, weights), bounds, strict=True)):
                 problems.append((pair.name, name, loss, norm, weights))
@@ -145,19 +145,23 @@ def exchanged(pairs: list[Pair], parity_folder: Path, folder: Path) -> None:
         for name, source in (("megatron to fsdp", "megatron"), ("fsdp to megatron", "fsdp")):
             leg = legs[name, pair.name]
             assert leg["progress"] == {"at": pair.steps // 2}
-            assert furthest(leg["loaded"], whole[source]["saved"]) == 0.0, (pair.name, name)
+            assert furthest(leg["loaded"], complete[source]["saved"]) == 0.0, (pair.name, name)
     assert not problems
 
 
-def furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    """Largest Euclidean norm of a difference of weights of the same names, over the weight's."""
-    assert len(some) > 20
-    assert some.keys() == others.keys()
-    return max(float((some[name].float() - others[name].float()).norm() / others[name].float().norm()) for name in some)
+def furthest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Return the largest Euclidean norm of a difference of weights of the same names, relative to the weight's norm."""
+    assert len(first) > 20
+    assert first.keys() == second.keys()
+    return max(
+        float((first[name].float() - second[name].float()).norm() / second[name].float().norm()) for name in first
+    )
 
 
-def joined(steps: int, parts: list[dict[str, Any]]) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and norms of a run, and weights before each step and after the last; of a leg that another follows, its first."""
+def join_legs(
+    steps: int, parts: list[dict[str, Any]]
+) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
+    """Return losses and norms of a run, and weights before each step and after the last, from its consecutive legs."""
     count = steps - len(parts[-1]["losses"])
     losses, norms, before = (parts[0][key][:count] + parts[-1][key] for key in ("losses", "norms", "before"))
     return losses, norms, [*before, parts[-1]["weights"]]
@@ -174,15 +178,15 @@ def test_more_runs_go_from_engine_to_engine(parity_folder, tmp_path):
 
 @pytest.mark.nightly
 def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(parity_folder, tmp_path):
-    """One from before there was such a file, by an engine of another kind; the model stays as it is. Its own engine reads it."""
+    """A checkpoint without hf_parts.json, from another engine, leaves the model unchanged. Its own engine reads it."""
     pair = Pair("tied", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, TIED | {"num_hidden_layers": 2})
     checkpoint = case_checkpoint(parity_folder, pair.arch, **pair.overrides)
     saved = tmp_path / "saved"
     first = on_megatron(pair, checkpoint, 2, None, (1, str(saved)))
-    found = manifest.read(saved)
+    saved_manifest = manifest.read(saved)
     (saved / hf_slices.NAME).unlink()
-    files = {name: entry for name, entry in found.files.items() if name != hf_slices.NAME}
-    (saved / manifest.NAME).write_text(replace(found, files=files).to_text())
+    files = {name: entry for name, entry in saved_manifest.files.items() if name != hf_slices.NAME}
+    (saved / manifest.NAME).write_text(replace(saved_manifest, files=files).to_text())
     again = on_megatron(pair, checkpoint, 1, str(saved))
     assert again["losses"] == first["losses"][1:]
     (ranks,) = in_process(tmp_path, ("refuses", (str(checkpoint), str(saved)), {}))
@@ -197,16 +201,16 @@ def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(parity_f
 
 @pytest.mark.nightly
 def test_adapters_go_with_the_checkpoint(parity_folder, tmp_path):
-    """From Megatron to FSDP2 and back, with their moments: losses as without the change."""
+    """Move from Megatron to FSDP2 and back with moments: losses equal those of a run without the change."""
     pair = Pair("adapters", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, {"num_hidden_layers": 2})
     checkpoint = case_checkpoint(parity_folder, pair.arch, **pair.overrides)
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     options = {"adapters": Adapters(max_count=1, max_rank=4)}
-    whole = on_megatron(pair, checkpoint, 6, None, (2, first), "a", **options)
+    complete = on_megatron(pair, checkpoint, 6, None, (2, first), "a", **options)
     middle, *_ = in_process(tmp_path, ("leg", (str(checkpoint), 2, 4, first, (2, second), "a"), options))
     last = on_megatron(pair, checkpoint, 2, second, None, "a", **options)
     for leg, since in ((middle, 2), (last, 4)):
         assert leg["steps"] == 6
-        for what in ("losses", "norms"):
-            assert leg[what] == pytest.approx(whole[what][since:], abs=1e-5, rel=1e-4), what
-        assert furthest(leg["weights"], whole["weights"]) < 1e-4
+        for key in ("losses", "norms"):
+            assert leg[key] == pytest.approx(complete[key][since:], abs=1e-5, rel=1e-4), key
+        assert furthest(leg["weights"], complete["weights"]) < 1e-4

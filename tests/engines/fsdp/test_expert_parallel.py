@@ -23,9 +23,9 @@ class Experts(nn.Module):
 
 
 def products(module: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Written out; what the exchange must not change."""
-    made = torch.einsum("th,tkho->tko", hidden, module.weight[index])
-    return (made * weights[..., None]).sum(1)
+    """Compute experts without any exchange, as the reference."""
+    outputs = torch.einsum("th,tkho->tko", hidden, module.weight[index])
+    return (outputs * weights[..., None]).sum(1)
 
 
 def inputs(rank: int, busy: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +48,7 @@ def test_ranks_make_of_all_tokens_what_one_process_makes(size: int, busy: tuple[
         rank = dist.get_rank()
         module = nn.Sequential(Experts(matrices()))
         share = ExpertShare(dist.group.WORLD, size, rank)
-        keep_own_experts(module, share, lambda each: isinstance(each, Experts))
+        keep_own_experts(module, share, lambda child: isinstance(child, Experts))
         part = matrices().chunk(size)[rank]
         assert module[0].weight.shape == part.shape
         module[0].weight.data = part
@@ -60,22 +60,24 @@ def test_ranks_make_of_all_tokens_what_one_process_makes(size: int, busy: tuple[
         return out.detach(), hidden.grad, weights.grad, module[0].weight.grad
 
     ranks = run_distributed(on_rank, size)
-    whole, total = Experts(matrices()), torch.zeros(())
+    all_experts, total = Experts(matrices()), torch.zeros(())
     for rank, (out, hidden_grad, weights_grad, _) in enumerate(ranks):
         hidden, index, weights = inputs(rank, busy)
         hidden.requires_grad_()
         weights.requires_grad_()
-        expected = products(whole, hidden, index, weights)
+        expected = products(all_experts, hidden, index, weights)
         total = total + expected.square().sum()
-        of_hidden, of_weights = torch.autograd.grad(expected.square().sum(), [hidden, weights], retain_graph=True)
+        expected_hidden, expected_weights = torch.autograd.grad(
+            expected.square().sum(), [hidden, weights], retain_graph=True
+        )
         assert torch.allclose(out, expected, atol=1e-12)
-        assert torch.allclose(hidden_grad, of_hidden, atol=1e-12)
-        assert torch.allclose(weights_grad, of_weights, atol=1e-12)
-    (of_experts,) = torch.autograd.grad(total, [whole.weight])
-    assert torch.allclose(torch.cat([grad for *_, grad in ranks]), of_experts, atol=1e-12)
+        assert torch.allclose(hidden_grad, expected_hidden, atol=1e-12)
+        assert torch.allclose(weights_grad, expected_weights, atol=1e-12)
+    (expected_experts,) = torch.autograd.grad(total, [all_experts.weight])
+    assert torch.allclose(torch.cat([grad for *_, grad in ranks]), expected_experts, atol=1e-12)
 
 
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     share = ExpertShare(None, 3, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"parallel\.expert=3 cannot divide 0, 4 experts of Experts"):
-        keep_own_experts(nn.Sequential(Experts(matrices())), share, lambda each: isinstance(each, Experts))
+        keep_own_experts(nn.Sequential(Experts(matrices())), share, lambda child: isinstance(child, Experts))

@@ -23,7 +23,7 @@ BF16_RECOMPUTED: dict[str, Any] = {"precision": "bf16", "recompute": RECOMPUTED}
 
 
 def in_process(folder: Path, *jobs: Job) -> list[Any]:
-    """What functions of ranks.py return, called one after the other in a process of their own."""
+    """Run functions of ranks.py, one after the other, in a process of their own, and return their results."""
     return run_jobs(RANKS, folder, *jobs)
 
 
@@ -67,76 +67,79 @@ MORE: list[Layout] = [
     ("MoE SP2, EP2, recomputed", "qwen3_moe", {}, 2, {"parallel": SP2_EP2, "recompute": RECOMPUTED}, 1e-5, 1e-4),
 ]
 SEEDS = range(4)
-"""Of models whose distances from fp32 are averaged, in bf16 with experts."""
+"""Seeds of the bf16 models with experts whose distances from fp32 are averaged."""
 
 
-def hold_against_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[dict[str, Any]]:
-    """Ten steps of each layout; prints how far it is from Hugging Face, and how close its routers' closest choice was."""
+def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    """Train ten steps of each layout; print the distance from Hugging Face and the smallest routing margin."""
     checkpoints = [case_checkpoint(parity_folder, arch, **overrides) for _, arch, overrides, *_ in layouts]
     experts = sorted({str(path) for path, layout in zip(checkpoints, layouts, strict=True) if "moe" in layout[1]})
     jobs = [
         ("trajectory", (str(path), world_size), options)
         for path, (_, _, _, world_size, options, _, _) in zip(checkpoints, layouts, strict=True)
     ]
-    found = in_process(tmp_path, *jobs, *[("smallest_margin", (path,), {}) for path in experts])
-    for path, margin in zip(experts, found[len(jobs) :], strict=True):
+    results = in_process(tmp_path, *jobs, *[("smallest_margin", (path,), {}) for path in experts])
+    for path, margin in zip(experts, results[len(jobs) :], strict=True):
         print(f"{Path(path).name}: smallest margin of a router {margin:.1e}")
     problems = []
-    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, found[: len(jobs)], strict=True):
+    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, results[: len(jobs)], strict=True):
         reference = hf_reference(parity_folder, path, token_lists())
-        apart = differences(
+        difference = differences(
             Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
         )
-        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
-        if not (apart.loss <= loss and apart.grad_norm <= norm):
-            problems.append((name, apart))
+        print(f"{name}: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}")
+        if not (difference.loss <= loss and difference.grad_norm <= norm):
+            problems.append((name, difference))
     assert not problems
-    return found[: len(jobs)]
+    return results[: len(jobs)]
 
 
 def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
-    """Ten steps; each rank reads its part of the checkpoint, and nothing of Megatron is in its process."""
-    found = hold_against_hugging_face(LAYOUTS, parity_folder, tmp_path)
-    assert all(ranks["foreign"] == [] for ranks in found)
-    assert all(ranks["patched"] == "torch.cuda.random" for ranks in found)
-    counts = [ranks["micro_batches"] for ranks in found]
+    """Ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
+    results = compare_with_hugging_face(LAYOUTS, parity_folder, tmp_path)
+    assert all(ranks["foreign"] == [] for ranks in results)
+    assert all(ranks["patched"] == "torch.cuda.random" for ranks in results)
+    counts = [ranks["micro_batches"] for ranks in results]
     assert max(counts) > 1
-    assert {ranks["reductions"] for ranks in found} == {1}  # of figures, after all micro batches
-    assert [ranks["told"] for ranks in found] == [[(done, count) for done in range(count)] for count in counts]
+    assert {ranks["reductions"] for ranks in results} == {1}  # of figures, after all micro batches
+    assert [ranks["told"] for ranks in results] == [[(index, count) for index in range(count)] for count in counts]
     numbers = 4 * 189_120  # of the untied model, in bytes of fp32
-    assert found[0]["read"] == [numbers // 2] * 2
-    assert found[1]["read"] == [numbers // 4] * 4
+    assert results[0]["read"] == [numbers // 2] * 2
+    assert results[1]["read"] == [numbers // 4] * 4
 
 
 @pytest.mark.nightly
 def test_more_trajectories_equal_hugging_faces(parity_folder, tmp_path):
-    hold_against_hugging_face(MORE, parity_folder, tmp_path)
+    compare_with_hugging_face(MORE, parity_folder, tmp_path)
 
 
 @pytest.mark.nightly
 def test_experts_in_bf16_are_no_further_from_fp32_than_hugging_faces(parity_folder, tmp_path):
-    """Routers choose other experts in bf16, so that one step of one model says nothing: its norm is off by 0.1 or by 1.2,
-    Hugging Face's as ours. Averages over ten steps of four models do, within twice those of Hugging Face."""
+    """Averages over ten steps of four models are within twice Hugging Face's distance from fp32.
+
+    A step of one model shows nothing: routers choose other experts in bf16, and its norm is off by 0.1 or by 1.2, as Hugging
+    Face's is.
+    """
     layouts: dict[str, dict[str, Any]] = {"DP2": BF16_RECOMPUTED, "EP2": {**BF16_RECOMPUTED, "parallel": EP2}}
     paths = [write_tiny_checkpoint(parity_folder / f"qwen3_moe-{seed}", "qwen3_moe", seed) for seed in SEEDS]
     jobs = [("trajectory", (str(path), 2), options) for options in layouts.values() for path in paths]
-    found = in_process(tmp_path, *jobs)
+    results = in_process(tmp_path, *jobs)
     exact = [hf_reference(parity_folder, path, token_lists()) for path in paths]
     low = [hf_reference(parity_folder, path, token_lists(), dtype="bfloat16") for path in paths]
-    theirs = mean_apart([(run.losses, run.grad_norms) for run in low], exact)
-    print("Hugging Face: loss {:.1e}, norm {:.1e}".format(*theirs))
+    expected = mean_differences([(run.losses, run.grad_norms) for run in low], exact)
+    print("Hugging Face: loss {:.1e}, norm {:.1e}".format(*expected))
     for number, name in enumerate(layouts):
-        ranks = found[number * len(paths) :][: len(paths)]
-        mine = mean_apart([(run["losses"], run["norms"]) for run in ranks], exact)
-        print("{}: loss {:.1e}, norm {:.1e}".format(name, *mine))
-        assert all(0 < our <= 2 * their for our, their in zip(mine, theirs, strict=True)), (name, mine, theirs)
+        ranks = results[number * len(paths) :][: len(paths)]
+        actual = mean_differences([(run["losses"], run["norms"]) for run in ranks], exact)
+        print("{}: loss {:.1e}, norm {:.1e}".format(name, *actual))
+        assert all(0 < our <= 2 * their for our, their in zip(actual, expected, strict=True)), (name, actual, expected)
 
 
-def mean_apart(runs: list[tuple[list[float], list[float]]], exact: list[Trajectory]) -> tuple[float, float]:
-    """The mean difference of losses and of norms, over all steps of all runs."""
+def mean_differences(runs: list[tuple[list[float], list[float]]], exact: list[Trajectory]) -> tuple[float, float]:
+    """Return the mean difference of losses and of norms, over all steps of all runs."""
     pairs = list(zip(runs, exact, strict=True))
-    losses = [abs(a - b) for (mine, _), run in pairs for a, b in zip(mine, run.losses, strict=True)]
-    norms = [abs(a - b) for (_, mine), run in pairs for a, b in zip(mine, run.grad_norms, strict=True)]
+    losses = [abs(a - b) for (actual, _), run in pairs for a, b in zip(actual, run.losses, strict=True)]
+    norms = [abs(a - b) for (_, actual), run in pairs for a, b in zip(actual, run.grad_norms, strict=True)]
     return sum(losses) / len(losses), sum(norms) / len(norms)
 
 
@@ -150,20 +153,20 @@ def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_pat
             name: offset + scale * torch.randn(len(sample), generator=generator)
             for name, offset, scale in (("old_logprobs", -6, 0.3), ("ref_logprobs", -6, 0.3), ("advantages", 0, 1))
         }
-        for name, of_tokens in values.items():
-            setattr(sample, name, of_tokens)
+        for name, token_values in values.items():
+            setattr(sample, name, token_values)
         sample.pair, sample.chosen = index // 2, index % 2 == 0
         fields.append({name: v.tolist() for name, v in values.items()} | {"pair": sample.pair, "chosen": sample.chosen})
     losses = ["importance_sampling", "ppo", "dpo"]
-    of_data, of_sequence = in_process(
+    data_parallel, sequence_parallel = in_process(
         tmp_path,
         ("one_step", (str(checkpoint), 2, samples, losses), {}),
         ("one_step", (str(checkpoint), 2, samples, losses), {"parallel": SP2}),
     )
     for loss in losses:
         reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, loss=loss, fields=fields)
-        for found in (of_data, of_sequence):
-            assert found[loss] == pytest.approx((reference.losses[0], reference.grad_norms[0]), abs=1e-5, rel=2e-5), (
+        for figures in (data_parallel, sequence_parallel):
+            assert figures[loss] == pytest.approx((reference.losses[0], reference.grad_norms[0]), abs=1e-5, rel=2e-5), (
                 loss
             )
 
@@ -179,11 +182,11 @@ def test_a_run_resumes_to_the_bit_and_in_another_layout(parity_folder, tmp_path)
     assert_moved(moved)
 
 
-def assert_moved(found: dict[str, Any]) -> None:
-    assert found["same"]
-    assert found["count"] > 20
-    for mine, theirs in zip(found["figures"], found["others"], strict=True):
-        assert mine == pytest.approx(theirs, abs=2e-5, rel=0)
+def assert_moved(results: dict[str, Any]) -> None:
+    assert results["same"]
+    assert results["count"] > 20
+    for actual, expected in zip(results["figures"], results["continued"], strict=True):
+        assert actual == pytest.approx(expected, abs=2e-5, rel=0)
 
 
 @pytest.mark.nightly
@@ -197,26 +200,26 @@ def test_runs_resume_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
         ("moved", (experts, str(tmp_path / "fewer"), {"ranks": 4, "parallel": EP2}, {"ranks": 2}), {}),
         ("moved", (dense, str(tmp_path / "more"), {"ranks": 4, "fsdp": hsdp}, {"ranks": 3}), {}),
     )
-    assert [found["same"] for found in same] == [(True,) * 4] * 2
-    for found in (fewer, more):
-        assert_moved(found)
+    assert [results["same"] for results in same] == [(True,) * 4] * 2
+    for results in (fewer, more):
+        assert_moved(results)
 
 
 def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
     tied, experts = (
         str(case_checkpoint(parity_folder, arch, **more)) for arch, more in (("qwen3", TIED), ("qwen3_moe", {}))
     )
-    found = in_process(
+    exports = in_process(
         tmp_path,
         ("exported", (tied, str(tmp_path / "tied"), 2), {"fsdp": Fsdp(offload=True)}),
         ("exported", (experts, str(tmp_path / "experts"), 4), {"parallel": EP2}),
     )
-    assert [different for different, _ in found] == [[], []]
-    assert max(furthest for _, furthest in found) <= 2e-5
+    assert [different for different, _ in exports] == [[], []]
+    assert max(furthest for _, furthest in exports) <= 2e-5
 
 
 def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
-    """A NaN of one rank, routers that change their mind in recomputation, a rank that leaves, what there is not."""
+    """A NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, unsupported settings."""
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     ranks, norms, left, refused = in_process(
         tmp_path,
@@ -234,7 +237,7 @@ def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
     )
     assert left[1] == "left"
     assert "rank 1 left the stream" in left[0]
-    assert all(what in message for what, message in refused.items()), refused
+    assert all(words in message for words, message in refused.items()), refused
 
 
 def test_the_program_of_the_docs_runs(parity_folder, tmp_path):
@@ -242,8 +245,8 @@ def test_the_program_of_the_docs_runs(parity_folder, tmp_path):
     program = page.split("```python\n", 1)[1].split("```", 1)[0]
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     assert program.count("path/to/hf-checkpoint") == 1
-    done = run_forked(program.replace("path/to/hf-checkpoint", str(checkpoint)), directory=tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    loss, norm = (float(number) for number in done.stdout.split())
+    completed = run_forked(program.replace("path/to/hf-checkpoint", str(checkpoint)), directory=tmp_path)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    loss, norm = (float(number) for number in completed.stdout.split())
     assert 4 < loss < 8
     assert 0 < norm < 100

@@ -66,21 +66,21 @@ MORE: list[Layout] = [
 ]
 
 BOUNDS = {"fp32": (1e-5, 1e-4, 1e-3, 2e-5), "bf16": (2e-2, 0.1, 1.0, 0.5), "fp16": (1e-2, 0.1, 1.0, 0.1)}
-"""Of loss, norm, trained factors and the saved adapter's logits."""
+"""Bounds of loss, norm, trained factors and the saved adapter's logits."""
 
 
 def in_process(folder: Path, *jobs: Job) -> list[Any]:
-    """What functions of adapter_ranks.py return, called one after the other in a process of their own."""
+    """Run functions of adapter_ranks.py, one after the other, in a process of their own, and return their results."""
     return run_jobs(RANKS, folder, *jobs)
 
 
 def targets_of(adapters: dict[str, Lora]) -> Any:
-    """What a backend of these adapters allows."""
+    """Return the targets that a backend of these adapters needs."""
     return ALL if any("lm_head" in lora.targets for lora in adapters.values()) else "all-linear"
 
 
-def hold_against_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """Ten steps of the adapters of each layout, in the same micro batches, against each alone with peft; prints how far apart."""
+def compare_with_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """Train the adapters of each layout for ten steps in the same micro batches, and compare each with peft's training of it."""
     checkpoints = {arch: case_checkpoint(parity_folder, arch) for _, arch, *_ in layouts}
     jobs: list[Job] = []
     for number, (_, arch, adapters, world_size, options) in enumerate(layouts):
@@ -89,40 +89,42 @@ def hold_against_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path
         jobs.append(("written", (str(checkpoints[arch]), starts, targets), {}))
         arguments = (str(checkpoints[arch]), world_size, list(starts), str(tmp_path / f"{number}-out"), targets)
         jobs.append(("trained", arguments, options))
-    found = in_process(tmp_path, *jobs)[1::2]
+    results = in_process(tmp_path, *jobs)[1::2]
     problems = []
     for number, ((name, arch, adapters, _, options), (trajectories, logits, _)) in enumerate(
-        zip(layouts, found, strict=True)
+        zip(layouts, results, strict=True)
     ):
-        alone = len(adapters) == 1
+        single = len(adapters) == 1
         loss, norm, factors, logit = BOUNDS[options.get("precision", "fp32")]
         for tenant, trajectory in enumerate(trajectories):
             start = tmp_path / f"{number}-{list(adapters)[tenant]}"
-            tokens = token_lists() if alone else share_of(tenant, len(adapters))
-            apart = adapter_differences(trajectory, peft_reference(parity_folder, checkpoints[arch], start, tokens))
-            print(f"{name}, {start.name}: {apart}")
-            if apart.loss > loss or apart.grad_norm > norm or apart.factors > factors:
-                problems.append((name, apart))
-        out = tmp_path / f"{number}-out" / ("tenant" if alone else f"tenant-{len(adapters) - 1}")
+            tokens = token_lists() if single else share_of(tenant, len(adapters))
+            difference = adapter_differences(
+                trajectory, peft_reference(parity_folder, checkpoints[arch], start, tokens)
+            )
+            print(f"{name}, {start.name}: {difference}")
+            if difference.loss > loss or difference.grad_norm > norm or difference.factors > factors:
+                problems.append((name, difference))
+        out = tmp_path / f"{number}-out" / ("tenant" if single else f"tenant-{len(adapters) - 1}")
         saved = peft_reference(parity_folder, checkpoints[arch], out, token_lists(), steps=0)
         loaded = max(float((a - b).abs().max()) for a, b in zip(logits, saved.logits, strict=True))
         print(f"{name}: logits of the last adapter in peft {loaded:.1e}")
         if loaded > logit:
             problems.append((name, loaded))
     assert not problems
-    return found
+    return results
 
 
 def test_adapters_equal_pefts(parity_folder, tmp_path):
-    """Of other ranks, scalings and targets, in the same batches; the frozen model has no gradients."""
-    found = hold_against_peft(LAYOUTS, parity_folder, tmp_path)
-    for _, _, ranks in found:
-        assert [held["gradients"] for held in ranks] == [0] * len(ranks)
+    """Several ranks, scalings and targets in the same batches; the frozen model has no gradients."""
+    results = compare_with_peft(LAYOUTS, parity_folder, tmp_path)
+    for _, _, ranks in results:
+        assert [memory["gradients"] for memory in ranks] == [0] * len(ranks)
 
 
 @pytest.mark.nightly
 def test_more_adapters_equal_pefts(parity_folder, tmp_path):
-    hold_against_peft(MORE, parity_folder, tmp_path)
+    compare_with_peft(MORE, parity_folder, tmp_path)
 
 
 def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parity_folder, tmp_path, megatron_imported):
@@ -141,9 +143,9 @@ def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parit
                 backend.add_adapter(name, lora)
             return steps(backend, samples_of("ab"), 2)
 
-    *found, without = in_process(tmp_path, ("dropped", (str(checkpoint), layouts), {}))[0]
+    *results, without = in_process(tmp_path, ("dropped", (str(checkpoint), layouts), {}))[0]
     (expected,) = run_distributed(on_megatron, 1, init=False)
-    for figures in found:
+    for figures in results:
         assert figures == [pytest.approx(row, abs=2e-5, rel=0) for row in expected]
     assert without[0][1] != pytest.approx(expected[0][1], rel=1e-2)
 
@@ -155,7 +157,7 @@ def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, t
     )
     experts = str(case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2))
     starts = [str(tmp_path / arch) for arch in ("dense", "experts")]
-    _, _, apart, queued, resumed, *exported, held, refused = in_process(
+    _, _, isolated, queued, resumed, *exported, memory, refused = in_process(
         tmp_path,
         ("written", (dense, {starts[0]: ONE["one"]}, ALL), {}),
         ("written", (experts, {starts[1]: Lora(rank=4, seed=8)}), {}),
@@ -171,16 +173,16 @@ def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, t
         ("in_bf16", (dense,), {}),
         ("refused", (tied, experts), {}),
     )
-    assert all(apart.values()), apart
+    assert all(isolated.values()), isolated
     assert queued["apart"] < 1e-5  # a step of Adam is about 5e-3
     assert queued["forward"]
     assert resumed["same"]
     assert resumed["again"] == resumed["figures"]
     assert resumed["on one"] == [pytest.approx(row, abs=2e-5, rel=0) for row in resumed["again"]]
-    for found in exported:
-        assert found["same"] == [True, True], found
-        assert found["furthest"] <= 2e-5, found
-        assert min(found["counts"]) > 20
+    for export in exported:
+        assert export["same"] == [True, True], export
+        assert export["furthest"] <= 2e-5, export
+        assert min(export["counts"]) > 20
     numbers = 115_072  # of the model of two layers: two bytes each, over two ranks
-    assert held == [{"bytes": numbers, "gradients": 0}] * 2
-    assert all(what in message for what, message in refused.items()), refused
+    assert memory == [{"bytes": numbers, "gradients": 0}] * 2
+    assert all(words in message for words, message in refused.items()), refused

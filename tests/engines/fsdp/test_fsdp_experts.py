@@ -41,7 +41,7 @@ MORE: list[Layout] = [
 
 
 def in_process(folder: Path, *jobs: Job) -> list[Any]:
-    """What functions of expert_ranks.py return, called one after the other in a process of their own."""
+    """Run functions of expert_ranks.py, one after the other, in a process of their own, and return their results."""
     return run_jobs(RANKS, folder, *jobs)
 
 
@@ -49,11 +49,11 @@ def figures(trajectory: Trajectory) -> Trajectory:
     return Trajectory(trajectory.losses, trajectory.grad_norms, [])
 
 
-def hold_against_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> None:
-    """Ten steps of each layout; prints how far it is from Hugging Face, and how close its routers' closest choice was."""
+def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> None:
+    """Train ten steps of each layout; print the distance from Hugging Face and the smallest routing margin."""
     paths = [case_checkpoint(parity_folder, arch) for _, arch, *_ in layouts]
     checkpoints = sorted({str(path) for path in paths})
-    found = in_process(
+    results = in_process(
         tmp_path,
         *[
             ("trajectory", (str(path), ranks), options | {"weights": True})
@@ -61,43 +61,44 @@ def hold_against_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
         ],
         *[("smallest_margin", (path,), {}) for path in checkpoints],
     )
-    for path, margin in zip(checkpoints, found[len(layouts) :], strict=True):
+    for path, margin in zip(checkpoints, results[len(layouts) :], strict=True):
         print(f"{Path(path).name}: smallest margin of a router {margin:.1e}")
     problems = []
-    for (name, arch, _, _, loss, norm), path, ranks in zip(layouts, paths, found[: len(layouts)], strict=True):
+    for (name, arch, _, _, loss, norm), path, ranks in zip(layouts, paths, results[: len(layouts)], strict=True):
         if arch in AMPLIFIES:
             run = (ranks["losses"], ranks["norms"], [*ranks["before"], ranks["weights"]])
-            figures_of_steps = apart_by_step(*run, path, tmp_path)
-            print("{}, by step: loss {:.1e}, norm {:.1e}, weights {:.1e}".format(name, *figures_of_steps))
-            if not all(mine <= most for mine, most in zip(figures_of_steps, (loss, norm, STEP_WEIGHTS), strict=True)):
-                problems.append((name, *figures_of_steps))
+            step_differences = apart_by_step(*run, path, tmp_path)
+            print("{}, by step: loss {:.1e}, norm {:.1e}, weights {:.1e}".format(name, *step_differences))
+            bounds = (loss, norm, STEP_WEIGHTS)
+            if not all(value <= bound for value, bound in zip(step_differences, bounds, strict=True)):
+                problems.append((name, *step_differences))
             continue
         reference = hf_reference(parity_folder, path, token_lists(), weights=True)
-        apart = differences(Trajectory(ranks["losses"], ranks["norms"], []), figures(reference))
+        difference = differences(Trajectory(ranks["losses"], ranks["norms"], []), figures(reference))
         assert ranks["weights"].keys() >= reference.weights.keys()  # and buffers
         assert reference.weights
         weights = max(
             float((ranks["weights"][key].to(value) - value).norm() / value.norm())
             for key, value in reference.weights.items()
         )
-        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}, weights {weights:.1e}")
-        good = apart.loss <= loss and apart.grad_norm <= norm
+        print(f"{name}: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}, weights {weights:.1e}")
+        good = difference.loss <= loss and difference.grad_norm <= norm
         if not good or weights > FACTORS:
-            problems.append((name, apart, weights))
+            problems.append((name, difference, weights))
     assert not problems
 
 
 def test_divided_experts_equal_hugging_faces(parity_folder, tmp_path):
-    hold_against_hugging_face(LAYOUTS, parity_folder, tmp_path)
+    compare_with_hugging_face(LAYOUTS, parity_folder, tmp_path)
 
 
 @pytest.mark.nightly
 def test_experts_in_more_layouts_equal_hugging_faces(parity_folder, tmp_path):
-    hold_against_hugging_face(MORE, parity_folder, tmp_path)
+    compare_with_hugging_face(MORE, parity_folder, tmp_path)
 
 
 def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
-    """What a norm of experts on a mesh of their own can get wrong, a NaN of one rank, and settings that do not fit."""
+    """Wrong ways to compute the norm of experts on another mesh give other numbers; a NaN of one rank; unsupported settings."""
     experts, dense = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3_moe", "qwen3"))
     ranks, norms, refused = in_process(
         tmp_path,
@@ -113,7 +114,7 @@ def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
     assert "same mesh" in norms["torch"]
     assert norms["without experts"] < 0.99 * right
     assert norms["unscaled"] > 1.01 * right
-    assert all(what in message for what, message in refused.items()), refused
+    assert all(words in message for words, message in refused.items()), refused
 
 
 def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_path):
@@ -127,14 +128,14 @@ def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_
         options | {"moe": Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)}  # type: ignore[arg-type]
         for formula, _, options in cases
     ]
-    found = in_process(
+    results = in_process(
         tmp_path,
         *[
             ("balanced", (str(experts), 2, lengths, 3), options)
             for (_, lengths, _), options in zip(cases, balanced, strict=True)
         ],
     )
-    for (formula, lengths, _), (losses, norms, members) in zip(cases, found, strict=True):
+    for (formula, lengths, _), (losses, norms, members) in zip(cases, results, strict=True):
         assert sorted(index for group in members for index in group) == list(range(len(lengths)))
         reference = hf_reference(
             parity_folder,
@@ -145,6 +146,6 @@ def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_
             aux_formula=formula,
             micro_batches=members,
         )
-        apart = differences(Trajectory(losses, norms, []), figures(reference))
-        print(f"{formula}, {len(members)} micro batches: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
-        assert (apart.loss <= 1e-5, apart.grad_norm <= 1e-4) == (True, True), (formula, apart)
+        difference = differences(Trajectory(losses, norms, []), figures(reference))
+        print(f"{formula}, {len(members)} micro batches: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}")
+        assert (difference.loss <= 1e-5, difference.grad_norm <= 1e-4) == (True, True), (formula, difference)

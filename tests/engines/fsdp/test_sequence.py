@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism and the mesh: what needs no model."""
+"""Ulysses sequence parallelism and the mesh, without a model."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def test_heads_go_out_and_come_back_in_the_order_of_the_samples():
     def on_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rank = dist.get_rank()
         exchange = HeadExchange(dist.distributed_c10d._get_default_group())
-        mine = torch.cat([part.chunk(ranks, dim=1)[rank] for part in numbers.split(lengths, dim=1)], dim=1)
-        states = mine[None, :, :, None].clone().requires_grad_()
-        whole = exchange.to_heads(states)
+        part_of_rank = torch.cat([part.chunk(ranks, dim=1)[rank] for part in numbers.split(lengths, dim=1)], dim=1)
+        states = part_of_rank[None, :, :, None].clone().requires_grad_()
+        by_head = exchange.to_heads(states)
         order = exchange.order(lengths)
-        back = exchange.to_tokens(whole.index_select(2, order).index_select(2, order.argsort()))
+        back = exchange.to_tokens(by_head.index_select(2, order).index_select(2, order.argsort()))
         (back * states.detach()).sum().backward()
         assert states.grad is not None
         return (
-            whole.index_select(2, order)[0, :, :, 0].detach(),
+            by_head.index_select(2, order)[0, :, :, 0].detach(),
             (back - states).detach(),
             states.grad - states.detach(),
         )
 
-    for rank, (whole, apart, grad_apart) in enumerate(run_distributed(on_rank, ranks)):
-        assert torch.equal(whole, numbers.chunk(ranks)[rank])
-        assert not apart.any()
-        assert not grad_apart.any()
+    for rank, (by_head, difference, grad_difference) in enumerate(run_distributed(on_rank, ranks)):
+        assert torch.equal(by_head, numbers.chunk(ranks)[rank])
+        assert not difference.any()
+        assert not grad_difference.any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 4, 2), (8, 3, 2)])

@@ -1,4 +1,4 @@
-"""What makes the FSDP engine fast, as far as a CPU shows it: which attention is chosen, compilation, selective recomputation."""
+"""Fast paths of the FSDP engine, as far as a CPU can test them: choice of attention, compilation, selective recomputation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_kernel_for_packed_samples_is_for_16_bits_on_cuda(monkeypatch, devic
 
 
 @pytest.mark.parametrize(
-    ("width", "of_values", "dropout", "fits"),
+    ("width", "value_width", "dropout", "fits"),
     [
         (128, 128, 0.0, True),
         (12, 12, 0.0, False),
@@ -45,8 +45,8 @@ def test_the_kernel_for_packed_samples_is_for_16_bits_on_cuda(monkeypatch, devic
         (512, 512, 0.0, False),
     ],
 )
-def test_other_heads_and_dropout_take_a_call_a_sample(width, of_values, dropout, fits):
-    query, value = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, of_values)
+def test_other_heads_and_dropout_take_a_call_a_sample(width, value_width, dropout, fits):
+    query, value = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, value_width)
     assert varlen.fits(query, value, dropout) == fits
 
 
@@ -62,12 +62,12 @@ def test_what_attention_is_told_is_on_the_host_and_the_device():
 
 
 def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
-    """As measured: docs/fsdp.md."""
+    """The limit is the measured one: docs/fsdp.md."""
     monkeypatch.setattr(varlen, "available", lambda device, dtype: True)
     for lengths, one_kernel in (((64,) * 9, True), ((1024, 1024), True), ((4096, 4096), False), ((4096, 100), False)):
         for compiled in (False, True):
-            found = attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16, compiled=compiled)
-            assert found.one_kernel == (one_kernel or compiled)
+            layout = attention.sample_lengths(lengths, None, torch.device("cpu"), torch.bfloat16, compiled=compiled)
+            assert layout.one_kernel == (one_kernel or compiled)
 
 
 def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(monkeypatch):
@@ -76,7 +76,7 @@ def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(
 
     spec, topology = EngineSpec(Path("model"), fsdp=COMPILED), plan(Parallel(), 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 keeps"):
+    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 disables"):
         check_settings(spec, topology)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     check_settings(spec, topology)
@@ -139,9 +139,9 @@ def test_experts_equal_transformers_own():
         out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
         return [out.detach(), *[x.grad.clone() for x in (*inputs, experts.gate_up_proj, experts.down_proj)]]
 
-    wanted = run(torch.float64, lambda experts, *inputs: experts(*inputs))
-    for want, got in zip(wanted, run(torch.float32, transformers_api.experts_products()), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    references = run(torch.float64, lambda experts, *inputs: experts(*inputs))
+    for expected, actual in zip(references, run(torch.float32, transformers_api.experts_products()), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layouts: list[Any], steps: int) -> None:
@@ -150,19 +150,20 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
         checkpoint = str(case_checkpoint(folder, arch))
         jobs.append(("trajectory", (checkpoint, world_size, backend, steps), options))
     torch.save(jobs, tmp_path / "job")
-    done = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800)
-    assert done.returncode == 0, done.stderr[-6000:]
+    completed = run_forked(PROGRAM, tmp_path / "job", tmp_path / "result", timeout_s=800)
+    assert completed.returncode == 0, completed.stderr[-6000:]
     problems = []
-    for (_, (checkpoint, *_), options), found in zip(jobs, torch.load(tmp_path / "result"), strict=True):
-        whole = hf_reference(folder, checkpoint, token_lists(), steps=steps)
-        reference = Trajectory(whole.losses, whole.grad_norms, [])
-        apart = differences(Trajectory(found["losses"], found["norms"], []), reference)
+    for (_, (checkpoint, *_), options), results in zip(jobs, torch.load(tmp_path / "result"), strict=True):
+        full = hf_reference(folder, checkpoint, token_lists(), steps=steps)
+        reference = Trajectory(full.losses, full.grad_norms, [])
+        difference = differences(Trajectory(results["losses"], results["norms"], []), reference)
         print(
-            f"{Path(checkpoint).name} {options}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}, {found['graphs']}"
+            f"{Path(checkpoint).name} {options}: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}, "
+            f"{results['graphs']}"
         )
-        few = 0 < found["graphs"][0] == found["graphs"][-1] and not found["breaks"]
-        if apart.loss > 1e-5 or apart.grad_norm > 1e-4 or not few:
-            problems.append((checkpoint, options, apart, found["graphs"], found["breaks"]))
+        few = 0 < results["graphs"][0] == results["graphs"][-1] and not results["breaks"]
+        if difference.loss > 1e-5 or difference.grad_norm > 1e-4 or not few:
+            problems.append((checkpoint, options, difference, results["graphs"], results["breaks"]))
     assert not problems
 
 

@@ -1,4 +1,4 @@
-"""Layers that mix tokens: known by what they are made of, and by what their attention asks for."""
+"""Layers that mix tokens are recognised by their modules, and attention by the options that it passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megascend.errors import ConfigError
 from megascend.huggingface.scalar_head import ScalarHead
 
 ALL_ATTENTION_FUNCTIONS: dict[str, Any] = {}
-"""As transformers' modules see their registry."""
+"""Name of transformers' registry in its modules."""
 
 
 class Attention(nn.Module):
@@ -76,8 +76,8 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
     with pytest.raises(ConfigError, match="novel mixes tokens other than by attention") as packed:
         check(model)
     assert named in str(packed.value)
-    assert str(packed.value).endswith("packed samples see each other; set batching.packing: false")
-    with pytest.raises(ConfigError, match=r"do not see those on other ranks; set parallel\.context: 1$"):
+    assert str(packed.value).endswith("packed samples affect each other; set batching.packing: false")
+    with pytest.raises(ConfigError, match=r"ignore those on other ranks; set parallel\.context: 1$"):
         check(model, packing=False, context=2)
     with pytest.raises(ConfigError, match=r"set batching\.packing: false and parallel\.context: 1$"):
         check(model, context=2)
@@ -96,7 +96,7 @@ def test_models_without_attention_of_the_registry_are_refused_in_every_layout() 
 
 
 def test_chunked_attention_is_refused_in_every_layout() -> None:
-    with pytest.raises(ConfigError, match="chunked_attention, whose mask is not known"):
+    with pytest.raises(ConfigError, match="chunked_attention, whose mask is not supported"):
         check(Model(layer(Attention()), layer_types=("full_attention", "chunked_attention")), packing=False)
 
 
@@ -141,9 +141,9 @@ ROW = SampleLengths(None)
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("options", "named"),
     [
-        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask of its own"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "an attention mask"),
         ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias"),
         ({"indices": torch.zeros(1, 5, 2)}, "indices"),
         ({"s_aux": torch.zeros(2)}, "s_aux"),
@@ -151,9 +151,9 @@ ROW = SampleLengths(None)
         ({"is_causal": False}, "is_causal=False"),
     ],
 )
-def test_attention_that_asks_for_more_raises_config_error(asked: dict[str, Any], named: str) -> None:
-    options = {"attention_mask": None} | asked | {KEYWORD: ROW}
-    with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not known here"):
+def test_attention_that_asks_for_more_raises_config_error(options: dict[str, Any], named: str) -> None:
+    options = {"attention_mask": None} | options | {KEYWORD: ROW}
+    with pytest.raises(ConfigError, match=f"attention with {named} \\(Attention\\) is not supported"):
         attention(Attention(), QUERY, QUERY, QUERY, **options)
 
 

@@ -1,4 +1,4 @@
-"""Which masks may reach the NPU's fused attention: decided on the mask's values, not on its name."""
+"""Checks of masks for the NPU's fused attention go by a mask's values, not by its name."""
 
 from __future__ import annotations
 

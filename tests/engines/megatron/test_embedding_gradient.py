@@ -1,4 +1,4 @@
-"""The embedding's gradient in Megatron's buffer, row by row, is the one that autograd and DDP bring there."""
+"""The embedding's gradient, added to Megatron's buffer row by row, equals autograd's through DDP."""
 
 import pytest
 import torch
@@ -30,17 +30,17 @@ def figures(checkpoint, *, installed, precision):
         timeout_s=60,
     )
     tables = embedding_gradient.install(backend.engine.bare_chunks) if installed else 0
-    found = []
+    results = []
     for step in range(3):
         backend.forward_backward(backend.shard(samples_of(step)))
         backend.forward_backward(backend.shard(samples_of(step + 10)))
         table = backend.engine.bare_chunks[0].embedding.word_embeddings.weight
         assert table.grad is None
-        found.append(table.main_grad.clone())
-        found.append(torch.tensor(backend.optimizer_step().grad_norm))
-    found += [weight.clone() for _, weight in backend.named_weights()]
+        results.append(table.main_grad.clone())
+        results.append(torch.tensor(backend.optimizer_step().grad_norm))
+    results += [weight.clone() for _, weight in backend.named_weights()]
     backend.close()
-    return tables, found
+    return tables, results
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -48,17 +48,17 @@ def figures(checkpoint, *, installed, precision):
 def test_gradients_and_weights_are_the_same(parity_folder, world_size, tied):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
 
-    def both():
+    def pair():
         return [figures(checkpoint, installed=installed, precision="fp32") for installed in (False, True)]
 
-    for (none, expected), (tables, found) in run_distributed(both, world_size, init=False, timeout_s=200):
+    for (none, expected), (tables, actual) in run_distributed(pair, world_size, init=False, timeout_s=200):
         assert (none, tables) == (0, 1)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+        for tensor, reference in zip(actual, expected, strict=True):
+            torch.testing.assert_close(tensor, reference, rtol=2e-5, atol=1e-6)
 
 
 def test_in_bf16_it_is_the_more_exact_one(parity_folder):
-    """Beside the gradient of the same hidden states in fp32: rows that are hit often are not rounded to bf16 on the way."""
+    """Compared with the fp32 gradient of the same hidden states: rows that occur often are not rounded to bf16 on the way."""
     from megascend.engines.megatron.embedding_gradient import _LookUp
 
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def test_what_stands_in_for_the_look_up_is_called(parity_folder):
             inside = backend.forward(samples_of(0)).logprobs
         after = backend.forward(samples_of(0)).logprobs
         backend.close()
-        return len(seen), [torch.equal(one, two) for one, two in zip(inside, after, strict=True)]
+        return len(seen), [torch.equal(first, second) for first, second in zip(inside, after, strict=True)]
 
     seen, same = run_distributed(calls, 1, init=False)[0]
     assert seen == 1

@@ -1,4 +1,4 @@
-"""What is exported after training is what plain transformers loads, to the last digit that matters."""
+"""An export after training is loaded by plain transformers with the same logits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ UNTRAINED = {  # correction biases do not move
 
 
 def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: str = "fp32", steps: int = 2):
-    """Rank 0's logits of three samples as they were when the model was exported."""
+    """Train and export; return rank 0's logits of three samples at the time of the export."""
 
     def on_rank():
         from megascend.backends import MegatronBackend
@@ -98,7 +98,7 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
 
 @pytest.fixture(scope="module")
 def transformers_alone(tmp_path_factory) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
-    """dtype and logits of an exported model, by plain transformers, in a process without megascend."""
+    """Load exports with plain transformers, in a process without megascend; yields a function to (dtype, logits)."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     folder = tmp_path_factory.mktemp("transformers")
     errors = folder / "transformers.stderr"
@@ -129,13 +129,13 @@ def transformers_alone(tmp_path_factory) -> Iterator[Callable[[Path], tuple[str,
     process.wait()
 
 
-def largest_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+def largest_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
-def relative_difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference as a part of the largest logit: fp32 has seven digits, and trained logits reach twenty."""
-    return largest_difference(mine, theirs) / max(float(entry.abs().max()) for entry in theirs)
+def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest difference relative to the largest logit: fp32 has seven digits, and trained logits reach twenty."""
+    return largest_difference(actual, expected) / max(float(entry.abs().max()) for entry in expected)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -143,11 +143,11 @@ def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp
     layout = LAYOUTS[name]
     checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
     before = load_file(checkpoint / "model.safetensors")
-    mine = train_and_export(checkpoint, tmp_path / "out", layout)
-    dtype, theirs = transformers_alone(tmp_path / "out")
+    actual = train_and_export(checkpoint, tmp_path / "out", layout)
+    dtype, expected = transformers_alone(tmp_path / "out")
     assert dtype == "torch.float32"
     # Relative to logits of about 10 in fp32, whose sums two implementations order differently, and each processor once more.
-    assert relative_difference(mine, theirs) <= 2e-6
+    assert relative_difference(actual, expected) <= 2e-6
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
     assert all(not torch.equal(after[name], before[name]) for name in before)  # every tensor was trained
@@ -167,13 +167,13 @@ def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder,
 def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype, transformers_alone):
     layout = LAYOUTS["TP2 x PP2"]
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    mine = train_and_export(checkpoint, tmp_path / "out", layout, precision)
-    found, theirs = transformers_alone(tmp_path / "out")
-    assert found == str(dtype)
+    actual = train_and_export(checkpoint, tmp_path / "out", layout, precision)
+    loaded_dtype, expected = transformers_alone(tmp_path / "out")
+    assert loaded_dtype == str(dtype)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == str(dtype).removeprefix("torch.")
-    assert largest_difference(mine, theirs) <= (0.15 if precision == "bf16" else 0.02)
+    assert largest_difference(actual, expected) <= (0.15 if precision == "bf16" else 0.02)
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
     train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
     for name in COMPANIONS:
         assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
-    mine, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", with_companions))
-    assert mine == source
+    exported, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", with_companions))
+    assert exported == source
     assert not list(tmp_path.glob(".*"))  # nothing temporary is left
 
 
@@ -200,25 +200,25 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, tran
     (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
     (target / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     for steps in (1, 2):
-        mine = train_and_export(with_companions, target, LAYOUTS["single"], steps=steps)
+        actual = train_and_export(with_companions, target, LAYOUTS["single"], steps=steps)
         assert not list(target.glob("*index*")) + list(target.glob("*-of-*"))
-        _, theirs = transformers_alone(target)
-        assert largest_difference(mine, theirs) <= 1e-5
+        _, expected = transformers_alone(target)
+        assert largest_difference(actual, expected) <= 1e-5
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path, transformers_alone):
-    mine = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
-    _, theirs = transformers_alone(with_companions)
-    assert largest_difference(mine, theirs) <= 1e-5
+    actual = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
+    _, expected = transformers_alone(with_companions)
+    assert largest_difference(actual, expected) <= 1e-5
     assert all((with_companions / name).is_file() for name in COMPANIONS)
 
 
 def test_training_goes_on_from_an_export(with_companions, tmp_path):
     """Exported, loaded again in another layout: the same logits."""
-    mine = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
+    logits = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
     again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
-    assert largest_difference(mine, again) <= 1e-5
+    assert largest_difference(logits, again) <= 1e-5
 
 
 def test_parents_of_the_target_are_made(with_companions, tmp_path):
@@ -227,35 +227,35 @@ def test_parents_of_the_target_are_made(with_companions, tmp_path):
 
 
 def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Parallel]) -> list[tuple[int, int]]:
-    """(tensors compared, tensors that differ from the checkpoint) of each layout's export; nothing is trained."""
+    """Export each layout without training; return (tensors compared, tensors that differ from the checkpoint)."""
     from megascend.backends import MegatronBackend
 
-    found = []
+    counts = []
     for index, parallel in enumerate(layouts):
         backend = MegatronBackend(checkpoint, parallel, "fp32", timeout_s=60, self_check=False)
         backend.export_hf(folder / str(index))
         backend.close()
-        mine, original = (load_file(path / "model.safetensors") for path in (folder / str(index), checkpoint))
-        found.append((len(original), sum(not torch.equal(mine[name], original[name]) for name in original)))
-    return found
+        exported, original = (load_file(path / "model.safetensors") for path in (folder / str(index), checkpoint))
+        counts.append((len(original), sum(not torch.equal(exported[name], original[name]) for name in original)))
+    return counts
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
 def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tmp_path):
-    """mcore-bridge keeps the group it exports over in a module global, for ever: the second layout would use the first's."""
+    """mcore-bridge keeps its export group in a module global: a second layout would use the first one's."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     layouts = [Parallel(expert=2), Parallel(pipeline=2), Parallel(tensor=2), Parallel(expert=2)]
     results = run_distributed(
         export_one_after_another, 2, checkpoint, tmp_path / "out", layouts, init=not owned, timeout_s=120
     )
-    for found in results:
-        assert len(found) == len(layouts)
-        assert all(count > 30 and differ == 0 for count, differ in found)
+    for counts in results:
+        assert len(counts) == len(layouts)
+        assert all(count > 30 and differ == 0 for count, differ in counts)
 
 
 @pytest.fixture
 def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """GLM-4.5 in bf16 as it is published: correction biases in fp32, and a layer after the last for multi-token prediction."""
+    """Write GLM-4.5 in bf16 as published: fp32 correction biases, and a layer after the last for multi-token prediction."""
     checkpoint = tmp_path / "model"
     shutil.copytree(case_checkpoint(parity_folder, "glm4_moe"), checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")
@@ -275,7 +275,7 @@ def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torc
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads, tmp_path, precision):
-    """Unchanged, in the dtype that they have; what is trained has the dtype of training, but for the fp32 biases."""
+    """They keep their values and dtype; trained tensors have the dtype of training, except for the fp32 biases."""
     checkpoint, heads = with_prediction_heads
     train_and_export(checkpoint, tmp_path / "out", Layout(2, Parallel(expert=2)), precision, steps=1)
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
@@ -292,11 +292,11 @@ def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads
 
 
 def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
-    """As mcore-bridge writes GLM-4: transformers would start with random MLPs. What was at the target stays."""
+    """The tensors are as mcore-bridge writes GLM-4: transformers would start with random MLPs. The target is unchanged."""
     from megascend.backends import MegatronBackend
     from megascend.engines.megatron import named_weights
 
-    monkeypatch.setattr(named_weights, "joined", lambda stream, wanted: stream)
+    monkeypatch.setattr(named_weights, "_join_fused", lambda stream, headers: stream)
     checkpoint = case_checkpoint(parity_folder, "glm4")
     target = tmp_path / "out"
     shutil.copytree(checkpoint, target)
@@ -329,9 +329,9 @@ def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp
         backend.export_hf(tmp_path / "out", adapter="a")
         return backend.forward(causal_samples(token_lists())[:3], logits=True, adapter="a").logits
 
-    [mine] = run_distributed(on_rank, 1, init=False)
-    _, theirs = transformers_alone(tmp_path / "out")
-    assert relative_difference(mine, theirs) <= 2e-6
+    [actual] = run_distributed(on_rank, 1, init=False)
+    _, expected = transformers_alone(tmp_path / "out")
+    assert relative_difference(actual, expected) <= 2e-6
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
     assert set(before) == set(after)
     assert any("gate_up_proj" in name and not torch.equal(before[name], after[name]) for name in before)

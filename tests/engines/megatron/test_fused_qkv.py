@@ -1,6 +1,6 @@
-"""Attention whose q, k and v come from one function, norms and rotary embedding included, against Megatron's own way.
+"""Attention with q, k and v from one function, including norms and rotary embedding, equals Megatron's.
 
-The kernels themselves are the business of tests/gpu/test_qkv_rope.py; plain torch takes their place here.
+The kernels themselves are tested in tests/gpu/test_qkv_rope.py; plain torch replaces them here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LAYERS = 2
 
 
 class Plain:
-    """Stands in for the kernels.
+    """Stand-in for the kernels.
 
     Attributes:
-        calls: with packed sequences or not, one entry each.
+        calls: True for each call with packed sequences, False for others.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Plain:
 
 
 def make_backend(checkpoint, *, fused: bool, **options):
-    """A backend that rotates as on a GPU, and the stand-in in its place, if ``fused``."""
+    """Build a backend that rotates as on a GPU, with the stand-in if ``fused``."""
     from megascend.backends import MegatronBackend
     from megascend.engines.megatron import fused_qkv
 
@@ -73,22 +73,22 @@ def gradients(backend) -> list[torch.Tensor]:
 
 
 def trained(checkpoint, *, fused: bool, **options) -> tuple[list[torch.Tensor], list[bool]]:
-    """Losses, log-probabilities, all gradients and the gradient norm; and how the stand-in was called."""
+    """Return losses, log-probabilities, all gradients and the gradient norm; and the calls of the stand-in."""
     backend, plain = make_backend(checkpoint, fused=fused, **options)
-    found: list[Any] = []
+    results: list[Any] = []
     for lengths in (UNEQUAL, EQUAL):
-        found += [backend.forward_backward(samples(*lengths)).loss, *backend.forward(samples(*lengths)).logprobs]
-        found += gradients(backend)
-        found.append(backend.optimizer_step().grad_norm)
+        results += [backend.forward_backward(samples(*lengths)).loss, *backend.forward(samples(*lengths)).logprobs]
+        results += gradients(backend)
+        results.append(backend.optimizer_step().grad_norm)
     backend.close()
-    return [torch.as_tensor(of, dtype=torch.float64) for of in found], plain.calls
+    return [torch.as_tensor(value, dtype=torch.float64) for value in results], plain.calls
 
 
-def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected) > 10
+def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected) > 10
     worst = max(
-        float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
-        for one, other in zip(found, expected, strict=True)
+        float((tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-3))
+        for tensor, reference in zip(actual, expected, strict=True)
     )
     print(f"{worst:.1e}")
     assert worst < BOUND
@@ -116,20 +116,20 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 def test_training_is_the_same(parity_folder, arch, world_size, options):
     checkpoint = case_checkpoint(parity_folder, arch, num_hidden_layers=LAYERS)
 
-    def both():
+    def pair():
         return [trained(checkpoint, fused=fused, **options) for fused in (False, True)]
 
-    for (expected, none), (found, calls) in run_distributed(both, world_size, init=False):
+    for (expected, none), (actual, calls) in run_distributed(pair, world_size, init=False):
         assert not none
         assert set(calls) == {True, False}, "packed and plain micro batches"
-        check(found, expected)
+        check(actual, expected)
 
 
 ADAPTERS = {"a": Lora(rank=4, alpha=80.0, seed=1), "b": Lora(rank=6, seed=2, targets=("q_proj", "v_proj"))}
 
 
 def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.Tensor], list[bool]]:
-    """As :func:`trained`, of adapters, one after another and mixed; then what a model with an adapter says."""
+    """Train adapters, one after another and mixed, and sample; return the results and the calls of the stand-in."""
     from megascend.sampling.sampler import Sampler
 
     backend, plain = make_backend(checkpoint, fused=fused, adapters=Adapters(max_count=2))
@@ -137,58 +137,58 @@ def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.
         backend.add_adapter(name, lora)
     if graphs:
         backend.engine.graph_steps(CudaGraphs(), CaptureOnCpu(lambda: gradients_of(backend), strict=True))
-    found: list[Any] = []
+    results: list[Any] = []
     for length in (30, 41, 41, 41):
-        found.append(backend.forward_backward(samples(length), adapter="a").loss)
-        found += [backend.adapters["a"].grads.clone(), backend.optimizer_step("a").grad_norm]
+        results.append(backend.forward_backward(samples(length), adapter="a").loss)
+        results += [backend.adapters["a"].grads.clone(), backend.optimizer_step("a").grad_norm]
     if graphs:
         assert backend.cuda_graphs.replayed
     else:
         mixed = samples(*UNEQUAL)
         for sample, name in zip(mixed, "aabb", strict=True):
             sample.adapter = name
-        found.append(backend.forward_backward(mixed).loss)
-        found += [backend.adapters[name].grads.clone() for name in ADAPTERS]
+        results.append(backend.forward_backward(mixed).loss)
+        results += [backend.adapters[name].grads.clone() for name in ADAPTERS]
         sampler = Sampler(backend)
         params = SamplingParams(6, temperature=0.0)
         requests = [SampleRequest([5, 6, 7], params, "a"), SampleRequest([40] * 9, params, "b")]
         for result in sampler.generate(requests):
             for sequence in result.samples:
-                found += [torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)]
+                results += [torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)]
         assert sampler.why_no_cache is None
     backend.close()
-    return [torch.as_tensor(of, dtype=torch.float64) for of in found], plain.calls
+    return [torch.as_tensor(value, dtype=torch.float64) for value in results], plain.calls
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["mixed and sampled with a cache", "captured"])
 def test_adapters_are_the_same(parity_folder, graphs):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
 
-    def both():
+    def pair():
         return [tuned(checkpoint, fused=fused, graphs=graphs) for fused in (False, True)]
 
-    ((expected, none), (found, calls)) = run_distributed(both, 1, init=False)[0]
+    ((expected, none), (actual, calls)) = run_distributed(pair, 1, init=False)[0]
     assert not none
     assert calls
-    check(found, expected)
+    check(actual, expected)
 
 
 def test_where_it_does_not_fit_nothing_is_put_in_place(parity_folder):
-    """And each reason is found by itself."""
-    whole = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
+    """Each reason is recognised separately."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
     own_way = case_checkpoint(parity_folder, "glm4", num_hidden_layers=LAYERS)
     context = {"parallel": Parallel(context=2)}
 
     def in_two():
         from megascend.engines.megatron.fused_qkv import why_not
 
-        backend, plain = make_backend(whole, fused=True, **context)
+        backend, plain = make_backend(checkpoint, fused=True, **context)
         backend.forward(samples(*UNEQUAL))
         reason = why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")
         backend.close()
         return reason, plain.calls
 
-    def alone():
+    def on_one_rank():
         from megascend.engines.megatron.fused_qkv import why_not
 
         backend, plain = make_backend(own_way, fused=True)
@@ -196,7 +196,7 @@ def test_where_it_does_not_fit_nothing_is_put_in_place(parity_folder):
         reasons = {"own way": why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")}
         assert not plain.calls
         backend.close()
-        backend, _ = make_backend(whole, fused=False)
+        backend, _ = make_backend(checkpoint, fused=False)
         attention = backend.engine.bare_chunks[0].decoder.layers[0].self_attention
         assert why_not(attention, "cpu") is None
         reasons["device"] = why_not(attention, "cuda")
@@ -231,7 +231,7 @@ def test_where_it_does_not_fit_nothing_is_put_in_place(parity_folder):
         return reasons
 
     assert run_distributed(in_two, 2, init=False) == [("context parallelism", [])] * 2
-    reasons = run_distributed(alone, 1, init=False)[0]
+    reasons = run_distributed(on_one_rank, 1, init=False)[0]
     print(reasons)
     assert None not in reasons.values(), reasons
     assert len(set(reasons.values())) > 9
@@ -286,12 +286,13 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
             "unknown length": {"rotary_pos_emb": angles, "packed_seq_params": packed(max_seqlen_q=None)},
             "ranks of their own": {"rotary_pos_emb": angles, "packed_seq_params": packed(local_cp_size=1)},
         }
-        taken = {
-            name: fused._rotation(hidden, (None,), given) is not None for name, given in (fitting | strange).items()
+        fused_calls = {
+            name: fused._rotation(hidden, (None,), arguments) is not None
+            for name, arguments in (fitting | strange).items()
         }
-        taken["all by position"] = fused._rotation(hidden, (None, None, None, angles), {}) is not None
+        fused_calls["all by position"] = fused._rotation(hidden, (None, None, None, angles), {}) is not None
         handle = attention.k_layernorm.register_forward_hook(lambda *of: None)
-        taken["somebody listens to the norm"] = fused._rotation(hidden, (None,), fitting["plain"]) is not None
+        fused_calls["somebody listens to the norm"] = fused._rotation(hidden, (None,), fitting["plain"]) is not None
         handle.remove()
 
         fused._forward = lambda *args, **kwargs: None  # asks for no q, k and v
@@ -300,7 +301,7 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
         assert fused._pending is None
         assert not plain.calls
         backend.close()
-        return taken, list(fitting)
+        return fused_calls, list(fitting)
 
-    taken, fitting = run_distributed(calls, 1, init=False)[0]
-    assert [name for name, used in taken.items() if used] == fitting
+    fused_calls, fitting = run_distributed(calls, 1, init=False)[0]
+    assert [name for name, used in fused_calls.items() if used] == fitting

@@ -1,6 +1,6 @@
-"""Micro batches that are padded to a few shapes and replayed: the figures are those of micro batches as they come.
+"""Micro batches that are padded to a few shapes and replayed give the results of plain micro batches.
 
-CUDA graphs themselves are the business of tests/gpu/test_cuda_graphs.py; a stand-in takes their place here.
+CUDA graphs themselves are tested in tests/gpu/test_cuda_graphs.py; here a stand-in on the CPU replaces them.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ from support.graphed_steps import LAYOUTS, CaptureOnCpu, differences, gradients_
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 BOUND = 1e-5
-"""Of relative differences in fp32: products of other numbers of rows, and ranks padded with zeros, are added in another order."""
+"""Bound of relative differences in fp32: products with other row counts or padded ranks have another order of additions."""
 
 
 def make_backend(checkpoint, settings=None, *, strict=False, micro_batch_tokens=240, adapters=True, **options):
-    """With ``settings``, as ``batching.cuda_graphs`` would make it, but for a stand-in for CUDA graphs."""
+    """Build a backend with ``settings`` as ``batching.cuda_graphs``, but with a stand-in for CUDA graphs."""
     from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
@@ -47,7 +47,7 @@ def life_of(checkpoint, settings, **options):
 
 
 def without_and_with(figures, settings=None):
-    """What ``figures`` makes of no setting, and of ``settings`` (default: CudaGraphs()), in a process of its own."""
+    """Return ``figures`` of no setting, and of ``settings`` (default: CudaGraphs()), computed in a process of their own."""
     return run_distributed(lambda: (figures(None), figures(settings or CudaGraphs())), 1, init=False)[0]
 
 
@@ -59,14 +59,14 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
     def lives():
         return {name: life_of(checkpoint, settings) for name, settings in {"plain": None, **rooms}.items()}
 
-    for found in run_distributed(lives, world_size, init=False, timeout_s=300):
-        expected, none = found.pop("plain")
-        assert none is None
-        for name, (figures, report) in found.items():
-            apart = differences(figures, expected)
-            print(name, report, max(apart.items(), key=lambda entry: entry[1]))
-            assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
-        roomy, tight = found["roomy"][1], found["tight"][1]
+    for results in run_distributed(lives, world_size, init=False, timeout_s=300):
+        expected, no_report = results.pop("plain")
+        assert no_report is None
+        for name, (figures, report) in results.items():
+            errors = differences(figures, expected)
+            print(name, report, max(errors.items(), key=lambda entry: entry[1]))
+            assert max(errors.values()) <= BOUND, {key: value for key, value in errors.items() if value > BOUND}
+        roomy, tight = results["roomy"][1], results["tight"][1]
         assert roomy.replayed > roomy.captured > 4
         assert roomy.captures == roomy.captured, "nothing was captured twice"
         assert all("logprobs" in reason and "adapters=2" in reason for reason in roomy.eager), (
@@ -83,13 +83,13 @@ def test_a_life_of_adapters_of_experts_is_the_same(parity_folder):
 
     def lives():
         settings = {"plain": None, "graphs": CudaGraphs(max_tokens=512, max_count=64)}
-        return {name: life_of(checkpoint, of, moe=Moe(experts="grouped")) for name, of in settings.items()}
+        return {name: life_of(checkpoint, value, moe=Moe(experts="grouped")) for name, value in settings.items()}
 
-    found = run_distributed(lives, 1, init=False, timeout_s=300)[0]
-    (expected, _), (figures, report) = found["plain"], found["graphs"]
-    apart = differences(figures, expected)
-    print(report, max(apart.items(), key=lambda entry: entry[1]))
-    assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+    results = run_distributed(lives, 1, init=False, timeout_s=300)[0]
+    (expected, _), (figures, report) = results["plain"], results["graphs"]
+    errors = differences(figures, expected)
+    print(report, max(errors.items(), key=lambda entry: entry[1]))
+    assert max(errors.values()) <= BOUND, {key: value for key, value in errors.items() if value > BOUND}
     assert report.replayed > report.captured > 4
     assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
 
@@ -100,38 +100,38 @@ def test_a_life_of_a_model_is_the_same(parity_folder, world_size, tied):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
 
     def lives():
-        found = {}
+        results = {}
         for name, settings in {"plain": None, "graphs": CudaGraphs(max_tokens=512, max_count=64)}.items():
             backend = make_backend(checkpoint, settings, micro_batch_tokens=384, adapters=False)
-            found[name] = life_of_a_model(backend), backend.cuda_graphs
+            results[name] = life_of_a_model(backend), backend.cuda_graphs
             backend.close()
-        return found
+        return results
 
-    for found in run_distributed(lives, world_size, init=False, timeout_s=300):
-        (expected, _), (figures, report) = found["plain"], found["graphs"]
-        apart = differences(figures, expected)
-        print(report, max(apart.items(), key=lambda entry: entry[1]))
-        assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+    for results in run_distributed(lives, world_size, init=False, timeout_s=300):
+        (expected, _), (figures, report) = results["plain"], results["graphs"]
+        errors = differences(figures, expected)
+        print(report, max(errors.items(), key=lambda entry: entry[1]))
+        assert max(errors.values()) <= BOUND, {key: value for key, value in errors.items() if value > BOUND}
         assert report.replayed > report.captured > 4
         assert report.stack_bytes == 0
         assert all("logprobs" in reason for reason in report.eager), "what the stand-in cannot capture"
 
 
 def test_a_model_is_replayed_operation_by_operation(parity_folder):
-    """As below: weights of samples, parameters and learning rates are contents of memory, and gradients add up in Megatron's."""
+    """Like test_one_adapter_is_replayed_operation_by_operation: weights, parameters and learning rates are static memory."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     layouts = {name: lengths for name, lengths in LAYOUTS.items() if name in ("rows", "one", "row")}
 
     def figures(settings):
         backend = make_backend(checkpoint, settings, strict=True, micro_batch_tokens=384, adapters=False)
-        found, report = life_of_a_model(backend, layouts), backend.cuda_graphs
+        actual, report = life_of_a_model(backend, layouts), backend.cuda_graphs
         backend.close()
-        return found, report
+        return actual, report
 
-    (expected, _), (found, report) = without_and_with(figures)
-    apart = differences(found, expected)
-    print(report, max(apart.items(), key=lambda entry: entry[1]))
-    assert max(apart.values()) <= BOUND, {key: value for key, value in apart.items() if value > BOUND}
+    (expected, _), (actual, report) = without_and_with(figures)
+    errors = differences(actual, expected)
+    print(report, max(errors.items(), key=lambda entry: entry[1]))
+    assert max(errors.values()) <= BOUND, {key: value for key, value in errors.items() if value > BOUND}
     assert report.eager == {}
     assert report.captured == report.captures == 2 * 3, "rows, and one sample of 384 tokens; two losses, and forward"
 
@@ -142,26 +142,26 @@ def test_a_checkpoint_is_loaded_to_where_captured_work_reads(parity_folder, tmp_
 
     def figures(settings):
         backend = make_backend(checkpoint, settings, strict=True, micro_batch_tokens=384, adapters=False)
-        found, folder = [], tmp_path / ("graphs" if settings else "plain")
+        results, folder = [], tmp_path / ("graphs" if settings else "plain")
         for number in range(8):
             if number == 3:
                 backend.save(folder)
             if number == 6:
                 backend.load(folder)
-            found += [backend.forward_backward([sample]).loss, backend.optimizer_step().grad_norm]
+            results += [backend.forward_backward([sample]).loss, backend.optimizer_step().grad_norm]
         report = backend.cuda_graphs
         backend.close()
-        return found, report
+        return results, report
 
-    (expected, _), (found, report) = without_and_with(figures)
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found[12:] == pytest.approx(found[6:10], rel=1e-6), "what followed the save follows the load"
-    assert found[12] != pytest.approx(found[10], rel=1e-3)
+    (expected, _), (actual, report) = without_and_with(figures)
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert actual[12:] == pytest.approx(actual[6:10], rel=1e-6), "what followed the save follows the load"
+    assert actual[12] != pytest.approx(actual[10], rel=1e-3)
     assert (report.captured, report.replayed, report.eager) == (1, 7, {})
 
 
 class FailsInTheBackwardPass(CaptureOnCpu):
-    """Ends as a capture does that was broken while a gradient was on its way: nothing was computed, and the gradient is there."""
+    """Capture that fails in the backward pass: nothing was computed, and a gradient is left in ``grad``."""
 
     def __init__(self, backend):
         super().__init__(lambda: gradients_of(backend))
@@ -181,25 +181,25 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
         backend = make_backend(checkpoint, None, micro_batch_tokens=384, adapters=False)
         if settings is not None:
             backend.engine.graph_steps(settings, FailsInTheBackwardPass(backend))
-        found = life_of_a_model(backend, {"rows": LAYOUTS["rows"]})
+        actual = life_of_a_model(backend, {"rows": LAYOUTS["rows"]})
         report = backend.cuda_graphs
         backend.close()
-        return found, report
+        return actual, report
 
-    (expected, _), (found, report) = without_and_with(figures)
-    assert max(differences(found, expected).values()) <= BOUND
+    (expected, _), (actual, report) = without_and_with(figures)
+    assert max(differences(actual, expected).values()) <= BOUND
     assert report.captured == 0
     assert len(report.eager) == 3, "two losses, and forward"
 
 
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
-    """Nothing but static memory decides what a replay gives: no number of the call in which it was captured."""
+    """A replay depends on static memory only, not on any number of the call in which it was captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def figures(settings):
         backend = make_backend(checkpoint, settings, strict=True)
         backend.add_adapter("a", Lora(rank=6))
-        found = []
+        actual = []
         for number, length in enumerate((40, 50, 33, 64, 45, 5)):
             ids = (torch.arange(length + 1) * (7 + number)) % 300
             sample = Sample.causal(ids)
@@ -212,18 +212,18 @@ def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
             for loss in ("cross_entropy", "ppo", "cross_entropy", "ppo"):
                 result = backend.forward_backward([sample], loss, adapter="a")
                 step = backend.optimizer_step("a")
-                found += [result.loss, *result.metrics.values(), step.grad_norm, step.lr]
-            found += backend.forward([sample], adapter="a").logprobs[0].tolist()
-            found += backend.forward([sample], entropy=True, adapter="a").entropy[0].tolist()
-            found += backend.forward([sample], reference=True).logprobs[0].tolist()
-            found += backend.next_token_logits([sample], adapter="a")[0].tolist()
+                actual += [result.loss, *result.metrics.values(), step.grad_norm, step.lr]
+            actual += backend.forward([sample], adapter="a").logprobs[0].tolist()
+            actual += backend.forward([sample], entropy=True, adapter="a").entropy[0].tolist()
+            actual += backend.forward([sample], reference=True).logprobs[0].tolist()
+            actual += backend.next_token_logits([sample], adapter="a")[0].tolist()
         report = backend.cuda_graphs
         backend.close()
-        return torch.tensor(found, dtype=torch.float64), report
+        return torch.tensor(actual, dtype=torch.float64), report
 
-    (expected, _), (found, report) = without_and_with(figures)
-    print(report, float((found - expected).abs().max()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (expected, _), (actual, report) = without_and_with(figures)
+    print(report, float((actual - expected).abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert report.eager == {}
     assert report.captured == 6, "two losses; forward with and without entropy, and of the model alone; the next token"
     assert report.replayed == 2 * (6 * 2 - 1) + 4 * (6 - 1), "all but the first of each"
@@ -244,10 +244,10 @@ def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
         backend.close()
         return before is again, inside is before, after is inside
 
-    kept, from_before, kept_from_inside = run_distributed(tables, 1, init=False)[0]
-    assert kept, "upstream no longer keeps them: without_rotary_cache can go"
+    cached, from_before, from_inside = run_distributed(tables, 1, init=False)[0]
+    assert cached, "upstream no longer keeps them: without_rotary_cache can go"
     assert not from_before
-    assert not kept_from_inside
+    assert not from_inside
 
 
 def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, caplog):
@@ -264,7 +264,7 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
         report = backend.cuda_graphs
         backend.remove_adapter("keeps")
         stacks = backend.engine.adapters._pool._stacks.values()
-        left = sum(float(stack.b.abs().sum() + stack.a.abs().sum()) for one in stacks for stack in one.stacks)
+        left = sum(float(stack.b.abs().sum() + stack.a.abs().sum()) for entry in stacks for stack in entry.stacks)
         backend.close()
         return losses, report, left
 
@@ -279,7 +279,7 @@ def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, capl
 
 
 class Full:
-    """A model's forward pass on a device that has no room for ``tokens`` or more beside captures."""
+    """Forward pass of a model on a device that runs out of memory for ``tokens`` or more beside captures."""
 
     def __init__(self, engine, tokens, times):
         self.graphs, self.tokens, self.times = engine.graphs, tokens, times
@@ -294,7 +294,7 @@ class Full:
 
 
 def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
-    """The micro batch that found no room is computed without captures, once; the larger ones are not captured any more."""
+    """The micro batch that ran out of memory is computed once, without captures; larger ones are no longer captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     lengths = (20, 20, 20, 140, 140, 140, 300, 140, 20, 20, 20)
 
@@ -303,19 +303,19 @@ def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
         backend.add_adapter("a", Lora(rank=4))
         if settings is not None:
             Full(backend.engine, 300, times=1)
-        found = []
+        actual = []
         for length in lengths:
             sample = Sample.causal((torch.arange(length + 1) * 7) % 300)
             for loss in ("cross_entropy", "importance_sampling"):
                 sample.old_logprobs, sample.advantages = torch.full((length,), -5.5), torch.linspace(-1, 1, length)
-                found.append(backend.forward_backward([sample], loss, adapter="a").loss)
-            found.append(backend.optimizer_step("a").grad_norm)
+                actual.append(backend.forward_backward([sample], loss, adapter="a").loss)
+            actual.append(backend.optimizer_step("a").grad_norm)
         report = backend.cuda_graphs
         backend.close()
-        return torch.tensor(found, dtype=torch.float64), report
+        return torch.tensor(actual, dtype=torch.float64), report
 
-    (expected, _), (found, report) = without_and_with(figures, CudaGraphs(max_tokens=512))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    (expected, _), (actual, report) = without_and_with(figures, CudaGraphs(max_tokens=512))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert report.dropped == 4, "of 128 and 256 tokens, two losses each"
     assert report.captures == 2
     assert report.captured == 4 + 2, "those of 128 tokens again"
@@ -372,16 +372,16 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
     def counts():
         backend = make_backend(checkpoint, CudaGraphs())
         backend.add_adapter("a", Lora(rank=4))
-        sample, found = Sample.causal(torch.arange(21) * 7), []
+        sample, captures = Sample.causal(torch.arange(21) * 7), []
         for _ in range(2):
             for _ in range(2):
                 backend.forward_backward([sample], adapter="a")
-            found.append(backend.cuda_graphs.captures)
+            captures.append(backend.cuda_graphs.captures)
             assert backend.recover_memory()  # a model could not be made, say
-            found.append(backend.cuda_graphs.captures)
+            captures.append(backend.cuda_graphs.captures)
         dropped = backend.cuda_graphs.dropped
         backend.close()
-        return found, dropped
+        return captures, dropped
 
     assert run_distributed(counts, 1, init=False) == [([1, 0, 1, 0], 2)]
 
@@ -392,13 +392,13 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
         ({}, None),
         ({"precision": "bf16"}, None),
         ({"adam": None}, None),
-        ({"precision": "fp16"}, "does not know fp16"),
+        ({"precision": "fp16"}, "does not support fp16"),
         ({"recompute": Recompute(granularity="full")}, "recompute.granularity=full"),
         ({"tensor": 2}, "parallel.tensor=2"),
         ({"device": "npu"}, "needs a CUDA device, and this is npu"),
         ({"experts": 8, "adam": None, "grouped": True}, None),
         ({"experts": 8, "adam": None}, "moe.experts: grouped"),
-        ({"experts": 8, "grouped": True}, "training experts themselves"),
+        ({"experts": 8, "grouped": True}, "training experts"),
         ({"rope": "dynamic"}, "rotary"),
         ({"dropout": 0.1}, "dropout"),
         ({"adam": Adam(overlap_grad_reduce=True)}, "optimizer.overlap_grad_reduce"),
@@ -416,8 +416,8 @@ def test_refusals(change, message):
     precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
     adam, grouped = change.get("adam", Adam()), change.get("grouped", False)
     device = change.get("device", "cuda")
-    found = refused_because(device, topology, precision, recompute, config, adam, grouped=grouped)
-    assert (found is None) if message is None else (message in found)
+    problem = refused_because(device, topology, precision, recompute, config, adam, grouped=grouped)
+    assert (problem is None) if message is None else (message in problem)
 
 
 @pytest.mark.parametrize(("output", "message"), [(False, None), (True, "lm_head or embed_tokens")])
@@ -425,8 +425,8 @@ def test_refused_targets(output, message):
     from megascend.engines.megatron.graph_support import targets_refused_because
 
     target = SimpleNamespace(is_output=output, is_embedding=False)
-    found = targets_refused_because(SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])]))
-    assert (found is None) if message is None else (message in found)
+    problem = targets_refused_because(SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])]))
+    assert (problem is None) if message is None else (message in problem)
 
 
 def test_the_setting_needs_cuda(parity_folder):

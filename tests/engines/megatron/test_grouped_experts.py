@@ -64,14 +64,14 @@ def parameters(short: list[Case], long: list[Case]) -> list[Any]:
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
     reference = hf_reference(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
-    found = differences(train_case(case, checkpoint, tokens), reference)
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
-    assert found.logits is None or found.logits <= case.logits_bound, found
+    difference = differences(train_case(case, checkpoint, tokens), reference)
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+    assert difference.logits is None or difference.logits <= case.logits_bound, difference
 
 
 def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Trajectory:
-    """One rank: half of the steps with one setting, the others with another one, from a checkpoint."""
+    """Train half of the steps with one setting, and the rest with another one, from a checkpoint."""
     losses, norms = [], []
     backend = case_backend(before, checkpoint)
     samples = backend.shard(causal_samples(token_lists()))
@@ -90,13 +90,13 @@ def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Traject
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", [("upstream", "grouped"), ("grouped", "upstream")], ids=" to ".join)
 def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_path):
-    """The optimizer's shards of two ranks are cut in another order of parameters."""
+    """The optimizer's shards of two ranks have another order of parameters."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     before, after = (Case("DP2", 2, **MOE | {"experts": experts}) for experts in order)
     ranks = run_distributed(resumed, 2, before, after, checkpoint, tmp_path / "saved", init=False, timeout_s=120)
-    found = differences(ranks[0], hf_reference(parity_folder, checkpoint, token_lists()))
-    assert found.loss <= before.loss_bound, found
-    assert found.grad_norm <= before.norm_bound, found
+    difference = differences(ranks[0], hf_reference(parity_folder, checkpoint, token_lists()))
+    assert difference.loss <= before.loss_bound, difference
+    assert difference.grad_norm <= before.norm_bound, difference
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_tenants_equal_pefts(case: Case, tenants: int, parity_folder, tmp_path):
     )
     for number, adapter in enumerate(adapters):
         reference = peft_reference(parity_folder, checkpoint, adapter, share_of(number, tenants))
-        found = adapter_differences(ranks[0][number], reference)
-        assert found.loss <= case.loss_bound, found
-        assert found.grad_norm <= case.norm_bound, found
-        assert found.factors <= 1e-3, found
+        difference = adapter_differences(ranks[0][number], reference)
+        assert difference.loss <= case.loss_bound, difference
+        assert difference.grad_norm <= case.norm_bound, difference
+        assert difference.factors <= 1e-3, difference
 
 
 def test_the_grouped_path_is_the_one_that_runs(parity_folder):
@@ -148,23 +148,23 @@ def test_the_grouped_path_is_the_one_that_runs(parity_folder):
 def test_tensors_that_do_not_lie_evenly_have_no_common_view():
     from megascend.engines.megatron.grouped_experts import one_view
 
-    whole = torch.arange(40.0)
-    parts = [whole[start : start + 6].view(2, 3) for start in (0, 8, 16, 24)]
+    storage = torch.arange(40.0)
+    parts = [storage[start : start + 6].view(2, 3) for start in (0, 8, 16, 24)]
     assert one_view(parts).tolist() == [part.tolist() for part in parts]
     assert one_view(parts[:1]).shape == (1, 2, 3)
     for uneven in (
         parts[::-1],
-        [*parts, whole[30:36].view(2, 3)],
-        [parts[0], whole[5:11].view(2, 3)],
+        [*parts, storage[30:36].view(2, 3)],
+        [parts[0], storage[5:11].view(2, 3)],
         [parts[0], parts[1].clone()],
-        [parts[0], whole[8:14].view(3, 2)],
+        [parts[0], storage[8:14].view(3, 2)],
         [part.T for part in parts],
     ):
         assert one_view(uneven) is None
 
 
 def config(**changed: Any) -> Any:
-    """What a check reads of mcore-bridge's configuration."""
+    """Build the part of mcore-bridge's configuration that the checks read."""
     sizes = {"num_moe_experts": 4, "hidden_size": 64, "moe_ffn_hidden_size": 32, "expert_tensor_parallel_size": 1}
     return types.SimpleNamespace(
         **{"hf_model_type": "qwen3_moe", "moe_expert_capacity_factor": None, **sizes, **changed}
@@ -182,18 +182,18 @@ def config(**changed: Any) -> Any:
 )
 def test_what_grouped_experts_refuse(device, changed, words):
     device = types.SimpleNamespace(type=device)
-    assert not wanted("auto", config(**changed), "bf16", device)
+    assert not is_enabled("auto", config(**changed), "bf16", device)
     with pytest.raises(ConfigError, match=f"moe.experts: grouped, but {words}; set moe.experts: upstream"):
-        wanted("grouped", config(**changed), "bf16", device)
-    assert wanted("grouped", config(), "fp32", torch.device("cpu"))
-    assert not wanted("upstream", config(**changed), "bf16", device)
+        is_enabled("grouped", config(**changed), "bf16", device)
+    assert is_enabled("grouped", config(), "fp32", torch.device("cpu"))
+    assert not is_enabled("upstream", config(**changed), "bf16", device)
 
 
-def wanted(experts: Any, config: Any, precision: Any, device: Any, *, overlapped: bool = False) -> bool:
-    """As the engine asks."""
+def is_enabled(experts: Any, config: Any, precision: Any, device: Any, *, overlapped: bool = False) -> bool:
+    """Call the engine's check with ``moe.experts``."""
     from megascend.engines.megatron import grouped_experts
 
-    return grouped_experts.wanted(Moe(experts=experts), config, precision, device, overlapped=overlapped)
+    return grouped_experts.is_enabled(Moe(experts=experts), config, precision, device, overlapped=overlapped)
 
 
 @pytest.mark.parametrize(
@@ -210,21 +210,21 @@ def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, wo
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: kernel)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     with pytest.raises(ConfigError, match=words):
-        wanted("grouped", config(**changed), precision, gpu)
+        is_enabled("grouped", config(**changed), precision, gpu)
     caplog.set_level("INFO")
-    assert not wanted("auto", config(**changed), precision, gpu)
+    assert not is_enabled("auto", config(**changed), precision, gpu)
     assert words in caplog.text
 
 
 def test_experts_are_grouped_by_themselves_on_gpus_that_can(monkeypatch, caplog):
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: "torch")
     gpu = torch.device("cuda", 0)
-    assert wanted("auto", config(), "bf16", gpu)
-    assert wanted("grouped", config(), "bf16", gpu, overlapped=True)
+    assert is_enabled("auto", config(), "bf16", gpu)
+    assert is_enabled("grouped", config(), "bf16", gpu, overlapped=True)
     caplog.set_level("INFO")
-    assert not wanted("auto", config(), "bf16", gpu, overlapped=True)
+    assert not is_enabled("auto", config(), "bf16", gpu, overlapped=True)
     assert "optimizer.overlap_grad_reduce may divide a layer's gradients" in caplog.text
-    assert not wanted("auto", config(), "bf16", torch.device("cpu")), "a loop of products"
+    assert not is_enabled("auto", config(), "bf16", torch.device("cpu")), "a loop of products"
     caplog.clear()
-    assert not wanted("auto", config(num_moe_experts=None), "bf16", gpu)
+    assert not is_enabled("auto", config(num_moe_experts=None), "bf16", gpu)
     assert not caplog.text, "a dense model has nothing to say about experts"

@@ -1,4 +1,4 @@
-"""Megatron's process groups: held against the topology, one set at a time, and gone when they are destroyed."""
+"""Megatron's process groups match the topology, exist once at a time, and are gone after destruction."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ def test_every_group_adds_up_over_the_ranks_of_the_topology(
 
         groups = open_groups(megatron_imported, 4, **parallel)
         assert groups.device_group("tp") is parallel_state.get_tensor_model_parallel_group()
-        on_gloo = [parallel_state.get_data_parallel_group_gloo(with_context_parallel=both) for both in (False, True)]
+        on_gloo = [
+            parallel_state.get_data_parallel_group_gloo(with_context_parallel=context) for context in (False, True)
+        ]
         assert groups.channel("dp_cp").group in on_gloo, "Megatron's own, of the same ranks"
-        found = {}
+        totals = {}
         for name in GROUP_AXES:
             value = torch.tensor(2.0**groups.rank)
             dist.all_reduce(value, group=groups.device_group(name))
-            found[name] = value.item()
+            totals[name] = value.item()
             if name in CARRIERS:
-                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [found[name]]
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
                 assert groups.channel(name).group is not groups.device_group(name)
         groups.destroy()
         assert not parallel_state.is_initialized()
         assert not dist.is_initialized()
-        return found
+        return totals
 
     topology = plan(Parallel(**parallel), 4)
-    for rank, found in enumerate(run_distributed(sums, 4, init=False)):
-        for name, total in found.items():
+    for rank, totals in enumerate(run_distributed(sums, 4, init=False)):
+        for name, total in totals.items():
             assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
 
 
@@ -85,18 +87,18 @@ def test_groups_of_one_rank_are_few(megatron_imported: Runtime, monkeypatch: pyt
 
 
 def test_ranks_that_meet_nobody_on_an_axis_share_a_group_for_it(megatron_imported: Runtime) -> None:
-    def alone() -> tuple[int, list[bool], float]:
+    def single_rank_groups() -> tuple[int, list[bool], float]:
         groups = open_groups(megatron_imported, 2)
-        mine = [groups.device_group(name) for name in ("tp", "pp", "cp", "mp", "ep")]
+        shared = [groups.device_group(name) for name in ("tp", "pp", "cp", "mp", "ep")]
         total = torch.tensor(1.0 + groups.rank)
-        dist.all_reduce(total, group=mine[0])
+        dist.all_reduce(total, group=shared[0])
         count = len(dist.distributed_c10d._world.pg_map)
         groups.destroy()
-        return count, [group is mine[0] for group in mine], total.item()
+        return count, [group is shared[0] for group in shared], total.item()
 
-    found = run_distributed(alone, 2, init=False)
-    assert [total for _, _, total in found] == [1.0, 2.0]
-    for count, same, _ in found:
+    results = run_distributed(single_rank_groups, 2, init=False)
+    assert [total for _, _, total in results] == [1.0, 2.0]
+    for count, same, _ in results:
         assert all(same)
         assert count <= 17
 

@@ -37,13 +37,13 @@ def test_honoured_as_in_hugging_face(parity_folder, case):
     """Logits, and losses and gradient norms of two steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
-    found = differences(
+    difference = differences(
         train_case(case, checkpoint, tokens, steps=STEPS), hf_reference(parity_folder, checkpoint, tokens, steps=STEPS)
     )
-    assert found.loss <= case.loss_bound
-    assert found.grad_norm <= case.norm_bound
-    assert found.logits is not None
-    assert found.logits <= 2e-5
+    assert difference.loss <= case.loss_bound
+    assert difference.grad_norm <= case.norm_bound
+    assert difference.logits is not None
+    assert difference.logits <= 2e-5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The stream of weights is the checkpoint, on whoever asked, a layer at a time, and nobody waits for a lost reader."""
+"""The stream of weights equals the checkpoint on every receiver, a layer at a time, and a lost reader is an error."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def stream(backend: Any, receivers: Any = "all", **options: Any) -> Any:
 
 
 def copied(weights: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        assert name not in found
-        found[name] = tensor.clone()
-    return found
+        assert name not in copies
+        copies[name] = tensor.clone()
+    return copies
 
 
 def described(backend: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """What the main rank would get, in its order, while no shard may travel."""
+    """Stream headers to the main rank in its order, while no shard may be sent."""
     from megascend.engines.megatron.named_weights import _Collector
 
     with pytest.MonkeyPatch.context() as patched:
@@ -85,17 +85,17 @@ def test_the_stream_is_the_checkpoint_bit_for_bit(parity_folder, name):
 
     def on_rank():
         backend = make_backend(checkpoint, parallel)
-        found = {receivers: copied(stream(backend, receivers)) for receivers in choices}
-        return found, described(backend)
+        streams = {receivers: copied(stream(backend, receivers)) for receivers in choices}
+        return streams, described(backend)
 
     source = load_file(checkpoint / "model.safetensors")
-    for rank, (found, headers) in enumerate(run_distributed(on_rank, world_size, init=False, timeout_s=180)):
-        streamed = [(key, tensor.shape, tensor.dtype) for key, tensor in found["main"].items()]
+    for rank, (streams, headers) in enumerate(run_distributed(on_rank, world_size, init=False, timeout_s=180)):
+        streamed = [(key, tensor.shape, tensor.dtype) for key, tensor in streams["main"].items()]
         assert headers == streamed
         for receivers, ranks in choices.items():
-            mine = found[receivers]
-            assert set(mine) == (set(source) if rank in ranks else set()), (rank, receivers)
-            for key, tensor in mine.items():
+            received = streams[receivers]
+            assert set(received) == (set(source) if rank in ranks else set()), (rank, receivers)
+            for key, tensor in received.items():
                 assert tensor.dtype == source[key].dtype
                 assert torch.equal(tensor, source[key]), (rank, receivers, key)
 
@@ -136,16 +136,16 @@ def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, par
         return copied(stream(backend, merge=merge)), copied(stream(backend))
 
     ranks = run_distributed(on_rank, 2, init=False, timeout_s=120)
-    done = run_reference(MERGE, checkpoint, tmp_path / "adapter", tmp_path / "merged")
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs, source = load_file(tmp_path / "merged" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
-    for mine, base in ranks:
-        assert set(mine) == set(theirs) == set(source)
+    completed = run_reference(MERGE, checkpoint, tmp_path / "adapter", tmp_path / "merged")
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    expected, source = load_file(tmp_path / "merged" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    for actual, base in ranks:
+        assert set(actual) == set(expected) == set(source)
         assert all(torch.equal(base[name], tensor) for name, tensor in source.items())  # the model itself is untouched
-        changed = {name for name, tensor in source.items() if not torch.equal(mine[name], tensor)}
+        changed = {name for name, tensor in source.items() if not torch.equal(actual[name], tensor)}
         assert len(changed) == 4 * 7  # layers, projections
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-7)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_an_adapter_alone_is_what_save_adapter_writes(parity_folder, tmp_path):
@@ -161,21 +161,21 @@ def test_an_adapter_alone_is_what_save_adapter_writes(parity_folder, tmp_path):
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(saved) > 20
     assert other[0] == {}
-    for found in (main[0], main[1], other[1]):
-        assert set(found) == set(saved)
-        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    for factors in (main[0], main[1], other[1]):
+        assert set(factors) == set(saved)
+        assert all(torch.equal(factors[name], tensor) for name, tensor in saved.items())
 
 
 # --- memory ---
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the memory that operations under it have allocated and that is alive; ``peak`` of them."""
+    """Bytes of live memory that operations under it have allocated; ``peak`` is their maximum."""
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
-        self._known = [tensor.untyped_storage() for tensor in known]
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in tensors)
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,36 +199,36 @@ class LiveBytes(TorchDispatchMode):
 
 
 def test_the_count_of_live_bytes_counts():
-    kept = torch.zeros(100)
-    with LiveBytes([kept]) as live:
-        view = kept[:50]
-        one = torch.zeros(1000)
-        del one
-        two = torch.ones(500) + torch.ones(500)
-        assert live.now == two.nbytes
+    existing = torch.zeros(100)
+    with LiveBytes([existing]) as live:
+        view = existing[:50]
+        first = torch.zeros(1000)
+        del first
+        second = torch.ones(500) + torch.ones(500)
+        assert live.now == second.nbytes
     assert live.peak == 3 * 2000
     assert view.nbytes == 200
 
 
 def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], int]:
-    """The smallest peak of three streams: a thread of Gloo's may hold a buffer for a moment after its transfer was waited for."""
+    """Return the smallest peak of three streams: a Gloo thread may hold a buffer for a moment after its transfer is complete."""
 
     def on_rank() -> int:
         backend = make_backend(checkpoint, parallel)
-        known = [
+        tensors = [
             tensor
             for chunk in backend.engine.bare_chunks
             for tensor in chunk.state_dict().values()
             if tensor is not None
         ]
-        known = [tensor for tensor in known if isinstance(tensor, torch.Tensor)]
-        found = []
+        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        peak_bytes = []
         for _ in range(3):
-            with LiveBytes(known) as live:
+            with LiveBytes(tensors) as live:
                 for _, tensor in stream(backend, receivers):
                     del tensor
-            found.append(live.peak)
-        return min(found)
+            peak_bytes.append(live.peak)
+        return min(peak_bytes)
 
     return on_rank
 
@@ -244,7 +244,7 @@ def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], 
     ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
 )
 def test_memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
-    """Whatever the number of layers. Elsewhere: the largest tensor's shard, and no more."""
+    """Independent of the number of layers. On other ranks: only the largest tensor's shard."""
     shallow = case_checkpoint(parity_folder, arch, vocab_size=64)
     deep = case_checkpoint(parity_folder, arch, vocab_size=64, num_hidden_layers=8)
     few, many = (
@@ -349,10 +349,10 @@ def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(pari
         from megascend.engines.megatron.named_weights import named_weights
 
         backend = make_backend(checkpoint)
-        wanted = dict(backend.engine.info.tensors)
-        wanted["model.layers.4.new.weight"] = wanted.pop("model.norm.weight")
+        headers = dict(backend.engine.info.tensors)
+        headers["model.layers.4.new.weight"] = headers.pop("model.norm.weight")
         engine = backend.engine
-        weights = named_weights(engine.bare_chunks, engine.config.bridge, backend.groups, wanted)
+        weights = named_weights(engine.bare_chunks, engine.config.bridge, backend.groups, headers)
         with pytest.raises(CheckpointError, match=r"lacks model.layers.4.new.weight; it would have model.norm.weight"):
             copied(weights)
 
@@ -360,7 +360,7 @@ def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(pari
 
 
 def test_the_facade_hands_out_the_model_merged_and_alone(parity_folder, tmp_path):
-    """Two ranks that ask differently: the main one alone, or both."""
+    """Two ranks with other receivers: only the main one, or both."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
@@ -377,17 +377,17 @@ def test_the_facade_hands_out_the_model_merged_and_alone(parity_folder, tmp_path
             [(name, tensor.shape, tensor.device.type) for name, tensor in backend.named_weights("a", device="meta")],
         )
 
-    (base, merged, nothing, headers), (also_base, no_merged, alone, also_headers) = run_distributed(
+    (base, merged, nothing, headers), (also_base, no_merged, factors, also_headers) = run_distributed(
         on_rank, 2, init=False, timeout_s=120
     )
     assert nothing == no_merged == {}
     assert headers == also_headers == [(name, tensor.shape, "meta") for name, tensor in base.items()]
-    for found, file in (
+    for actual, file in (
         (base, checkpoint / "model.safetensors"),
         (also_base, checkpoint / "model.safetensors"),
         (merged, tmp_path / "merged" / "model.safetensors"),
-        (alone, tmp_path / "alone" / "adapter_model.safetensors"),
+        (factors, tmp_path / "alone" / "adapter_model.safetensors"),
     ):
         expected = load_file(file)
-        assert set(found) == set(expected)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert set(actual) == set(expected)
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

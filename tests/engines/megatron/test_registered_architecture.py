@@ -1,4 +1,4 @@
-"""An architecture that a package outside megascend registers (tests/outside/parrot), held against Hugging Face and peft."""
+"""An architecture that an external package registers (tests/outside/parrot) trains as in Hugging Face and peft."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 @pytest.fixture(scope="module", autouse=True)
 def outside() -> Any:
-    """The package can be imported, here and in processes that this one starts; it has been."""
+    """Put the package on the search path of this process and of those that it starts, and import it."""
     sys.path.insert(0, OUTSIDE)
     import parrot  # noqa: F401
 
@@ -57,11 +57,11 @@ def checkpoint(parity_folder: Path) -> Path:
 )
 def test_it_trains_as_in_hugging_face(case: Case, parity_folder: Path, checkpoint: Path) -> None:
     tokens = token_lists()
-    apart = differences(train_case(case, checkpoint, tokens), hf_reference(parity_folder, checkpoint, tokens))
-    assert apart.loss <= case.loss_bound, apart
-    assert apart.grad_norm <= case.norm_bound, apart
-    assert apart.logits is not None
-    assert apart.logits <= case.logits_bound, apart
+    difference = differences(train_case(case, checkpoint, tokens), hf_reference(parity_folder, checkpoint, tokens))
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+    assert difference.logits is not None
+    assert difference.logits <= case.logits_bound, difference
 
 
 def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_its_adapters_are_those_of_peft(parity_folder: Path, checkpoint: Path, t
     adapter = case_adapter(checkpoint, case)
     names = {name.split(".")[-4] for name in load_file(adapter / "adapter_model.safetensors")}
     assert names == {"attn", "ff"}
-    mine = train_adapter(case, checkpoint, adapter, tmp_path / "out")
-    apart = adapter_differences(mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
-    assert apart.loss <= case.loss_bound, apart
-    assert apart.grad_norm <= case.norm_bound, apart
-    assert apart.factors <= 1e-3, apart
+    trajectory = train_adapter(case, checkpoint, adapter, tmp_path / "out")
+    difference = adapter_differences(trajectory, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+    assert difference.factors <= 1e-3, difference
 
 
 def test_the_self_check_compares_it_and_its_export_has_its_names(checkpoint: Path, tmp_path: Path) -> None:

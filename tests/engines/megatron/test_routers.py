@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 ODD = (20, 34, 9, 27, 17, 40, 26, 11)  # tokens run: 19, 33, 8...: padding under CP and SP, packed and padded
 COEFFICIENT = 0.5  # moves the gradient norm of the first step by more than 1e-2
 STEPS = 3
-WHOLE = 4096
+ALL_TOKENS = 4096
 LAYOUTS = {
     "single": (1, Parallel()),
     "TP2 + SP, ETP2": (2, Parallel(tensor=2)),
@@ -35,7 +35,7 @@ FORMULAS = ("megatron", "transformers")
 def backend_of(checkpoint: Path, parallel: Parallel, moe: Moe, **options):
     from megascend.backends import MegatronBackend
 
-    batching = Batching(packing=options.pop("packing", True), micro_batch_tokens=options.pop("budget", WHOLE))
+    batching = Batching(packing=options.pop("packing", True), micro_batch_tokens=options.pop("budget", ALL_TOKENS))
     optimizer = options.pop("optimizer", Adam(lr=LR, weight_decay=0.01, max_grad_norm=1.0))
     settings = {"precision": "fp32", "timeout_s": 60, "self_check": False} | options
     return MegatronBackend(checkpoint, parallel, batching=batching, optimizer=optimizer, moe=moe, **settings)
@@ -71,10 +71,10 @@ def test_gradients_are_those_of_the_definitions(function):
     expected = {"megatron": experts * sum(by_layer), "transformers": experts * pooled}
     for formula, loss in expected.items():
         (reference,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        mine = logits.detach().float().requires_grad_()
+        router_logits = logits.detach().float().requires_grad_()
         rows = gradients(formula, chosen.sum(1).float(), tokens, top_k)
-        scores(mine, function).backward(rows[:, None].expand(-1, tokens, -1))
-        torch.testing.assert_close(mine.grad.double(), reference, rtol=1e-5, atol=1e-8)
+        scores(router_logits, function).backward(rows[:, None].expand(-1, tokens, -1))
+        torch.testing.assert_close(router_logits.grad.double(), reference, rtol=1e-5, atol=1e-8)
 
 
 def test_without_tokens_there_is_no_gradient():
@@ -98,28 +98,28 @@ def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
     groups = shard([len(sample) for sample in samples], [None] * len(samples), data)
 
     def on_rank():
-        found = {}
+        results = {}
         for formula in FORMULAS:
             for packing in (True, False):
                 moe = Moe(aux_loss=formula, aux_loss_coefficient=COEFFICIENT)
                 backend = backend_of(checkpoint, parallel, moe, packing=packing)
-                found[formula, packing] = trajectory(backend, backend.shard(samples))
+                results[formula, packing] = trajectory(backend, backend.shard(samples))
                 backend.close()
-        return found
+        return results
 
     norms = {}
     for formula in FORMULAS:
         norms[formula] = hf_reference(
             parity_folder, checkpoint, tokens, STEPS, COEFFICIENT, aux_formula=formula, micro_batches=groups
         )
-    for found in run_distributed(on_rank, world_size, init=False, timeout_s=120):
-        for (formula, packing), (losses, grad_norms) in found.items():
+    for results in run_distributed(on_rank, world_size, init=False, timeout_s=120):
+        for (formula, packing), (losses, grad_norms) in results.items():
             assert losses == pytest.approx(norms[formula].losses, abs=5e-5), (formula, packing)
             assert grad_norms == pytest.approx(norms[formula].grad_norms, abs=3e-4), (formula, packing)
 
 
 def test_the_reference_tells_padding_and_formulas_apart(parity_folder):
-    """What the bounds above would have to notice: another formula, no loss, and a padding token that counts."""
+    """The bounds above must detect another formula, no loss, and a padding token that counts."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
     plain = hf_reference(parity_folder, checkpoint, tokens, 1).grad_norms[0]
@@ -152,9 +152,9 @@ def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(pa
     """The loss that the Hugging Face model itself returns for a padded batch and its mask."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
-    done = run_reference(PADDED, json.dumps([str(checkpoint), tokens, PROMPT, COEFFICIENT]))
-    assert done.returncode == 0, done.stderr
-    loss, norm = map(float, done.stdout.split())
+    completed = run_reference(PADDED, json.dumps([str(checkpoint), tokens, PROMPT, COEFFICIENT]))
+    assert completed.returncode == 0, completed.stderr
+    loss, norm = map(float, completed.stdout.split())
 
     def on_rank():
         moe = Moe(aux_loss="transformers", aux_loss_coefficient=COEFFICIENT)
@@ -276,12 +276,12 @@ def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, setti
 
 
 def state(backend) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of this rank's model, temporary ones included."""
-    found = {}
+    """Return every parameter and buffer of this rank's model, including temporary ones."""
+    tensors_by_name = {}
     for number, chunk in enumerate(backend.engine.bare_chunks):
         tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
-        found |= {f"{number}.{name}": tensor.detach().clone() for name, tensor in tensors}
-    return found
+        tensors_by_name |= {f"{number}.{name}": tensor.detach().clone() for name, tensor in tensors}
+    return tensors_by_name
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
@@ -299,10 +299,10 @@ def test_a_skipped_step_and_one_at_lr_0_change_nothing(parity_folder, arch):
         backend = backend_of(checkpoint, Parallel(), Moe(), optimizer=frozen)
         before = state(backend)
         backend.forward(samples)
-        found = [changed(before, state(backend))]
+        changes = [changed(before, state(backend))]
         backend.forward_backward(samples)
         assert not backend.optimizer_step().skipped
-        found.append(changed(before, state(backend)))
+        changes.append(changed(before, state(backend)))
         backend.close()
         rate = {"bias_update_rate": 1e-3} if arch in ("glm4_moe", "dots1") else {}
         backend = backend_of(checkpoint, Parallel(), Moe(**rate))
@@ -311,7 +311,7 @@ def test_a_skipped_step_and_one_at_lr_0_change_nothing(parity_folder, arch):
         before = state(backend)
         backend.forward_backward(samples, lambda logprobs, inputs: logprobs * math.nan)
         assert backend.optimizer_step().skipped
-        return [*found, changed(before, state(backend))]
+        return [*changes, changed(before, state(backend))]
 
     assert run_distributed(on_rank, 1, init=False) == [[[], [], []]]
 
@@ -354,9 +354,9 @@ def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, worl
     """The load is what the Hugging Face model's own routers see, each sample by itself."""
     checkpoint = case_checkpoint(parity_folder, "glm4_moe")
     tokens = token_lists(lengths=(20, 34, 9))
-    done = run_reference(BIAS, json.dumps([str(checkpoint), tokens]))
-    assert done.returncode == 0, done.stderr
-    loads = json.loads(done.stdout.splitlines()[-1])
+    completed = run_reference(BIAS, json.dumps([str(checkpoint), tokens]))
+    assert completed.returncode == 0, completed.stderr
+    loads = json.loads(completed.stdout.splitlines()[-1])
     expected = [[0.25 * math.copysign(load != sum(row) / 4, sum(row) / 4 - load) for load in row] for row in loads]
     samples = causal_samples(tokens)
 
@@ -365,13 +365,13 @@ def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, worl
         backend = backend_of(
             checkpoint, parallel, Moe(bias_update_rate=0.25), optimizer=optimizer, packing=False, budget=40
         )
-        mine = samples if backend.topology.data == 1 else (samples[:2], samples[2:])[backend.rank]  # and a dummy batch
+        shard = samples if backend.topology.data == 1 else (samples[:2], samples[2:])[backend.rank]  # and a dummy batch
         moved = []
         for times in (1, 2):  # accumulated over calls
             before = state(backend)
             for _ in range(times):
-                backend.forward(mine)
-                backend.forward_backward(mine)
+                backend.forward(shard)
+                backend.forward_backward(shard)
             backend.optimizer_step()
             after = state(backend)
             moved.append([(after[n] - before[n]).tolist() for n in before if n.endswith("expert_bias")])

@@ -41,15 +41,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def in_process(folder: Path, *jobs: tuple[str, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """What functions of the worker return, called one after the other in a process of their own."""
+    """Run functions of the worker, one after the other, in a process of their own, and return their results."""
     torch.save(list(jobs), folder / "job")
-    done = run_forked(WORKER, folder / "job", folder / "result", timeout_s=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed = run_forked(WORKER, folder / "job", folder / "result", timeout_s=240)
+    assert completed.returncode == 0, completed.stderr[-4000:]
     return torch.load(folder / "result", weights_only=False)
 
 
-def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
 def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
@@ -61,17 +61,17 @@ def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
     ]
     checkpoints = [case_checkpoint(parity_folder, case.arch, **case.overrides) for case in cases]
     jobs = [("trajectory", (str(checkpoint),), {}) for checkpoint in checkpoints]
-    for case, checkpoint, found in zip(cases, checkpoints, in_process(tmp_path, *jobs), strict=True):
-        assert found["foreign"] == []
-        assert found["patched"] == "torch.cuda.random"
-        mine = Trajectory(found["losses"], found["norms"], found["logits"])
+    for case, checkpoint, results in zip(cases, checkpoints, in_process(tmp_path, *jobs), strict=True):
+        assert results["foreign"] == []
+        assert results["patched"] == "torch.cuda.random"
+        trajectory = Trajectory(results["losses"], results["norms"], results["logits"])
         tokens = token_lists()
         for other in (hf_reference(parity_folder, checkpoint, tokens), train_case(case, checkpoint, tokens)):
-            apart = differences(mine, other)
-            assert apart.loss <= case.loss_bound, (case.name, apart)
-            assert apart.grad_norm <= case.norm_bound, (case.name, apart)
-            assert apart.logits is not None
-            assert apart.logits <= case.logits_bound, (case.name, apart)
+            difference = differences(trajectory, other)
+            assert difference.loss <= case.loss_bound, (case.name, difference)
+            assert difference.grad_norm <= case.norm_bound, (case.name, difference)
+            assert difference.logits is not None
+            assert difference.logits <= case.logits_bound, (case.name, difference)
 
 
 def every_field() -> list[Sample]:
@@ -88,14 +88,14 @@ def every_field() -> list[Sample]:
 
 def test_every_built_in_loss_equals_megatrons(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
-    (mine,) = in_process(tmp_path, ("one_step", (str(checkpoint), every_field(), LOSSES), {}))
+    (actual,) = in_process(tmp_path, ("one_step", (str(checkpoint), every_field(), LOSSES), {}))
 
     def on_rank():
         from megascend import MegatronBackend
 
         batching = Batching(micro_batch_tokens=200)
         with MegatronBackend(checkpoint, precision="fp32", optimizer=Adam(lr=0.0), batching=batching) as backend:
-            found = {
+            results = {
                 loss: (backend.forward_backward(every_field(), loss).loss, backend.optimizer_step().grad_norm)
                 for loss in LOSSES
             }
@@ -103,12 +103,12 @@ def test_every_built_in_loss_equals_megatrons(parity_folder, tmp_path):
             backend.discard_gradients()
             step = backend.optimizer_step(lr=0.25)  # in place of the schedule's 0
             assert (step.grad_norm, step.lr) == (0.0, 0.25)
-            return found
+            return results
 
-    (theirs,) = run_distributed(on_rank, 1, init=False)
-    assert len(mine) >= 4
-    for loss, figures in theirs.items():
-        assert mine[loss] == pytest.approx(figures, abs=1e-5, rel=1e-5), loss
+    (expected,) = run_distributed(on_rank, 1, init=False)
+    assert len(actual) >= 4
+    for loss, figures in expected.items():
+        assert actual[loss] == pytest.approx(figures, abs=1e-5, rel=1e-5), loss
 
 
 def test_precisions_recomputation_and_the_router_loss(parity_folder, tmp_path):
@@ -126,14 +126,14 @@ def test_precisions_recomputation_and_the_router_loss(parity_folder, tmp_path):
     with_router_loss = hf_reference(
         parity_folder, experts, tokens, aux_loss=coefficient, aux_formula="transformers", micro_batches=[list(range(8))]
     )
-    for found, wanted, loss, norm in (
+    for actual, expected, loss, norm in (
         (bf16, reference, 2e-2, 0.1),
         (fp16, reference, 1e-2, 0.1),
         (recomputed, reference, 1e-5, 1e-4),
         (routed, with_router_loss, 5e-5, 3e-4),
     ):
-        assert found["losses"] == pytest.approx(wanted.losses, abs=loss, rel=0)
-        assert found["norms"] == pytest.approx(wanted.grad_norms, abs=norm, rel=0)
+        assert actual["losses"] == pytest.approx(expected.losses, abs=loss, rel=0)
+        assert actual["norms"] == pytest.approx(expected.grad_norms, abs=norm, rel=0)
 
 
 def test_a_run_resumes_to_the_bit(parity_folder, tmp_path):
@@ -152,7 +152,7 @@ def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
     dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
     (tmp_path / "dense").mkdir()
     (tmp_path / "experts").mkdir()
-    *differing, of_dense, of_experts = in_process(
+    *differing, dense_distance, experts_distance = in_process(
         tmp_path,
         ("exported", (str(dense), str(tmp_path / "dense")), {}),
         ("exported", (str(experts), str(tmp_path / "experts")), {}),
@@ -160,7 +160,7 @@ def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
         ("merged", (str(experts), str(tmp_path / "merged-experts")), {}),
     )
     assert differing == [[], []]
-    assert max(of_dense, of_experts) <= 2e-5
+    assert max(dense_distance, experts_distance) <= 2e-5
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
@@ -198,25 +198,27 @@ def test_adapters_equal_pefts_and_move_between_engines(arch, parity_folder, tmp_
         return logprobs
 
     ((figures, megatrons, projections),) = run_distributed(train_here, 1, init=False)
-    found, trained = in_process(
+    results, trained = in_process(
         tmp_path,
         ("adapters", (str(checkpoint), str(tmp_path / "megatrons"), str(tmp_path / "singles"), lora), {}),
         ("against_peft", (str(checkpoint), str(start), steps, str(tmp_path / "trained")), {}),
     )
-    assert found["projections"] == projections
-    assert found["figures"] == [pytest.approx(of, abs=2e-5) for of in figures]
-    assert distance(found["theirs"], megatrons) <= 1e-5
+    assert results["projections"] == projections
+    assert results["figures"] == [pytest.approx(figure, abs=2e-5) for figure in figures]
+    assert distance(results["theirs"], megatrons) <= 1e-5
     (singles,) = run_distributed(load_here, 1, init=False)
-    assert distance(singles, found["mine"]) <= 1e-5
-    alternating = [(found["mine"], found["theirs"])[index % 2][index] for index in range(len(samples))]
-    assert distance(found["mixed"], alternating) <= 1e-5
+    assert distance(singles, results["mine"]) <= 1e-5
+    alternating = [(results["mine"], results["theirs"])[index % 2][index] for index in range(len(samples))]
+    assert distance(results["mixed"], alternating) <= 1e-5
 
-    apart = adapter_differences(trained, peft_reference(parity_folder, checkpoint, start, token_lists(), steps=steps))
-    assert apart.loss <= 1e-5, apart
-    assert apart.grad_norm <= 1e-4, apart
-    assert apart.factors <= 1e-3, apart
-    assert apart.logits is not None
-    assert apart.logits <= 2e-5, apart
+    difference = adapter_differences(
+        trained, peft_reference(parity_folder, checkpoint, start, token_lists(), steps=steps)
+    )
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.factors <= 1e-3, difference
+    assert difference.logits is not None
+    assert difference.logits <= 2e-5, difference
 
 
 def test_a_skipped_step_changes_nothing_and_what_is_refused(parity_folder, tmp_path):
@@ -227,15 +229,15 @@ def test_a_skipped_step_changes_nothing_and_what_is_refused(parity_folder, tmp_p
     assert (step.skipped, step.skipped_in_a_row) == (True, 1)
     assert unchanged
     assert len(refused) == 7
-    assert all(what in message for what, message in refused.items()), refused
+    assert all(words in message for words, message in refused.items()), refused
 
 
 def test_more_than_one_process_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     launched = environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     program = f"import megascend; megascend.SingleBackend({str(checkpoint)!r}, platform='cpu')"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=launched
     )
-    assert done.returncode
-    assert "2 were started (WORLD_SIZE)" in done.stderr
+    assert completed.returncode
+    assert "2 were started (WORLD_SIZE)" in completed.stderr

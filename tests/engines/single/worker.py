@@ -1,8 +1,8 @@
-"""What a process of the single engine does for a test: run as a script, so that nothing of Megatron is in it.
+"""Programs of the single engine for tests: run as a script, so that no Megatron is imported in its process.
 
     python worker.py JOB RESULT
 
-JOB and RESULT are files of ``torch.save``: functions' names and arguments, and what they returned.
+JOB and RESULT are files of ``torch.save``: functions' names and arguments, and their results.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def trajectory(checkpoint: str, steps: int = STEPS, **options: Any) -> dict[str,
 
 
 def one_step(checkpoint: str, samples: list[Any], losses: list[str], **options: Any) -> dict[str, tuple[float, float]]:
-    """Loss and norm of one step for every built-in loss; learning rate 0."""
+    """Return loss and norm of one step for every built-in loss, with learning rate 0."""
     backend = make(checkpoint, optimizer=megascend.Adam(lr=0.0), **options)
-    found = {
+    results = {
         loss: (backend.forward_backward(samples, loss).loss, backend.optimizer_step().grad_norm) for loss in losses
     }
     backend.close()
-    return found
+    return results
 
 
 def adapters(checkpoint: str, loaded: str, saved: str, lora: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities of an adapter from elsewhere, and of one trained here, which is saved; its figures."""
+    """Return log-probabilities of a loaded adapter, and of one that is trained here and saved; and its losses and norms."""
     backend = make(checkpoint, adapters=megascend.Adapters())
     samples = causal_samples(token_lists())
     backend.load_adapter("theirs", loaded)
-    theirs = backend.forward(samples, adapter="theirs").logprobs
+    loaded_logprobs = backend.forward(samples, adapter="theirs").logprobs
     projections = list(backend.engine.trainable.projections)
     backend.add_adapter("mine", megascend.Lora(**lora))
     figures = []
@@ -71,23 +71,29 @@ def adapters(checkpoint: str, loaded: str, saved: str, lora: dict[str, Any]) -> 
         result = backend.forward_backward(samples, adapter="mine")
         figures.append((result.loss, backend.optimizer_step().grad_norm))
     backend.save_adapter("mine", saved)
-    mine = backend.forward(samples, adapter="mine").logprobs
+    trained_logprobs = backend.forward(samples, adapter="mine").logprobs
     mixed = [dataclasses.replace(sample, adapter=("mine", "theirs")[i % 2]) for i, sample in enumerate(samples)]
-    together = backend.forward(mixed).logprobs
+    mixed_logprobs = backend.forward(mixed).logprobs
     backend.close()
-    return {"theirs": theirs, "mine": mine, "mixed": together, "figures": figures, "projections": projections}
+    return {
+        "theirs": loaded_logprobs,
+        "mine": trained_logprobs,
+        "mixed": mixed_logprobs,
+        "figures": figures,
+        "projections": projections,
+    }
 
 
 def against_peft(checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
-    """See :func:`support.lora_parity.train_one`."""
+    """Train an adapter; see :func:`support.lora_parity.train_one`."""
     backend = make(checkpoint, adapters=megascend.Adapters())
-    found = train_one(backend, Path(adapter), steps, Path(out))
+    result = train_one(backend, Path(adapter), steps, Path(out))
     backend.close()
-    return found
+    return result
 
 
 def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
-    """Whether a run that is saved half way and loaded into a new backend ends with the same bits; and tensors compared."""
+    """Save a run half way and load it into a new backend; return whether both end with the same bits, and the tensor count."""
     samples = causal_samples(token_lists())
 
     def train(backend: megascend.SingleBackend, steps: int) -> None:
@@ -99,65 +105,65 @@ def resumed(checkpoint: str, saved: str, **options: Any) -> tuple[bool, int]:
     train(first, 2)
     first.save(saved, progress={"at": 2}, wait=True)
     train(first, 2)
-    wanted = bits(first)
+    expected = bits(first)
     first.close()
     second = make(checkpoint, **options | {"seed": 7})
     assert second.load(saved) == {"at": 2}
     assert second.step_count == 2
     train(second, 2)
-    found = bits(second)
+    actual = bits(second)
     second.close()
-    return wanted == found, len(wanted)
+    return expected == actual, len(expected)
 
 
 def bits(backend: megascend.SingleBackend) -> dict[str, bytes]:
     state = backend.engine.state(everything=True)
     parts = {name: chunks.slices[0][1].flatten().view(torch.uint8) for name, chunks in state.items()}
-    found = {name: values.numpy().tobytes() for name, values in parts.items()}
+    contents = {name: values.numpy().tobytes() for name, values in parts.items()}
     counters = repr(backend.engine.trainable.counters()).encode()
-    return found | {"torch": torch.get_rng_state().numpy().tobytes(), "counters": counters}
+    return contents | {"torch": torch.get_rng_state().numpy().tobytes(), "counters": counters}
 
 
 def exported(checkpoint: str, out: str) -> list[str]:
-    """Names in which an export and transformers' save_pretrained differ."""
+    """Return the names in which an export and transformers' save_pretrained differ."""
     from safetensors.torch import load_file
 
     backend = make(checkpoint)
     backend.forward_backward(causal_samples(token_lists()))
     backend.optimizer_step()
-    backend.export_hf(Path(out) / "ours")
-    backend.engine.model.save_pretrained(Path(out) / "theirs")
+    backend.export_hf(Path(out) / "actual")
+    backend.engine.model.save_pretrained(Path(out) / "expected")
     backend.close()
-    ours, theirs = (load_file(Path(out) / which / "model.safetensors") for which in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    actual, expected = (load_file(Path(out) / folder / "model.safetensors") for folder in ("actual", "expected"))
+    assert actual.keys() == expected.keys()
+    return [name for name in actual if not torch.equal(actual[name], expected[name])]
 
 
 def merged(checkpoint: str, out: str) -> float:
-    """How far log-probabilities of an export with an adapter merged are from those of the adapter."""
+    """Return the distance of log-probabilities of an export with a merged adapter from the adapter's."""
     backend = make(checkpoint, adapters=megascend.Adapters())
     samples = causal_samples(token_lists())
     backend.add_adapter("a", megascend.Lora(rank=4))
     for _ in range(2):
         backend.forward_backward(samples, adapter="a")
         backend.optimizer_step()
-    wanted = backend.forward(samples, adapter="a").logprobs
+    expected = backend.forward(samples, adapter="a").logprobs
     backend.export_hf(out, adapter="a")
     reference = backend.forward(samples, adapter="a", reference=True).logprobs
     backend.close()
-    whole = make(out)
-    found = whole.forward(samples).logprobs
-    whole.close()
-    assert distance(wanted, reference) > 1e-2
-    return distance(wanted, found)
+    merged_backend = make(out)
+    actual = merged_backend.forward(samples).logprobs
+    merged_backend.close()
+    assert distance(expected, reference) > 1e-2
+    return distance(expected, actual)
 
 
-def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
 def overflow(checkpoint: str) -> tuple[Any, bool]:
-    """A step whose gradients are not finite: what it reported, and whether nothing has changed."""
+    """Make a step with non-finite gradients; return its result, and whether nothing has changed."""
     backend = make(checkpoint)
     samples = causal_samples(token_lists())
     backend.forward_backward(samples)
@@ -176,7 +182,7 @@ def overflow(checkpoint: str) -> tuple[Any, bool]:
 
 
 def refused(checkpoint: str) -> dict[str, str]:
-    """The errors of settings that this engine does not have."""
+    """Return the error message for each setting that this engine does not support."""
     from megascend.errors import ConfigError
 
     settings: dict[str, dict[str, Any]] = {
@@ -188,13 +194,13 @@ def refused(checkpoint: str) -> dict[str, str]:
         "moe.experts='grouped'": {"moe": megascend.Moe(experts="grouped")},
         "'lm_head'": {"adapters": megascend.Adapters(targets=("lm_head",))},
     }
-    found = {}
-    for what, options in settings.items():
+    messages = {}
+    for words, options in settings.items():
         try:
             make(checkpoint, **options).close()
         except ConfigError as error:
-            found[what] = str(error)
-    return found
+            messages[words] = str(error)
+    return messages
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""LoRA adapters on a sharded transformers model: many in one batch, whole on every rank.
+"""LoRA adapters on a sharded transformers model: many in one batch, replicated on every rank.
 
-They are applied inside the layers, whose parameters are gathered while they run: nothing is exchanged.
+They are applied inside the layers, whose parameters are gathered while they run, so they need no communication.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from megascend.lora.transformers_targets import (
     layer_targets,
 )
 
-Place = tuple[int, int, TargetModule]
-"""Number of the shape group, number in it, target module."""
+AdapterSlot = tuple[int, int, TargetModule]
+"""Index of the shape group, index in it, target module."""
 
 
 class FsdpAdapterLayers(AppliedAdapters):
-    """Hooks on a model's adapted layers, and which adapters they apply at the moment.
+    """Forward hooks on a model's adapted layers, and the adapters that they currently apply.
 
     Args:
-        divided: ranks hold different experts, and tokens are sent to them.
+        divided: expert parallelism: ranks hold different experts, and tokens are sent to them.
     """
 
     def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> None:
         super().__init__()
         self._divided = divided
         self._not_called: dict[int, str] = {}
-        of_experts: dict[int, tuple[Any, dict[str, Place]]] = {}
+        expert_slots: dict[int, tuple[Any, dict[str, AdapterSlot]]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
                 name, module = target.slices[0].name, target.module
                 if target.is_output:
-                    self._output = number, target  # which the loss's head computes
+                    self._output = number, target  # computed by the loss head, not by a hook
                     continue
                 self._not_called[id(module)] = name
                 if target.is_expert:
-                    places = of_experts.setdefault(id(module), (module, {}))[1]
-                    places[name.rsplit(".", 1)[-1]] = number, layer, target
+                    slots = expert_slots.setdefault(id(module), (module, {}))[1]
+                    slots[name.rsplit(".", 1)[-1]] = number, layer, target
                 elif target.is_embedding:
                     module.register_forward_hook(partial(self._after_embedding, number, target))
                 else:
                     module.register_forward_hook(partial(self._after, number, layer, target))
-        for module, places in of_experts.values():
-            compute_experts_by(module, partial(self._experts, places), self._adapters_of_tokens)
+        for module, slots in expert_slots.values():
+            compute_experts_by(module, partial(self._experts, slots), self._adapters_of_tokens)
+        # Recomputation needs an input that requires a gradient, and the embedding is frozen.
         model.get_input_embeddings().register_forward_hook(start_graph)
 
     def require_called(self) -> None:
-        """After a forward pass with adapters.
+        """Check after a forward pass that the hooks of all adapted layers ran.
 
         Raises:
             ConfigError: the model computes an adapted layer's product without calling the layer, so its adapters are not applied.
@@ -95,37 +96,37 @@ class FsdpAdapterLayers(AppliedAdapters):
         return self.to_embedding(shape_group, target, inputs[0], out)
 
     def _adapters_of_tokens(self) -> Tensor | None:
-        """int64 [n], if there are several."""
+        """Return each token's adapter, int64 [n]; None if all tokens have the same one."""
         return None if self.mixed is None else self.mixed.adapter_index
 
     def _experts(
         self,
-        places: dict[str, Place],
+        slots: dict[str, AdapterSlot],
         module: Any,
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
         along: Tensor | None = None,
     ) -> Tensor:
-        """See :func:`megascend.engines.fsdp.experts.frozen_experts`.
+        """Compute experts with adapters; see :func:`megascend.engines.fsdp.experts.frozen_experts`.
 
         Args:
-            along: int64 [n], each row's adapter; None: they are of one.
+            along: int64 [n], each row's adapter; None: all rows have the same one.
         """
         if self.stacked is None:
             return experts_products()(module, hidden, index, weights)
-        if self._divided:  # rows have come from other ranks
+        if self._divided:  # rows come from other ranks: their number differs from the micro batch's
             self._not_called.pop(id(module), None)
         else:
-            self._note(module, next(iter(places.values()))[2], hidden)
+            self._note(module, next(iter(slots.values()))[2], hidden)
         adapters = len(self.stacked.adapters)
         grouped: ExpertAdapterRows | None = None
 
         def add(parameter: str, rows: SortedRows, x: Tensor, out: Tensor) -> Tensor:
             nonlocal grouped
-            if parameter not in places:
+            if parameter not in slots:
                 return out
-            shape_group, layer, target = places[parameter]
+            shape_group, layer, target = slots[parameter]
             if grouped is None:
                 grouped = (
                     ExpertAdapterRows(rows.segments)
@@ -137,33 +138,33 @@ class FsdpAdapterLayers(AppliedAdapters):
         return frozen_experts(module, hidden, index, weights, add)
 
     def _note(self, module: Any, target: TargetModule, states: Tensor) -> None:
-        """A layer was called with ``states`` [..., features], which must be of the micro batch's tokens."""
+        """Record the call of a layer with ``states`` [..., features], and check that it has a row for each token."""
         self._not_called.pop(id(module), None)
-        assert self.segments is not None, "a micro batch was begun without its segments"
+        assert self.segments is not None, "the micro batch has no adapter segments"
         tokens, rows = len(self.segments.adapter_index), states.shape[:-1].numel()
         if rows != tokens:
             raise ConfigError(
-                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so it is not "
-                "known whose they are; leave it out of adapters.targets"
+                f"engine fsdp: {target.slices[0].name} computes {rows} rows in a micro batch of {tokens} tokens, so the adapters "
+                "of its rows are unknown; leave it out of adapters.targets"
             )
 
 
 class FsdpAdapters(MixedAdapters):
     """Adapters in the layers of a frozen transformers model, many in one batch.
 
-    Every rank has all factors, of its own experts where those are divided, and steps them alike; gradients are summed over the
-    ranks once a step.
+    Every rank has all factors (under expert parallelism, those of its own experts) and makes the same step; gradients are
+    summed over the ranks once a step.
 
     Args:
-        model: not yet sharded; may be without memory.
-        share: of experts that this rank will hold; None: all.
+        model: not yet sharded; may be on ``meta``.
+        share: the share of experts that this rank will hold; None: all.
 
     Attributes:
-        layers: applies them.
+        layers: hooks that apply the adapters.
         transposed: projections whose weight is stored as [experts, in, out].
 
     Raises:
-        ConfigError: a target is not there, or cannot be adapted.
+        ConfigError: a target does not exist, or cannot be adapted.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class FsdpAdapters(MixedAdapters):
             )
         targets = [_local_experts(target, share) for target in layer_targets(model)]
         targets += [] if tied else embedding_and_output(model)
-        everything = sorted(target.slices[0].name for target in targets)
-        allowed = [name for name in everything if matches(name, limits.targets)]
+        names = sorted(target.slices[0].name for target in targets)
+        allowed = [name for name in names if matches(name, limits.targets)]
         drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
         registry = AdapterRegistry.of_model(
             drawn,
-            everything,
+            names,
             limits,
             adam=spec.optimizer,
             schedule=spec.schedule,

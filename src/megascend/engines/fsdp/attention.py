@@ -1,11 +1,11 @@
-"""Causal attention within each sample, as a function that transformers' models call.
+"""Causal attention within each sample, as an attention function for transformers models.
 
-What is in a micro batch comes with every call of the model, as a keyword that its layers pass on. A model whose layers do not is
-refused: its samples would see each other.
+The layout of the micro batch is passed to the model as a keyword that its layers pass on. A model whose layers do not is
+rejected: samples would attend to each other.
 
-Under sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses) ranks hold parts of every sample, and for attention all of it,
-of some of the heads. Queries, keys, values and the result are exchanged in each layer's attention; nothing else of the model
-knows. Recomputation repeats the exchanges alike on all ranks.
+Under sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses) ranks hold parts of every sample, and in attention complete
+samples with a part of the heads. Queries, keys, values and the result are exchanged in each layer's attention; the rest of the
+model is unaware of it. Recomputation repeats the exchanges in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 KEYWORD = "sample_lengths"
 HARMLESS = ("position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Keywords with tensors that say nothing about which tokens see each other beyond what is known here, or how much."""
+"""Keywords with tensors that do not change which tokens attend to each other, or how."""
 
 LONG = 1024
-"""Tokens; where packed samples are longer on average, a call for each is faster than the kernel for all of them. Time of the
-calls by the kernel's on an H200 (torch 2.11, bf16, forward and backward): 11.2 at 64 tokens, 2.9 at 256, 1.08 at 1024, 0.68 at
-4096."""
+"""Average length in tokens above which one call per packed sample is faster than the varlen kernel for all of them. Time of the
+calls relative to the kernel on an H200 (torch 2.11, bf16, forward and backward): 11.2 at 64 tokens, 2.9 at 256, 1.08 at 1024,
+0.68 at 4096."""
 
 
 def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """Raise TopologyError unless ``size`` ranks can divide a model's heads; fewer key and value heads are repeated."""
+    """Raise TopologyError unless ``size`` divides a model's heads; KV heads are repeated if there are fewer than ranks."""
     if heads % size or heads % math.lcm(kv_heads, size):
         raise TopologyError(
             f"parallel.context={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and values, "
@@ -49,32 +49,32 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 
 class HeadExchange:
-    """Exchanges parts of samples with all heads for whole samples with a part of the heads, and back."""
+    """All-to-all from parts of samples with all heads to complete samples with a part of the heads, and back."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """[batch, heads, tokens of a rank, d] to [batch, heads of a rank, tokens of all ranks in their order, d]."""
+        """Exchange [batch, heads, tokens of a rank, d] for [batch, heads of a rank, tokens of all ranks in rank order, d]."""
         heads = math.lcm(states.shape[1], self._size)
         states = states.repeat_interleave(heads // states.shape[1], dim=1)
         batch, _, tokens, size = states.shape
-        sent = states.reshape(batch, self._size, -1, tokens, size).movedim(1, 0)
-        return _exchanged(sent, self._group).movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
+        by_rank = states.reshape(batch, self._size, -1, tokens, size).movedim(1, 0)
+        return _exchange(by_rank, self._group).movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """Undo :meth:`to_heads`."""
         batch, heads, tokens, size = states.shape
-        sent = states.reshape(batch, heads, self._size, tokens // self._size, size).movedim(2, 0)
-        return _exchanged(sent, self._group).movedim(0, 1).reshape(batch, -1, tokens // self._size, size)
+        by_rank = states.reshape(batch, heads, self._size, tokens // self._size, size).movedim(2, 0)
+        return _exchange(by_rank, self._group).movedim(0, 1).reshape(batch, -1, tokens // self._size, size)
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
-        """int64 [tokens]: where the tokens of packed samples lie after :meth:`to_heads`, one sample after the other."""
+        """Return the positions of the tokens of packed samples after :meth:`to_heads`, sample by sample, int64 [tokens]."""
         parts = torch.tensor([length // self._size for length in lengths])
-        of_rank = int(parts.sum())
+        rank_tokens = int(parts.sum())
         starts = (parts.cumsum(0) - parts).tolist()
         runs = [
-            torch.arange(rank * of_rank + start, rank * of_rank + start + part)
+            torch.arange(rank * rank_tokens + start, rank * rank_tokens + start + part)
             for start, part in zip(starts, parts.tolist(), strict=True)
             for rank in range(self._size)
         ]
@@ -97,7 +97,7 @@ class _TokenHeadExchange(torch.autograd.Function):
         return received, None
 
 
-def _exchanged(values: Tensor, group: ProcessGroup) -> Tensor:
+def _exchange(values: Tensor, group: ProcessGroup) -> Tensor:
     """Exchange ``values`` [ranks, ...]: entry r goes to rank r, and entry r of the result comes from it."""
     return _TokenHeadExchange.apply(values.contiguous(), group)
 
@@ -106,16 +106,17 @@ def _exchanged(values: Tensor, group: ProcessGroup) -> Tensor:
 class SampleLengths:
     """Layout of the samples of a micro batch in its tensors.
 
-    A layer that is compiled depends on which of these are None, and on nothing else here: lengths differ from one to the next.
+    A compiled layer may depend on which of the attributes are None, and on nothing else here: lengths differ between micro
+    batches, and every new value would recompile it.
 
     Attributes:
         packed: tokens of each sample, one after the other in one row; None: one sample a row, padded on the right.
-        exchange: with the ranks that hold the other parts of the samples; None: this rank has them whole.
+        exchange: with the ranks that hold the other parts of the samples; None: this rank has complete samples.
         order: of the tokens of packed samples after the exchange.
-        one_kernel: for packed samples of this dtype there is a kernel here, and they are short enough to gain by it.
-        starts: int32 [samples + 1], where each packed sample begins, and the number of tokens; None if none are packed.
-        longest: int64 [1] on the host: tokens of the longest of them.
-        cached: what becomes of keys and values.
+        one_kernel: the device has a varlen kernel for this dtype, and the packed samples are short enough to gain by it.
+        starts: int32 [samples + 1], the start of each packed sample, and the number of tokens; None if none are packed.
+        longest: int64 [1] on the host: tokens of the longest packed sample.
+        cached: the micro batch's use of the KV cache.
     """
 
     packed: tuple[int, ...] | None
@@ -141,7 +142,7 @@ def sample_lengths(
     Args:
         packed: tokens of each sample, padding included; None: a padded batch.
         dtype: of queries, keys and values.
-        compiled: layers are, which calls for each sample would cut in two.
+        compiled: layers are compiled: always use the kernel, since calls per sample would break the graph.
     """
     if packed is None:
         return SampleLengths(None, exchange, cached=cached)
@@ -169,45 +170,46 @@ def attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """See ``transformers.AttentionInterface``.
+    """Compute attention as a ``transformers.AttentionInterface``.
 
     Args:
         query: [batch, heads, tokens, head dim]; ``key`` and ``value`` may have fewer heads.
-        sliding_window: tokens that each token sees, itself among them; None: all before it.
-        options: ``sample_lengths`` among them.
+        sliding_window: tokens that each token attends to, itself included; None: all before it.
+        options: must include ``sample_lengths``.
 
     Returns:
         [batch, tokens, heads, head dim], contiguous as transformers' own functions return it, and None for the weights.
 
     Raises:
-        ConfigError: the model's attention is not what is computed here.
+        ConfigError: the model asks for another kind of attention.
     """
     lengths = options.get(KEYWORD)
     if not isinstance(lengths, SampleLengths):
         raise ConfigError(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
-            "micro batch would see each other; use another engine"
+            "micro batch would attend to each other; use another engine"
         )
-    what = _unknown(module, attention_mask, options)
-    if what is not None:
+    feature = _unknown(module, attention_mask, options)
+    if feature is not None:
         raise ConfigError(
-            f"engine fsdp: attention with {what} ({type(module).__name__}) is not known here; use another engine"
+            f"engine fsdp: attention with {feature} ({type(module).__name__}) is not supported; use another engine"
         )
     if lengths.cached is not None:
         return cached_attention(module, query, key, value, lengths, scaling, sliding_window).contiguous(), None
     if lengths.exchange is None:
-        mixed = _of_samples(query, key, value, lengths, scaling, dropout, sliding_window)
+        mixed = _sample_attention(query, key, value, lengths, scaling, dropout, sliding_window)
         return mixed.transpose(1, 2).contiguous(), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
-    mixed = _of_samples(q, k, v, lengths, scaling, dropout, sliding_window)
+    mixed = _sample_attention(q, k, v, lengths, scaling, dropout, sliding_window)
+    # Back to the order of the exchange: parts by rank, not sample by sample.
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2).contiguous(), None
 
 
 def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str | None:
-    """What the model asks of its attention that is not computed here: a mask of its own, a cap, sinks, biases, chosen tokens."""
+    """Return a requested feature of attention that is not supported: a mask, a cap, sinks, biases, chosen tokens; or None."""
     if mask is not None:
-        return "a mask of its own"
+        return "an attention mask"
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         return "is_causal=False"
     if options.get("softcap") is not None:
@@ -225,21 +227,21 @@ def cached_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """As :func:`attention` without dropout, of whole samples that are kept, or of new tokens."""
+    """Compute attention without dropout for complete samples, which are written to the KV cache, or for new tokens."""
     if isinstance(lengths.cached, Growing):
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         return lengths.cached.attend(module.layer_idx, q, k, v, scaling, window)[None]
     assert lengths.cached is not None
-    own = (part.transpose(1, 2) if lengths.packed is None else part[0].transpose(0, 1) for part in (key, value))
-    lengths.cached.keep(module.layer_idx, *own)
-    return _of_samples(query, key, value, lengths, scaling, 0.0, window).transpose(1, 2)
+    states = (part.transpose(1, 2) if lengths.packed is None else part[0].transpose(0, 1) for part in (key, value))
+    lengths.cached.keep(module.layer_idx, *states)
+    return _sample_attention(query, key, value, lengths, scaling, 0.0, window).transpose(1, 2)
 
 
 def _sorted(states: Tensor, order: Tensor | None) -> Tensor:
     return states if order is None else states.index_select(2, order)
 
 
-def _of_samples(
+def _sample_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -248,14 +250,14 @@ def _of_samples(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Whole samples: [batch, heads, tokens, head dim]."""
+    """Compute attention within complete samples: [batch, heads, tokens, head dim]."""
     if query.device.type == "npu":
         return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.starts is None or lengths.longest is None:
         return _causal(query, key, value, scaling, dropout, window)
     if lengths.one_kernel and varlen.fits(query, value, dropout):
         return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
-    return _not_compiled(query, key, value, lengths, scaling, dropout, window)
+    return _one_by_one_uncompiled(query, key, value, lengths, scaling, dropout, window)
 
 
 def _one_by_one(
@@ -268,21 +270,21 @@ def _one_by_one(
     window: int | None,
 ) -> Tensor:
     assert lengths.packed is not None
-    queries, keys, values = (whole.split(lengths.packed, dim=2) for whole in (query, key, value))
+    queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
 
 
-_not_compiled: Any = torch.compiler.disable(_one_by_one)
-"""What is compiled would depend on every length."""
+# Compiled code would depend on every length.
+_one_by_one_uncompiled: Any = torch.compiler.disable(_one_by_one)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
     length, mask = q.shape[2], None
     if window is not None and window < length:
-        places = torch.arange(length, device=q.device)
-        apart = places[:, None] - places[None, :]
-        mask = (apart >= 0) & (apart < window)
+        positions = torch.arange(length, device=q.device)
+        distance = positions[:, None] - positions[None, :]
+        mask = (distance >= 0) & (distance < window)
     return scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )

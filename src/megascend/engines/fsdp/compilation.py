@@ -1,7 +1,7 @@
 """``torch.compile`` for a model's layers.
 
-Each layer is compiled without its hooks, so that ``fully_shard`` gathers before it and reduces after it as ever. Layers of one
-class share what was compiled for the first of them. Layers with experts are compiled in parts, without routing and the products
+Each layer is compiled without its hooks, so that ``fully_shard`` still gathers before it and reduces after it. Layers of one
+class share the code compiled for the first of them. Layers with experts are compiled in parts, without routing and the products
 of experts, whose shapes depend on the tokens.
 """
 
@@ -18,15 +18,15 @@ from megascend.changes import patch
 
 BACKEND = "inductor"
 MOST_VARIANTS = 64
-"""Of one function: shapes (constant, varying), packed and padded batches, with gradients and without, kinds of layers. Beyond
-them torch runs the function without compiling it; its own bound is 8."""
+"""Limit of compiled variants of one function: shapes (constant, varying), packed and padded batches, with and without gradients,
+kinds of layers. Beyond it torch runs the function uncompiled; torch's default is 8."""
 
 
 def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module], bool]) -> None:
-    """Have layers compiled when they are first called.
+    """Compile layers, at their first call.
 
     Args:
-        is_experts: a module is a layer's experts.
+        is_experts: True for a module that is a layer's experts.
     """
     patch(torch._dynamo.config, "recompile_limit", MOST_VARIANTS, "more variants of a compiled layer")
     for layer in layers:
@@ -39,12 +39,12 @@ def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module]
 
 
 def _parts(module: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """The module, or its largest parts without experts and without the router beside them."""
+    """Yield the module, or its largest submodules without experts and without the router beside them."""
     if not any(is_experts(inner) for inner in module.modules()):
         yield module
         return
     beside_experts = any(is_experts(child) for child in module.children())
     for child in module.children():
-        if is_experts(child) or (beside_experts and not list(child.children())):  # a router has no modules in it
+        if is_experts(child) or (beside_experts and not list(child.children())):  # a router has no submodules
             continue
         yield from _parts(child, is_experts)

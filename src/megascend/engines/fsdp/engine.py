@@ -1,4 +1,4 @@
-"""The FSDP2 engine: transformers' own model in shards, a plain loop over micro batches, torch's AdamW on the shards."""
+"""The FSDP2 engine: transformers' own model sharded by torch, a plain loop over micro batches, torch's AdamW on the shards."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from megascend.topology.weight_routes import Receivers
 
 
 class FsdpEngine(TransformersEngine):
-    """A model of transformers, sharded by torch; see :class:`megascend.engines.base.Engine`.
+    """A transformers model, sharded by torch; see :class:`megascend.engines.base.Engine`.
 
-    Its parameters are shards between calls.
+    Its parameters are sharded between calls.
 
     Args:
         context: with :class:`FsdpGroups` as its factory.
 
     Attributes:
-        bytes_read: of the checkpoint, by this rank.
+        bytes_read: bytes of the checkpoint that this rank has read.
         adapters: on a frozen model, or None.
     """
 
@@ -67,11 +67,13 @@ class FsdpEngine(TransformersEngine):
             contiguous=True,
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
-        seed_generators(spec.seed + groups.rank)  # other dropout on every rank, which has other samples
+        seed_generators(spec.seed + groups.rank)  # ranks have different samples, and so different dropout
         self.model = transformers_api.meta_model(self.model_dir, info.shape.tied, info.scalar_head)
         layers = self._check_model(spec)
         self._rotary = RotaryByLength(self.model)
+        # Before sharding, while parameters have their full shapes.
         self._hf_slices = tensor_slices(self.model, info.tensors)
+        # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
             compilation.compile_layers(layers, transformers_api.is_fused_experts)
@@ -92,18 +94,19 @@ class FsdpEngine(TransformersEngine):
         mesh = axes.mesh(topology.world_size, self.device.type)
         page_locked = context.runtime.platform.page_locks_memory
         self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
+        # Memory only now, for the shards; to_empty leaves buffers uninitialised too.
         self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards.shards(self.model, self._share))
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         self.bytes_read = self._load(self._hf_slices, fresh)
-        layers_of_adapters = self.adapters and self.adapters.layers
+        adapter_layers = self.adapters and self.adapters.layers
         scalar = info.scalar_head is not None
-        self._head = LossHead(self.model, info.shape.vocab_size, layers_of_adapters, scalar=scalar)
+        self._head = LossHead(self.model, info.shape.vocab_size, adapter_layers, scalar=scalar)
         if self.adapters is not None:
             self.trainable = self.adapters
         else:
-            trained = [each for each in self._shards if each.trained]
+            trained = [local_shard for local_shard in self._shards if local_shard.trained]
             self.optimizer = shards.ShardAdamW(
                 trained, spec.optimizer, spec.schedule, spec.precision, groups, spec.fsdp.replicate
             )
@@ -111,7 +114,7 @@ class FsdpEngine(TransformersEngine):
         self.model.train()
 
     def _check_model(self, spec: EngineSpec) -> list[torch.nn.Module]:
-        """Refuse a model that would be computed wrongly here; return its layers. Collective."""
+        """Raise for a model that this engine would compute wrongly; return its layers. Collective."""
         topology, packing = self.topology, spec.batching.packing
         if topology.context > 1:
             text = self.model.config.get_text_config()
@@ -125,7 +128,7 @@ class FsdpEngine(TransformersEngine):
         return layers
 
     def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
-        """Fill this rank's shards; a problem of one rank is an error on all."""
+        """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
         problem, read = None, 0
         try:
             read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
@@ -135,7 +138,7 @@ class FsdpEngine(TransformersEngine):
         return read
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
-        # Gradients of micro batches add up; fully_shard averages over all ranks, and so do adapters.
+        # Gradients of micro batches are summed; fully_shard averages over all ranks, and so do adapters.
         return float(self.topology.world_size), 1.0
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -146,6 +149,7 @@ class FsdpEngine(TransformersEngine):
         try:
             for number, batch in enumerate(batches, 1):
                 if not self._fsdp.reshard_after_forward:
+                    # Parameters stay gathered until the last micro batch of the call.
                     self.model.set_reshard_after_backward(number == len(batches))
                 if self.adapters is not None:
                     self.adapters.layers.segments = batch.segments
@@ -169,7 +173,7 @@ class FsdpEngine(TransformersEngine):
                 results.append(result)
                 if not forward_only:
                     self.backward(loss)
-        except ConfigError:  # on all ranks alike
+        except ConfigError:  # raised on all ranks, so that all leave FSDP's state machine at the same point
             if hasattr(self.model, "reset_iter_state"):  # torch 2.13
                 self.model.reset_iter_state()
             raise
@@ -187,13 +191,13 @@ class FsdpEngine(TransformersEngine):
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
-        ranks_of_copy = self.topology.world_size // self._fsdp.replicate
+        ranks_per_replica = self.topology.world_size // self._fsdp.replicate
         return dict(
             shards.state(
                 self._shards,
                 self.optimizer,
                 everything=everything,
-                first_copy=self.groups.rank < ranks_of_copy,
+                first_copy=self.groups.rank < ranks_per_replica,
                 first_rank=self.groups.rank == 0,
             )
         )
@@ -222,13 +226,13 @@ class FsdpEngine(TransformersEngine):
 
 
 class FsdpSubject(TransformersSubject):
-    """A small model as this engine computes it, on the CPU.
+    """Self-check subject: a small model as the FSDP2 engine computes it, on the CPU.
 
     Args:
         scalar_head: in the place of a causal language model's output layer, or None.
         packing: samples share a row.
-        context: ranks that hold parts of every sample, which takes the same knowledge of where samples end: the slice is packed.
-        npu: products of experts are the NPU's operator in this process; the slice, on the CPU, has transformers' own.
+        context: context parallel size; above 1 the model must know the samples' borders, so the slice is packed.
+        npu: products of experts use the NPU's operator in this process; the slice, on the CPU, uses transformers' own.
     """
 
     engine = "fsdp"
@@ -255,41 +259,38 @@ class FsdpSubject(TransformersSubject):
         total = max(lengths)
         ids = [ids if self.packing else torch.nn.functional.pad(ids, (0, total - len(ids))) for ids in samples]
         rows = torch.cat(ids)[None] if self.packing else torch.stack(ids)
-        places = [torch.arange(len(each)) for each in ids]
-        number = torch.cat([torch.full_like(each, index) for index, each in enumerate(places)])
-        self._rotary.enter_samples(number.view(rows.shape), lengths)
+        positions = [torch.arange(len(sample)) for sample in ids]
+        sample_index = torch.cat([torch.full_like(sample, index) for index, sample in enumerate(positions)])
+        self._rotary.enter_samples(sample_index.view(rows.shape), lengths)
         packed = tuple(lengths) if self.packing else None
         options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
         products: list[Any] = []
         hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
         try:
-            output = model(input_ids=rows, position_ids=torch.cat(places).view(rows.shape), use_cache=False, **options)
+            position_ids = torch.cat(positions).view(rows.shape)
+            output = model(input_ids=rows, position_ids=position_ids, use_cache=False, **options)
         finally:
             hook.remove()
-        if len(products) != 1 or output.logits is not products[0]:
+        if len(products) != 1 or output.logits is not products[0]:  # identity: any change of the logits is a new tensor
             raise more_than_product(model)
-        whole = output.logits.flatten(0, 1).split([len(each) for each in ids])
-        return [part[:length].float() for part, length in zip(whole, lengths, strict=True)]
+        logits = output.logits.flatten(0, 1).split([len(sample) for sample in ids])
+        return [part[:length].float() for part, length in zip(logits, lengths, strict=True)]
 
 
 def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -> None:
-    """Raise ConfigError for settings that this engine does not have.
-
-    Args:
-        npu: the run is on NPUs.
-    """
+    """Raise ConfigError for settings that this engine does not support; ``npu``: the run is on NPUs."""
     fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(
-            "engine fsdp: fsdp.compile is not there on NPUs: torch's inductor has no compiler for them; set compile: false"
+            "engine fsdp: fsdp.compile is not supported on NPUs: torch's inductor has no compiler for them; set compile: false"
         )
     if fsdp.compile and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ConfigError(
-            "engine fsdp: fsdp.compile is set, and TORCHDYNAMO_DISABLE=1 keeps torch.compile from compiling; unset one of them"
+            "engine fsdp: fsdp.compile is set, but TORCHDYNAMO_DISABLE=1 disables torch.compile; unset one of them"
         )
     if fsdp.compile and (topology.context > 1 or adapters is not None):
-        beside = "adapters" if adapters is not None else f"parallel.context={topology.context}"
-        raise ConfigError(f"engine fsdp: fsdp.compile does not work with {beside} (docs/fsdp.md); set compile: false")
+        conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
+        raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
     if batching.cuda_graphs is not None:
         raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:

@@ -1,11 +1,11 @@
-"""Fused experts by grouped products, all of them at once: trained ones, and frozen ones with adapters.
+"""Fused experts as grouped products over all experts at once: trained ones, and frozen ones with adapters.
 
-Trained ones are as transformers' ``grouped_mm``, with two differences that cost it time and memory:
+Trained experts are computed as in transformers' ``grouped_mm``, with two differences that save time and memory:
 
-- Rows are moved by a known permutation, so gradients come back by its inverse and are summed over a token's experts in one pass.
-  Autograd's own way back from an index, ``index_put`` with accumulation, sorts the rows again, and adds in the rows' precision.
-- A row's weight is applied before the last product, which is linear, to rows that are as wide as an expert's inner layer and not
-  to those as wide as the model (30B-A3B: 768 and 2048 numbers), which need not be kept for the weight's gradient.
+- Rows are moved by a known permutation, so gradients are moved by its inverse and summed over a token's experts in one pass.
+  Autograd's gradient of indexing, ``index_put`` with accumulation, sorts the rows again, and adds in the rows' precision.
+- A row's routing weight is applied before the down projection, which is linear: to rows as wide as an expert's inner layer, not
+  to rows as wide as the model (30B-A3B: 768 and 2048), which then need not be stored for the weight's gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
 
 
-def known(module: Any) -> bool:
-    """Check whether experts have a gate, and nothing beside it."""
+def is_plain_gated(module: Any) -> bool:
+    """Check whether experts are plain gated MLPs: no biases, no norm, not distributed by transformers."""
     return bool(module.has_gate) and not (
         getattr(module, "has_bias", False)
         or getattr(module, "has_post_expert_norm", False)
@@ -40,10 +40,10 @@ def grouped_experts(
     weights: Tensor,
     product: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return the sum over each token's experts of weight times gated MLP. Waits for no device.
+    """Compute the sum over each token's experts of weight times gated MLP. Does not wait for the device.
 
     Args:
-        module: fused experts that are :func:`known`.
+        module: fused experts for which :func:`is_plain_gated` is true.
         hidden: [n, h].
         index, weights: [n, k], each token's experts and their weights.
         product: of [rows, in], [experts, in, out] and the end of each expert's rows, int32 [experts].
@@ -51,51 +51,51 @@ def grouped_experts(
     Returns:
         [n, h], in the dtype of ``hidden``.
     """
-    order, place, ends = permutation(index, module.num_experts)
-    rows: Any = SpreadRows.apply(hidden, order, place, index.shape[1])
+    order, inverse, ends = permutation(index, module.num_experts)
+    rows: Any = SpreadRows.apply(hidden, order, inverse, index.shape[1])
     up, down = (weight if module.is_transposed else weight.mT for weight in (module.gate_up_proj, module.down_proj))
-    weight_of_row: Any = Moved.apply(weights.flatten(), order, place)
-    inner = module._apply_gate(product(rows, up, ends)) * weight_of_row[:, None]
-    made: Any = Moved.apply(product(inner, down, ends), place, order)
-    return made.unflatten(0, (-1, index.shape[1])).sum(1).to(hidden.dtype)
+    row_weights: Any = Moved.apply(weights.flatten(), order, inverse)
+    inner = module._apply_gate(product(rows, up, ends)) * row_weights[:, None]
+    outputs: Any = Moved.apply(product(inner, down, ends), inverse, order)
+    return outputs.unflatten(0, (-1, index.shape[1])).sum(1).to(hidden.dtype)
 
 
 def permutation(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the rows of ``index`` [n, k] by their experts.
 
     Returns:
-        int64 [n * k] which row stands at each place; its inverse; int32 [experts], where each expert's rows end.
+        int64 [n * k], the row at each sorted position; its inverse; int32 [experts], the end of each expert's rows.
     """
     expert, order = index.flatten().sort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(expert, torch.arange(experts, device=order.device), right=True, out_int32=True)
-    return order, place, ends
+    return order, inverse, ends
 
 
 class SpreadRows(torch.autograd.Function):
-    """[n, ...] to [n * k, ...], every row ``k`` times, in ``order``; ``place`` is its inverse."""
+    """Repeat every row ``k`` times, [n, ...] to [n * k, ...], in ``order``, whose inverse is ``inverse``."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.k = k
         return values.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = grads[0].index_select(0, *ctx.saved_tensors)
-        return back.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        by_token = grads[0].index_select(0, *ctx.saved_tensors)
+        return by_token.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
 @dataclass(frozen=True)
 class SortedRows:
-    """The rows that experts compute, those of the first expert first. A token has one for each of its experts.
+    """Rows sorted by expert. A token has one row for each of its experts.
 
     Attributes:
-        token: int64 [rows], of the tokens that came in.
+        token: int64 [rows], index of the row's token.
         expert: int64 [rows].
-        segments: of each expert.
+        segments: the rows of each expert.
     """
 
     token: Tensor
@@ -104,13 +104,13 @@ class SortedRows:
 
 
 Addition = Callable[[str, SortedRows, Tensor, Tensor], Tensor]
-"""(parameter's name, rows, input [rows, in], product [rows, out]) -> the product with what is added to it."""
+"""(parameter's name, rows, input [rows, in], product [rows, out]) -> product plus an addend [rows, out]."""
 
 
 def frozen_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, add: Addition) -> Tensor:
-    """Return the sum over each token's experts of weight times gated MLP, with something added to each product.
+    """Compute the sum over each token's experts of weight times gated MLP, with ``add`` applied to each product.
 
-    The experts' parameters get no gradient. Waits for no device where there is a kernel for grouped products.
+    The experts' parameters get no gradient. With a kernel for grouped products it does not wait for the device.
 
     Args:
         module: fused experts with a gate, [experts, out, in] or transposed.
@@ -118,17 +118,17 @@ def frozen_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, 
         index, weights: [n, k], each token's experts and their weights.
     """
     count = index.shape[1]
-    order, place, ends = permutation(index, module.num_experts)
+    order, inverse, ends = permutation(index, module.num_experts)
     rows = SortedRows(order // count, index.flatten()[order], Segments(ends))
-    states: Any = SpreadRows.apply(hidden, order, place, count)
+    states: Any = SpreadRows.apply(hidden, order, inverse, count)
     up = add("gate_up_proj", rows, states, _product(module, "gate_up_proj", rows, states))
     states = module._apply_gate(up)
     down = add("down_proj", rows, states, _product(module, "down_proj", rows, states))
     if getattr(module, "has_post_expert_norm", False):
         down = module.post_expert_norm(down)
-    weight_of_row: Any = Moved.apply(weights.flatten(), order, place)
-    made: Any = Moved.apply(down * weight_of_row[:, None], place, order)
-    return made.unflatten(0, (-1, count)).sum(1).to(hidden.dtype)
+    row_weights: Any = Moved.apply(weights.flatten(), order, inverse)
+    outputs: Any = Moved.apply(down * row_weights[:, None], inverse, order)
+    return outputs.unflatten(0, (-1, count)).sum(1).to(hidden.dtype)
 
 
 def _product(module: Any, parameter: str, rows: SortedRows, states: Tensor) -> Tensor:

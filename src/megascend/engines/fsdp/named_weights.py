@@ -1,4 +1,4 @@
-"""A sharded model's weights under the names of its checkpoint, gathered a layer at a time."""
+"""Gather a sharded model's weights, a layer at a time, under the names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megascend.topology.weight_routes import Receivers, ranks_of
 def named_weights(
     model: Any,
     groups: ProcessGroups,
-    wanted: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorHeader],
     dtype: torch.dtype,
     *,
     merge: Callable[[str, Tensor], Tensor] | None = None,
@@ -33,41 +33,41 @@ def named_weights(
     device: torch.device | str | None = None,
     share: ExpertShare | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, whole tensor) of everything that a checkpoint has, in the model's order, on ranks that receive.
+    """Yield (name in the checkpoint, unsharded tensor) of all persistent tensors, in the model's order, on receiving ranks.
 
     Collective, as :meth:`megascend.engines.base.Engine.named_weights`; see
-    :func:`megascend.engines.weight_stream.stream_weights`. Beside the model, every rank holds one layer.
+    :func:`megascend.engines.weight_stream.stream_weights`. Beside the model, every rank holds one gathered layer.
 
     Args:
-        wanted: headers of the checkpoint that the model comes from; names, shapes and dtypes are compared with them.
-        dtype: of what comes; what the model keeps in fp32 because its checkpoint does, stays so.
+        headers: of the checkpoint that the model was built from; names, shapes and dtypes are compared with them.
+        dtype: of the tensors; frozen tensors that are fp32 in the checkpoint stay fp32.
         merge: called with each parameter, by transformers' name.
-        device: where to; default: where ranks compute. ``meta``: shapes and dtypes, and no shard travels.
-        share: of experts that this rank holds; None: all.
+        device: of the tensors; default: the ranks' own. ``meta``: shapes and dtypes, without gathering.
+        share: the share of experts that this rank holds; None: all.
 
     Raises:
-        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, they were not those
-            of ``wanted``.
+        CheckpointError: on every receiver: another rank stopped before the end; or, after the last tensor, the tensors differ
+            from ``headers``.
     """
     receives = groups.rank in ranks_of(receivers, groups.topology)
     barrier = ExportBarrier(groups)
     problems: list[str] = []
     describes = device is not None and torch.device(device).type == "meta"
-    gathered = _described if describes else _gathered
-    layers = _layers(model, groups, wanted, dtype, barrier.before_layer, receives, merge, share, problems, gathered)
+    gather = _describe if describes else _gather
+    layers = _layers(model, groups, headers, dtype, barrier.before_layer, receives, merge, share, problems, gather)
 
     def finish(name: str, tensor: Tensor) -> Tensor:
-        if problems:  # found while gathering, which must not end where other ranks continue
+        if problems:  # recorded while gathering: an error there would leave the other ranks waiting in the collective
             raise CheckpointError(f"named_weights: {problems[0]}")
         return tensor if device is None else tensor.to(device)
 
-    yield from stream_weights(layers, barrier, groups, wanted, dtype, receives=receives, finish=finish)
+    yield from stream_weights(layers, barrier, groups, headers, dtype, receives=receives, finish=finish)
 
 
 def _layers(
     model: Any,
     groups: ProcessGroups,
-    wanted: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorHeader],
     dtype: torch.dtype,
     before_layer: Callable[[], None],
     receives: bool,
@@ -76,44 +76,44 @@ def _layers(
     problems: list[str],
     gather: Callable[[LocalShard, torch.device, ExpertShare | None], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather a layer after the other; ``problems`` collects what is beyond the range of ``dtype``."""
-    for _, of_layer in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
+    """Gather layer by layer; numbers beyond the range of ``dtype`` are reported in ``problems``."""
+    for _, layer_shards in groupby(shards(model, share), key=lambda shard: layer_of(shard.name)):
         before_layer()
-        whole: dict[str, Tensor] = {}
-        for shard in of_layer:
-            gathered = gather(shard, groups.device, share)
-            kept = not shard.trained and shard.name in wanted and wanted[shard.name].dtype == "F32"
+        layer: dict[str, Tensor] = {}
+        for shard in layer_shards:
+            tensor = gather(shard, groups.device, share)
+            stays_fp32 = not shard.trained and shard.name in headers and headers[shard.name].dtype == "F32"
             if receives:
                 try:
-                    cast = not kept and gathered.is_floating_point()
-                    whole[shard.name] = to_dtype(shard.name, gathered, dtype) if cast else gathered
+                    cast = not stays_fp32 and tensor.is_floating_point()
+                    layer[shard.name] = to_dtype(shard.name, tensor, dtype) if cast else tensor
                     if merge is not None:
-                        whole[shard.name] = merge(shard.name, whole[shard.name])
+                        layer[shard.name] = merge(shard.name, layer[shard.name])
                 except CheckpointError as error:
                     problems.append(str(error))
-                    whole[shard.name] = gathered
-        yield from in_checkpoint(model, whole, wanted).items()
+                    layer[shard.name] = tensor
+        yield from in_checkpoint(model, layer, headers).items()
 
 
-def _described(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
-    """Return a tensor without memory in place of :func:`_gathered`'s."""
-    shape = list(shard.whole.shape)
+def _describe(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
+    """Return a tensor on ``meta`` in place of :func:`_gather`'s."""
+    shape = list(shard.source.shape)
     if share is not None and shard.divided != 1:
         shape[0] *= share.size
-    return torch.empty(shape, dtype=shard.whole.dtype, device="meta")
+    return torch.empty(shape, dtype=shard.source.dtype, device="meta")
 
 
-def _gathered(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
-    whole = shard.whole
-    if not isinstance(whole, DTensor):
-        return whole.detach().to(device)
-    local = shard.local.detach().to(device)  # offloaded shards are not where the groups communicate
-    placed = DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+def _gather(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:
+    source = shard.source
+    if not isinstance(source, DTensor):
+        return source.detach().to(device)
+    local = shard.local.detach().to(device)  # offloaded shards are not on the device where the groups communicate
+    on_device = DTensor.from_local(
+        local, source.device_mesh, source.placements, run_check=False, shape=source.shape, stride=source.stride()
     )
-    found = placed.full_tensor()
+    tensor = on_device.full_tensor()
     if share is None or shard.divided == 1:
-        return found
-    parts = [torch.empty_like(found) for _ in range(share.size)]
-    dist.all_gather(parts, found.contiguous(), group=share.group)
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(share.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=share.group)
     return torch.cat(parts)

@@ -1,12 +1,12 @@
-"""Activations that a layer drops in its forward pass and computes again in the backward pass.
+"""Activation checkpointing: layers drop activations in the forward pass and recompute them in the backward pass.
 
-``full`` keeps what a layer gets, and the routing of its tokens. ``selective`` keeps results that take long to compute, too, by
-torchtitan's rule: attention, and every second product of matrices (its operators ``mm`` and ``addmm``); norms, rotary embeddings,
-activations, and the products of experts, whose results are much larger than their work, are computed again.
+``full`` saves a layer's input and the routing of its tokens. ``selective`` also saves results that are expensive to compute, by
+torchtitan's rule: attention, and every second matrix product (operators ``mm`` and ``addmm``); norms, rotary embeddings,
+activations, and the products of experts, which are large for the time they take, are recomputed.
 
-The experts that each token goes to are kept: a recomputed forward pass may route a token elsewhere (noise, kernels whose sums
-differ). transformers' eager experts then raise CheckpointError; its grouped products, whose shapes do not depend on the routing,
-silently give the gradient of another model. The routing passes through an operator of its own, which is not repeated.
+The routing of each token is saved: a recomputed forward pass may choose other experts (noise, nondeterministic kernels).
+transformers' eager experts then raise CheckpointError; its grouped products, whose shapes do not depend on the routing, silently
+give wrong gradients. The routing passes through a custom operator, whose result is saved and which is not repeated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ATTENTION = (
 
 @torch.library.custom_op("megascend::saved_routing", mutates_args=())
 def saved_routing(values: Tensor) -> Tensor:
-    """Return ``values`` as the forward pass had them."""
+    """Return the forward pass's ``values``, also in recomputation."""
     return values.clone()
 
 
@@ -53,19 +53,19 @@ saved_routing.register_autograd(_backward)
 
 
 def routing_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the routing alone."""
+    """Save only the routing."""
     if operator is torch.ops.megascend.saved_routing.default:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute(layers: Sequence[nn.Module], granularity: Granularity) -> None:
-    """Have each of ``layers`` recomputed by itself. Hooks of a layer, ``fully_shard``'s among them, are not repeated."""
+    """Recompute each of ``layers`` separately. Hooks of a layer, including ``fully_shard``'s, are not repeated."""
     if granularity == "none":
         return
     for layer in layers:
-        run = _recomputed(layer.forward, contexts(granularity))
-        patch(layer, "forward", run, f"its activations are computed again in the backward pass ({granularity})")
+        forward = _recomputed(layer.forward, contexts(granularity))
+        patch(layer, "forward", forward, f"activations are recomputed in the backward pass ({granularity})")
 
 
 def contexts(granularity: Granularity) -> Callable[[], Any]:

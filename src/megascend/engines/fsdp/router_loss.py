@@ -1,7 +1,7 @@
-"""The load-balancing loss of a sharded model's routers, of the tokens that samples have, in every layout.
+"""Load-balancing loss of a sharded model's routers over the samples' tokens, equal in every layout.
 
-transformers' own is one of a forward pass, on one rank. Here it is one of a micro batch, however many ranks have parts of it, by
-either formula of :mod:`megascend.engines.load_balancing`, averaged over the micro batches of all ranks.
+transformers computes it for one forward pass on one rank. Here it is computed for a micro batch that several ranks may have parts
+of, by either formula of :mod:`megascend.engines.load_balancing`, and averaged over the micro batches of all ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megascend.engines.load_balancing import Formula, gradients, scores
 from megascend.errors import ConfigError
 
 FUNCTION = "load_balancing_loss_func"
-"""In the module of every model for which transformers has such a loss: its routers choose by softmax."""
+"""Function in the module of every model for which transformers has such a loss; routers of these models use softmax."""
 
 
 class RouterLoss:
-    """Sees the logits of a model's routers in its forward passes.
+    """Load-balancing loss, from the logits that hooks record in a model's routers.
 
     Args:
         model: of transformers.
         moe: with a formula and a coefficient.
-        frozen: the model is not trained itself.
+        frozen: the model's own parameters are not trained.
 
     Raises:
         ConfigError: transformers has no such loss for the model, or the model is frozen.
@@ -43,8 +43,8 @@ class RouterLoss:
         self._formula: Formula = moe.aux_loss
         self._coefficient, self._groups = moe.aux_loss_coefficient, groups
         self._weight = 0.0
-        self._open = False
-        self._seen: list[Tensor] = []
+        self._recording = False
+        self._logits: list[Tensor] = []
         recorder = _recorder(model, moe, frozen=frozen)
         self._top_k = model.config.get_text_config().num_experts_per_tok
         self._index = recorder.index
@@ -53,51 +53,51 @@ class RouterLoss:
             router.register_forward_hook(self._after)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Say what the rank computes next; those that it has only to meet others do not count. Collective."""
+        """Set the loss's weight for a call's micro batches, of which dummies do not count. Collective."""
         count = sum(not batch.dummy for batch in batches)
-        everywhere = all_reduce_numbers([float(count)], "dp", self._groups, what="micro batches")[0]
-        # Gradients are averaged over all ranks.
-        self._weight = self._coefficient * self._groups.topology.world_size / max(everywhere, 1.0)
+        total = all_reduce_numbers([float(count)], "dp", self._groups, what="micro batches")[0]
+        # Gradients are averaged over all ranks: the world size turns that into a sum.
+        self._weight = self._coefficient * self._groups.topology.world_size / max(total, 1.0)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep the logits of the forward pass in the block; what routers see afterwards is recomputation."""
-        self._seen, self._open = [], True
+        """Record router logits of the forward pass in the block; later router calls are recomputation."""
+        self._logits, self._recording = [], True
         try:
             yield
         finally:
-            self._open = False
+            self._recording = False
 
     def of(self, batch: MicroBatch) -> Tensor:
-        """What this rank adds to its loss of the micro batch that has just been computed. Collective.
+        """Return the term to add to this rank's loss of the last micro batch. Collective.
 
-        A scalar whose gradient is that of the loss; its value is not, since the counts of tokens have no gradient.
+        A scalar with the gradient of the load-balancing loss, but another value: token counts have no gradient.
         """
-        logits, self._seen = self._seen, []
+        logits, self._logits = self._logits, []
         assert len(logits) == len(self._routers), f"{len(logits)} of {len(self._routers)} routers were called"
         real = (torch.zeros_like(batch.padding) if batch.dummy else ~batch.padding)[:, None]
-        probabilities = [scores(each.view(-1, each.shape[-1]), "softmax") for each in logits]
-        counts = torch.stack([_counts(each.detach(), self._top_k, real) for each in probabilities])
+        probabilities = [scores(layer.view(-1, layer.shape[-1]), "softmax") for layer in logits]
+        counts = torch.stack([_counts(layer.detach(), self._top_k, real) for layer in probabilities])
         if self._groups.topology.context > 1:
             dist.all_reduce(counts, group=self._groups.device_group("cp"))
         tokens = 0 if batch.dummy else sum(batch.lengths)
         factors = gradients(self._formula, counts, tokens, self._top_k)
-        sums = torch.stack([(each * real).sum(0) for each in probabilities])
+        sums = torch.stack([(layer * real).sum(0) for layer in probabilities])
         return self._weight * (factors * sums).sum()
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
-        if self._open:
-            self._seen.append(output[self._index] if isinstance(output, tuple) else output)
+        if self._recording:
+            self._logits.append(output[self._index] if isinstance(output, tuple) else output)
 
 
 def _counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
-    """fp32 [experts]: how many real tokens have each expert among their best."""
+    """Count the real tokens that have each expert among their top k, fp32 [experts]."""
     best = probabilities.topk(top_k, dim=-1).indices
     return (torch.zeros_like(probabilities).scatter(1, best, 1.0) * real).sum(0)
 
 
 def _recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:
-    """What transformers has to say of where a model's router logits are."""
+    """Return transformers' OutputRecorder of a model's router logits; ConfigError if it has no such loss."""
     setting, name = f"engine fsdp: moe.aux_loss={moe.aux_loss!r}", type(model).__name__
     if frozen:
         raise ConfigError(

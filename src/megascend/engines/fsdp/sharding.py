@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int]]:
-    """Return the ranks of each copy of the model, neighbours together. Pure.
+    """Return the ranks of each replica of the model; a replica's ranks are consecutive. Pure.
 
     Args:
-        expert: ranks that hold different experts; neighbours, too.
+        expert: expert parallel size; its ranks are consecutive too.
 
     Raises:
-        TopologyError: the ranks cannot be divided by the copies, or a copy's by the experts'.
+        TopologyError: the world size is not divisible by the replicas, or a replica's size by ``expert``.
     """
     if world_size % replicas:
         raise TopologyError(
@@ -50,7 +50,7 @@ def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int
 
 
 def check_layout(topology: Topology) -> None:
-    """Raise TopologyError for axes that this engine does not have."""
+    """Raise TopologyError for parallelism that this engine does not support."""
     for axis in ("tensor", "pipeline", "expert_tensor"):
         if topology.size(axis) > 1:
             raise TopologyError(
@@ -63,27 +63,27 @@ def check_layout(topology: Topology) -> None:
         )
 
 
-def _line(group: ProcessGroup, device_type: str) -> DeviceMesh:
+def _flat_mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
 
 
 class FsdpGroups(PlainGroups):
-    """The plain groups, and with several copies of the model those along both axes of its mesh and of the experts'."""
+    """Plain process groups; with several replicas of the model also those of both axes of the HSDP mesh, and of experts."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__()
         self._replicas = replicas
-        self._axes: dict[str, ProcessGroup] = {}  # this rank's groups: across the copies, within its copy
+        self._axes: dict[str, ProcessGroup] = {}  # this rank's groups: across replicas, within its replica
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """See :class:`megascend.distributed.engine_groups.GroupFactory`."""
-        made = super().create(topology, rank, timeout_s)
+        """Create the groups; see :class:`megascend.distributed.engine_groups.GroupFactory`."""
+        groups = super().create(topology, rank, timeout_s)
         if self._replicas > 1:
-            copies = mesh_ranks(topology.world_size, self._replicas, topology.expert)
-            axes = {"REPLICATE": [list(ranks) for ranks in zip(*copies, strict=True)], "SHARD": copies}
+            replicas = mesh_ranks(topology.world_size, self._replicas, topology.expert)
+            axes = {"REPLICATE": [list(ranks) for ranks in zip(*replicas, strict=True)], "SHARD": replicas}
             if topology.expert > 1:
-                parts = [ranks[first :: topology.expert] for ranks in copies for first in range(topology.expert)]
-                axes["EXPERT_SHARD"] = parts
+                shards = [ranks[first :: topology.expert] for ranks in replicas for first in range(topology.expert)]
+                axes["EXPERT_SHARD"] = shards
             for name, axis in axes.items():
                 for ranks in axis:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name)
@@ -91,39 +91,41 @@ class FsdpGroups(PlainGroups):
                         assert isinstance(group, dist.ProcessGroup)
                         self._created.append(group)
                         self._axes[name] = group
-        return made
+        return groups
 
     def mesh(self, world_size: int, device_type: str) -> DeviceMesh:
-        """Return ``fully_shard``'s mesh: one axis, or (copies, ranks of a copy)."""
+        """Return ``fully_shard``'s mesh: one axis, or (replicas, ranks of a replica)."""
         if self._replicas == 1:
-            return _line(dist.distributed_c10d._get_default_group(), device_type)
-        return self._grid(mesh_ranks(world_size, self._replicas), "SHARD", device_type)
+            return _flat_mesh(dist.distributed_c10d._get_default_group(), device_type)
+        return self._replicated_mesh(mesh_ranks(world_size, self._replicas), "SHARD", device_type)
 
     def expert_mesh(self, topology: Topology, groups: ProcessGroups) -> DeviceMesh:
-        """Return the same mesh of the ranks that hold this rank's experts."""
+        """Return the mesh of the ranks that hold the same experts as this rank."""
         device_type = groups.device.type
         if self._replicas == 1:
-            return _line(groups.device_group("edp"), device_type)
+            return _flat_mesh(groups.device_group("edp"), device_type)
         first = groups.coordinates.expert
-        copies = mesh_ranks(topology.world_size, self._replicas, topology.expert)
-        return self._grid([ranks[first :: topology.expert] for ranks in copies], "EXPERT_SHARD", device_type)
+        replicas = mesh_ranks(topology.world_size, self._replicas, topology.expert)
+        return self._replicated_mesh(
+            [ranks[first :: topology.expert] for ranks in replicas], "EXPERT_SHARD", device_type
+        )
 
-    def _grid(self, ranks: list[list[int]], within: str, device_type: str) -> DeviceMesh:
+    def _replicated_mesh(self, ranks: list[list[int]], within: str, device_type: str) -> DeviceMesh:
         axes = [self._axes["REPLICATE"], self._axes[within]]
         names = ("replicate", "shard")
         return DeviceMesh.from_group(axes, device_type, torch.tensor(ranks, dtype=torch.int), mesh_dim_names=names)
 
     def forget(self, destroy: bool) -> None:
-        """See :class:`megascend.distributed.engine_groups.GroupFactory`."""
+        """Forget the groups; see :class:`megascend.distributed.engine_groups.GroupFactory`."""
         super().forget(destroy)
         self._axes.clear()
 
 
 def freeze(model: Any, dtype: torch.dtype) -> None:
-    """Have parameters get no gradients, and keep them in ``dtype``, the one they compute in: there is no sum to be exact for.
+    """Freeze parameters, and keep them in the compute dtype: without updates, fp32 shards would gain nothing.
 
     Args:
-        model: without memory, not yet sharded.
+        model: on ``meta``, not yet sharded.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -140,47 +142,47 @@ def shard(
     page_locked: bool,
     expert_mesh: DeviceMesh | None = None,
 ) -> list[FSDPModule]:
-    """Shard a model that has no memory yet: each layer by itself, final norm and output layer together, the rest.
+    """Shard a model on ``meta``: one FSDP unit per layer, one of final norm and output layer, one of the rest.
 
-    Parameters stay in their dtype on every rank, gathered ones are ``dtype``, and gradients are summed in fp32. A tied output
-    layer is the embedding's parameter, and so in the rest with it.
+    Shards keep their dtype, gathered parameters are ``dtype``, and gradients are summed in fp32. A tied output layer shares the
+    embedding's parameter, and belongs to the rest with it.
 
     Args:
-        page_locked: offloaded shards lie in page-locked memory.
-        expert_mesh: over which experts are sharded, where ranks hold different ones; they are gathered by themselves then.
+        page_locked: offloaded shards are in page-locked memory.
+        expert_mesh: mesh over which experts are sharded under expert parallelism; they are FSDP units of their own then.
 
     Returns:
-        What holds gathered parameters, the model itself first.
+        The FSDP units, the model itself first.
     """
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    options_of_experts: dict[str, Any] = options | {"mesh": expert_mesh}
-    split = layers(model)  # by class names, which sharding changes
+    expert_options: dict[str, Any] = options | {"mesh": expert_mesh}
+    split = layers(model)  # before sharding, which changes the class names that it goes by
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
-            fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **options_of_experts)
+            fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **expert_options)
             _hide_hooks_from_recomputation(experts)
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
     head = output_layer(model)
     if head.weight is not model.get_input_embeddings().weight:
         norm = getattr(model.base_model, "norm", None)
-        # Needed again as soon as the backward pass begins.
+        # Not resharded after the forward pass: the backward pass starts with them.
         fully_shard([head] if norm is None else [norm, head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
     if expert_mesh is not None:
-        gather_ahead(split)
+        _prefetch_next_layers(split)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _hide_hooks_from_recomputation(unit: nn.Module) -> None:
-    """Run the hooks of a unit inside a recomputed layer outside the modes by which selective recomputation counts operators.
+    """Run the hooks of a unit inside a recomputed layer outside the dispatch modes of selective activation checkpointing.
 
-    A recomputed forward pass gathers where the first one did not, or the other way round, and torch takes an operator that it has
-    not counted before for a sign of nondeterminism.
+    The modes count operators. The recomputed forward pass may gather where the first one did not, or the reverse, and torch
+    would report an operator that it has not counted before as nondeterminism.
     """
 
-    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def without_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
                 return hook(*args, **kwargs)
@@ -189,25 +191,28 @@ def _hide_hooks_from_recomputation(unit: nn.Module) -> None:
 
     for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = hidden(hook)
+            hooks[key] = without_modes(hook)
 
 
-def gather_ahead(split: list[nn.Module]) -> None:
-    """Have each layer start the gathering of the next one, forward and backward, with its experts.
+def _prefetch_next_layers(split: list[nn.Module]) -> None:
+    """Make each layer prefetch the parameters of the next one and of its experts, forward and backward.
 
-    FSDP2 by itself starts a gathering in the forward pass when the host comes to the layer. A host that waits in every layer, for
-    the numbers of rows that experts get, comes there when the device has nothing left to do.
+    By default FSDP2 starts a gather in the forward pass when the host reaches the layer. With expert parallelism the host waits
+    for the device in every layer (for the number of rows of each expert), so the device would be idle during the gather.
     """
-    of_layers: list[list[FSDPModule]] = [
+    layer_units: list[list[FSDPModule]] = [
         [unit for unit in layer.modules() if isinstance(unit, FSDPModule)] for layer in split
     ]
-    for before, after in pairwise(of_layers):
+    for before, after in pairwise(layer_units):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)
 
 
 def reshard(units: list[FSDPModule]) -> None:
-    """Free gathered parameters. Those of the model itself and of its head outlast a forward pass that no backward pass follows,
-    and the next one would use them, whatever has been loaded or updated meanwhile."""
+    """Free gathered parameters.
+
+    Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one would use
+    the old values even after a load or an update.
+    """
     for unit in units:
         unit.reshard()

@@ -1,6 +1,6 @@
-"""Shards: a model's tensors as this rank has them, read from a checkpoint's files, stepped by AdamW, written to checkpoints.
+"""A rank's shards of a model's tensors: loading from a checkpoint's files, AdamW steps, state for checkpoints.
 
-Each rank reads its own rows. Nothing is broadcast, and no tensor of several ranks is read whole.
+Each rank reads only its own rows from the files. Nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
+from megascend.engines.transformers_names import persistent_tensors
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.kernels.reductions import names_with_nan, out_of_range, square_sum
@@ -32,19 +33,19 @@ from megascend.kernels.reductions import names_with_nan, out_of_range, square_su
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor.
+    """Shard of one tensor on this rank.
 
     Attributes:
         name: transformers' name of the parameter or buffer.
-        whole: the parameter (a DTensor) or buffer, of this rank's experts.
-        local: the shard, the same memory; empty where there are more ranks than rows.
-        offsets: of the shard in the whole tensor.
-        shape: of the whole tensor.
-        divided: ranks that hold different experts, of which ``whole`` has this rank's; else 1.
+        source: the parameter (a DTensor) or buffer; under expert parallelism, of this rank's experts only.
+        local: the shard, sharing its memory; empty if there are more ranks than rows.
+        offsets: of the shard in the global tensor.
+        shape: of the global tensor.
+        divided: expert parallel size if ``source`` has this rank's experts only; else 1.
     """
 
     name: str
-    whole: Tensor
+    source: Tensor
     local: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -52,24 +53,20 @@ class LocalShard:
 
     @property
     def trained(self) -> bool:
-        """Whether it is a parameter."""
-        return isinstance(self.whole, nn.Parameter)
+        """True for parameters, False for buffers."""
+        return isinstance(self.source, nn.Parameter)
 
 
 def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[LocalShard]:
-    """Yield this rank's shard of everything that checkpoints hold of a model, tied weights once.
+    """Yield this rank's shard of every persistent tensor of a model, tied weights once.
 
-    Its parameters must not be gathered just now.
+    Its parameters must be sharded, not gathered.
 
     Args:
-        share: of experts that this rank holds; None: all.
+        share: the share of experts that this rank holds; None: all.
     """
-    seen: set[int] = set()
     experts = set() if share is None else set(transformers_api.names_of_experts(model))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
+    for name, tensor in persistent_tensors(model).items():
         yield _shard(name, tensor, share if name in experts else None)
 
 
@@ -78,11 +75,11 @@ def _shard(name: str, tensor: Any, share: ExpertShare | None) -> LocalShard:
         assert not isinstance(tensor, nn.Parameter), f"{name} is not sharded"
         return LocalShard(name, tensor, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local, (first, *others) = tensor._local_tensor.detach(), tensor.shape
+    local, (first, *rest) = tensor._local_tensor.detach(), tensor.shape
     if share is None:
-        return LocalShard(name, tensor, local, tuple(offsets), (first, *others))
-    begin = (share.index * first + offsets[0], *offsets[1:])
-    return LocalShard(name, tensor, local, begin, (share.size * first, *others), share.size)
+        return LocalShard(name, tensor, local, tuple(offsets), (first, *rest))
+    start = (share.index * first + offsets[0], *offsets[1:])
+    return LocalShard(name, tensor, local, start, (share.size * first, *rest), share.size)
 
 
 @torch.no_grad()
@@ -96,22 +93,22 @@ def load(
     """Fill this rank's shards.
 
     Args:
-        sources: the checkpoint's tensors, each whole, that every tensor of the model consists of.
+        sources: for every tensor of the model, the complete checkpoint tensors that it consists of.
         headers: of the checkpoint's tensors.
-        fresh: by their names in a checkpoint, whole tensors that are in no file.
-        dtype: that the model computes in.
+        fresh: newly initialised tensors that are in no file, by name in a checkpoint.
+        dtype: the model's compute dtype.
 
     Returns:
         Bytes read from the files.
 
     Raises:
-        CheckpointError: a file cannot be read, something was left unread, or a number is beyond fp16's range.
+        CheckpointError: a file cannot be read, a shard was not filled completely, or a number is beyond fp16's range.
     """
     files: dict[Path, Any] = {}
     read = 0
     for shard in shards:
         if shard.local.is_floating_point():
-            shard.local.fill_(torch.nan)
+            shard.local.fill_(torch.nan)  # shows elements that no source has filled
         for source in sources[shard.name]:
             read += _read(shard, source, headers[source.weight], files, fresh or {}, dtype)
     holes = names_with_nan({shard.name: shard.local for shard in shards})
@@ -134,7 +131,7 @@ def _read(
         return 0
     offsets, sizes = common
     in_source = index_of(minus(offsets, source.offsets), sizes)
-    in_source = in_source[len(in_source) - len(header.shape) :]  # one expert has no dimension of experts
+    in_source = in_source[len(in_source) - len(header.shape) :]  # a single expert's tensor has no expert dimension
     target = shard.local[index_of(minus(offsets, shard.offsets), sizes)]
     if source.weight in fresh:
         target.copy_(fresh[source.weight][in_source])
@@ -176,23 +173,23 @@ class ShardAdamW(MainAdamW):
         super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
 
     def gradients(self) -> list[Tensor]:
-        """Hand AdamW the gradients, which the backward pass has reduced. Called once a step."""
-        of_experts: dict[int, list[Tensor]] = defaultdict(list)
+        """Assign the gradients, already reduced by the backward pass, to AdamW's parameters. Called once per step."""
+        expert_grads: dict[int, list[Tensor]] = defaultdict(list)
         for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
-            gradient = shard.whole.grad
+            gradient = shard.source.grad
             assert gradient is None or isinstance(gradient, DTensor)
             main.grad = None if gradient is None else gradient._local_tensor
             if shard.divided > 1 and main.grad is not None:
-                of_experts[shard.divided].append(main.grad)
-        for ranks, grads in of_experts.items():
-            # Tokens of all ranks are in them, and fully_shard has averaged over those with the same experts.
+                expert_grads[shard.divided].append(main.grad)
+        for ranks, grads in expert_grads.items():
+            # They contain the tokens of all ranks, but fully_shard has averaged only over the ranks with the same experts.
             torch._foreach_div_(grads, ranks)
         return super().gradients()
 
     def norm(self, grads: list[Tensor]) -> float:
-        """Return the norm in which every number counts once: each copy of the model is summed over its ranks.
+        """Return the global gradient norm: squares summed over all ranks, divided by the number of replicas.
 
-        Summed over all ranks, it is the same float on all of them, and so is what each of them decides.
+        One all-reduce over the world gives the same float on all ranks, so that all make the same decision to skip.
         """
         device = self._groups.device
         total = torch.stack([square_sum(grad) for grad in grads]).sum() if grads else torch.zeros(())
@@ -205,18 +202,18 @@ class ShardAdamW(MainAdamW):
     def discard(self) -> None:
         """Drop all gradients."""
         for shard, (_, main) in zip(self._shards, self._pairs.values(), strict=True):
-            shard.whole.grad = main.grad = None
+            shard.source.grad = main.grad = None
 
 
 def state(
     shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
 ) -> dict[str, TensorSlices]:
-    """Return what this rank writes to a checkpoint, live tensors, under the names of transformers' parameters.
+    """Return this rank's state for a checkpoint, live tensors, under the names of transformers' parameters.
 
     Args:
-        everything: also what another rank writes, as needed to load.
-        first_copy: this rank is of the first copy of the model, which is the one that writes shards.
-        first_rank: this rank is 0, which writes what all ranks have whole.
+        everything: include replicas that another rank writes, as needed to load.
+        first_copy: this rank belongs to the first replica of the model, which writes the shards.
+        first_rank: this is rank 0, which writes tensors that are not sharded.
     """
     by_name = {shard.name: shard for shard in shards}
     tensors: dict[str, TensorSlices] = {}

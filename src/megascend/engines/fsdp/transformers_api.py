@@ -1,7 +1,7 @@
-"""All that this engine takes from transformers beyond calling its models. Its interfaces for experts change from month to month.
+"""Adapter to transformers: all its interfaces that this engine uses beyond calling models. Those for experts change often.
 
-Seen to work: 5.10 and 5.23. Older than 5 has experts as lists of modules, whose shards ranks would gather at different times: a
-rank on which an expert has no token waits for others for ever.
+Tested with 5.10 and 5.23. Versions before 5 have experts as lists of modules, whose shards ranks would gather at different times:
+a rank on which an expert has no token would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from megascend.kernels.npu import GroupedProduct
 
 OLDEST = "5.10"
 NAME = "megascend"
-"""Of our functions in transformers' registries."""
+"""Name of our functions in transformers' registries."""
 EXPERT_PRODUCTS = "grouped_mm"
-"""transformers' function that computes what experts make of their tokens, on every device."""
+"""transformers' experts function for experts that :mod:`megascend.engines.fsdp.experts` does not compute; on every device."""
 COMPUTED_BY = "_computed_by_megascend"
-"""Attribute of experts that another function computes."""
+"""Attribute of an experts module: the function that computes it in place of :func:`experts_products`."""
 SHARE = "_share_by_megascend"
-"""Attribute of experts that are not all of their layer's."""
+"""Attribute of an experts module that holds a part of its layer's experts."""
 GROUPED_MODULE, GROUPED_FUNCTION = "transformers.integrations.moe", "_grouped_mm"
 """transformers' grouped product, which torch_npu's operator replaces on NPUs."""
 
 
 def check_version() -> None:
-    """Raise VersionError for a transformers whose interfaces are not those used here."""
+    """Raise VersionError for a version of transformers that lacks the interfaces used here."""
     import transformers
 
     if Version(transformers.__version__) < Version(OLDEST):
@@ -59,14 +59,14 @@ def check_version() -> None:
 
 
 def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = None) -> Any:
-    """A model of a directory's configuration, fp32, its parameters without memory, tied ones tied.
+    """Build the fp32 model of a directory's configuration on ``meta``, with tied parameters tied.
 
     Args:
-        tied: the output layer is the embedding, whatever the configuration says.
+        tied: the output layer is the embedding; overrides the configuration.
         scalar_head: in the place of a causal language model's output layer, or None.
 
     Raises:
-        CheckpointError: transformers does not know it.
+        CheckpointError: transformers cannot build it.
         ConfigError: its experts cannot be sharded, or its output layer is not a plain product.
     """
     from transformers import AutoConfig
@@ -87,14 +87,14 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
 
 
 def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: int = 1) -> Any:
-    """A model of a configuration, fp32, whose attention and experts are computed by this engine, tied parameters tied.
+    """Build the fp32 model of a configuration with this engine's attention and experts functions, tied parameters tied.
 
     Args:
-        outputs: of a scalar head.
+        outputs: values per token of a scalar head.
 
     Raises:
-        ConfigError: it does not take its attention from elsewhere, its output layer is not a plain product, or layers share
-            parameters.
+        ConfigError: it does not use transformers' registry of attention functions, its output layer is not a plain product, or
+            layers share parameters.
         ValueError, KeyError: transformers cannot build it.
     """
     _register()
@@ -107,7 +107,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         if error.args != (NAME,):
             raise
         raise ConfigError(
-            f"engine fsdp: {kind} has attention classes of its own in place of transformers' registry of attention functions, so "
+            f"engine fsdp: {kind} has its own attention classes instead of transformers' registry of attention functions, so "
             "that the engine cannot keep samples apart; use engine single"
         ) from error
     model.tie_weights()
@@ -115,28 +115,27 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     head = output_layer(model)
     if (problem := not_plain(head, scalar_head)) is not None:
         raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}; use another engine")
-    _check_own_parameters(model)
+    _check_unshared_parameters(model)
     if has_experts(model):
-        # The public setter knows transformers' own names only.
+        # The public setter accepts only transformers' own names.
         patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
     return model
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """What transformers itself would not split: the model's layers, in order."""
+    """Return the model's layers in order: the modules that transformers lists in ``_no_split_modules``."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
-        raise ConfigError(f"engine fsdp: transformers does not say what the layers of {type(model).__name__} are")
-    return found
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if not modules:
+        raise ConfigError(
+            f"engine fsdp: transformers does not name the layers of {type(model).__name__} (_no_split_modules); use another "
+            "engine"
+        )
+    return modules
 
 
-def _check_own_parameters(model: nn.Module) -> None:
-    """Refuse layers that share parameters: each layer is sharded, gathered and summed by itself.
-
-    Raises:
-        ConfigError: a parameter belongs to two layers.
-    """
+def _check_unshared_parameters(model: nn.Module) -> None:
+    """Raise ConfigError for layers that share parameters: each layer is an FSDP unit of its own."""
     names = {id(module): name for name, module in model.named_modules()}
     owner: dict[int, str] = {}
     for layer in layers(model):
@@ -145,38 +144,38 @@ def _check_own_parameters(model: nn.Module) -> None:
             first = owner.setdefault(id(parameter), f"{layer_name}.{name}")
             if not first.startswith(f"{layer_name}."):
                 raise ConfigError(
-                    f"engine fsdp: {type(model).__name__} shares {first} with {layer_name}, and layers are sharded each by "
-                    "itself; use engine single"
+                    f"engine fsdp: {type(model).__name__} shares {first} with {layer_name}, but each layer is sharded "
+                    "separately; use engine single"
                 )
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Experts fused into parameters are among the model's layers."""
+    """Check whether a model has experts that are fused into parameters."""
     return any(is_fused_experts(module) for module in model.modules())
 
 
 def names_of_experts(model: nn.Module) -> list[str]:
-    """Of the parameters of fused experts."""
-    found = ((name, module) for name, module in model.named_modules() if is_fused_experts(module))
-    return [f"{name}.{key}" for name, module in found for key, _ in module.named_parameters()]
+    """Return the names of the parameters of fused experts."""
+    modules = ((name, module) for name, module in model.named_modules() if is_fused_experts(module))
+    return [f"{name}.{key}" for name, module in modules for key, _ in module.named_parameters()]
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Put buffers on ``device``, and compute those that no checkpoint holds (rotary frequencies) as transformers does.
+    """Allocate buffers on ``device``, and compute the non-persistent ones (rotary frequencies) as transformers does.
 
     Raises:
-        ConfigError: it does not compute one of them.
+        ConfigError: transformers does not compute one of them.
     """
     for module in model.modules():
-        own = dict(module.named_buffers(recurse=False))
-        for name, buffer in own.items():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
             module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device=device)
-        if own and module._non_persistent_buffers_set:
+        if buffers and module._non_persistent_buffers_set:
             _initialise_buffers(model, module)
     persistent = set(model.state_dict())
     missing = [name for name in _not_computed(model) if name not in persistent]
     for owner in dict.fromkeys(outer for name in missing for outer in _modules_around(name)):
-        _initialise_buffers(model, model.get_submodule(owner))  # computes them for the modules inside it
+        _initialise_buffers(model, model.get_submodule(owner))  # some compute the buffers of their submodules
     missing = [name for name in _not_computed(model) if name in missing] or _switches_not_computed(model)
     if missing:
         raise ConfigError(
@@ -185,14 +184,14 @@ def compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:
-    """Return the value that stands for one that has not been computed."""
+    """Return the marker value of a buffer that has not been computed."""
     if dtype == torch.bool:
         return False
     return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def _not_computed(model: nn.Module) -> list[str]:
-    """Return the names of buffers that hold such values."""
+    """Return the names of buffers that contain the marker."""
 
     def is_unset(buffer: Tensor) -> bool:
         if buffer.dtype == torch.bool:
@@ -204,38 +203,44 @@ def _not_computed(model: nn.Module) -> list[str]:
 
 
 def _switches_not_computed(model: nn.Module) -> list[str]:
-    """Compute the bool buffers that no checkpoint holds, from False and from True; return the names of those that differ."""
+    """Initialise the non-persistent bool buffers from True and from False; return the names of those that end different.
+
+    No bool value can mark a buffer as not computed; one that keeps its start value was not.
+    """
     persistent = set(model.state_dict())
     names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool and name not in persistent]
     owners = dict.fromkeys(owner for name in names for owner in (name.rpartition(".")[0], *_modules_around(name)))
     outcomes: list[list[Tensor]] = []
-    for start in (True, False):  # no number says that a bool has not been computed
+    for start in (True, False):
         for name in names:
             model.get_buffer(name).fill_(start)
         for owner in owners:
             _initialise_buffers(model, model.get_submodule(owner))
         outcomes.append([model.get_buffer(name).clone() for name in names])
-    return [name for name, one, other in zip(names, *outcomes, strict=True) if not torch.equal(one, other)]
+    return [name for name, first, second in zip(names, *outcomes, strict=True) if not torch.equal(first, second)]
 
 
 def _modules_around(name: str) -> list[str]:
-    """Names of the modules that hold a buffer's module, the nearest first."""
+    """Return the names of the modules that contain a buffer's module, innermost first."""
     parts = name.split(".")[:-2]
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _initialise_buffers(model: Any, module: nn.Module) -> None:
-    """Have transformers initialise a module, but for its parameters, which are shards that its functions cannot write to."""
-    own = dict(module._parameters)
-    for name, parameter in own.items():
+    """Initialise a module's buffers by transformers' ``_init_weights``.
+
+    Its parameters are replaced meanwhile: they are DTensors, to which ``_init_weights`` cannot write.
+    """
+    parameters = dict(module._parameters)
+    for name, parameter in parameters.items():
         if parameter is not None:
-            spare = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            module._parameters[name] = nn.Parameter(spare, requires_grad=False)
+            scratch = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            module._parameters[name] = nn.Parameter(scratch, requires_grad=False)
     try:
         with torch.no_grad():
             model._init_weights(module)
     finally:
-        module._parameters.update(own)
+        module._parameters.update(parameters)
 
 
 def _register() -> None:
@@ -243,30 +248,31 @@ def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention.attention)
-    # No mask function of that name: transformers makes no mask then, nor looks for packed samples, for which it waits.
+    # Without a mask function of that name transformers builds no mask, and does not look for packed samples, which would make
+    # the host wait for the device.
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
     changed(f"transformers' registries of attention and experts functions know {NAME!r}")
 
 
 def experts_products() -> Experts:
-    """What computes experts: grouped products, ours where their kind is known, else transformers' own function."""
+    """Return the experts function: grouped products, ours for plain gated experts, else transformers' own."""
     return _grouped_experts
 
 
 def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     from transformers.integrations import moe
 
-    if experts.known(module):
-        # By its name at every call: what platforms have put there.
+    if experts.is_plain_gated(module):
+        # Looked up at every call, since platforms may replace it.
         return experts.grouped_experts(module, hidden, index, weights, moe._grouped_mm)
     return moe.ALL_EXPERTS_FUNCTIONS[EXPERT_PRODUCTS](module, hidden, index, weights)
 
 
 def divide_experts(model: nn.Module, share: ExpertShare) -> None:
-    """Leave a model, which has no memory yet, with this rank's experts, and have tokens sent to those that hold theirs.
+    """Reduce a model on ``meta`` to this rank's experts, and exchange tokens with the ranks that hold the others.
 
     Raises:
-        ConfigError: they cannot be divided.
+        ConfigError: the experts cannot be divided.
     """
     keep_own_experts(model, share, is_fused_experts)
     for module in filter(is_fused_experts, model.modules()):
@@ -274,19 +280,19 @@ def divide_experts(model: nn.Module, share: ExpertShare) -> None:
 
 
 def compute_experts_by(module: nn.Module, function: Experts, along: Callable[[], Tensor | None]) -> None:
-    """Have ``function`` compute what fused experts make of their tokens, in place of :func:`experts_products`.
+    """Compute fused experts by ``function`` in place of :func:`experts_products`.
 
     Args:
-        along: asked in every forward pass: int64 [n], a number for each token, which ``function`` gets as ``along`` wherever the
-            token's experts are; or None, alike on all ranks.
+        along: called in every forward pass; returns a number for each token, int64 [n], which is sent with the token and passed
+            to ``function`` as ``along``; or None, on all ranks.
     """
     setattr(module, COMPUTED_BY, (function, along))
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = saved_routing(top_k_index), saved_routing(top_k_weights)
-    compute, asked = getattr(module, COMPUTED_BY, (experts_products(), None))
-    along = None if asked is None else asked()
+    compute, token_numbers = getattr(module, COMPUTED_BY, (experts_products(), None))
+    along = None if token_numbers is None else token_numbers()
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
         return computed_where_experts_are(module, hidden_states, index, weights, share, compute, along)
@@ -294,7 +300,7 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """A module that ``use_experts_implementation`` has decorated."""
+    """Check whether transformers' ``use_experts_implementation`` has decorated a module."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
@@ -308,13 +314,13 @@ def _check_experts(model: nn.Module) -> None:
 
 
 def use_grouped_operator() -> None:
-    """Have transformers' grouped experts multiply with torch_npu's operator.
+    """Replace the product of transformers' grouped experts by torch_npu's operator.
 
-    torch's own product is one call an expert where a device has no kernel for it, after a wait for the groups' sizes; before
-    torch 2.10 there is none at all.
+    On a device without a kernel torch's own product is one call per expert, after a wait for the groups' sizes; before torch
+    2.10 it does not exist.
 
     Raises:
-        VersionError: this transformers has another function there.
+        VersionError: this version of transformers does not have the function.
     """
     module: Any = import_module(GROUPED_MODULE)
     if not hasattr(module, GROUPED_FUNCTION):

@@ -1,9 +1,9 @@
-"""Causal attention of all samples of a packed row in one kernel: torch's flash attention with the samples' borders.
+"""Causal attention of all samples of a packed row in one kernel: torch's flash attention with cumulative lengths.
 
-On CUDA, in bf16 and fp16. torch has it as an operator without a public name, ``aten::_flash_attention_forward``; what is used of
-it here is the same in torch 2.11 and 2.13, which cannot be said of ``torch.nn.attention.varlen``, which is made of it. Here it is
-an operator of our own, so that ``torch.compile`` and selective recomputation see one thing, and the longest sample is a number on
-the host that a compiled layer does not depend on.
+On CUDA, in bf16 and fp16. The operator is private in torch, ``aten::_flash_attention_forward``; the part used here is the same in
+torch 2.11 and 2.13, unlike ``torch.nn.attention.varlen``, which wraps it. It is wrapped in a custom operator, so that
+``torch.compile`` and selective recomputation see one operator, and the longest sample is a tensor on the host, by whose value a
+compiled layer is not specialised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """This device has the kernel for tensors of ``dtype``."""
+    """Check whether the device has the kernel for tensors of ``dtype``."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.backends.cuda.is_flash_attention_available() and (
@@ -28,7 +28,7 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """The kernel takes heads of this width, and is right without dropout only."""
+    """Check whether the kernel supports heads of this width; it is correct only without dropout."""
     width = query.shape[-1]
     return dropout == 0 and width <= WIDEST_HEAD and width % WIDTH_MULTIPLE == 0 and value.shape[-1] == width
 
@@ -37,16 +37,16 @@ def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within samples.
+    """Compute causal attention within samples.
 
     Args:
         query: [tokens, heads, head dim], one sample after the other; ``key`` and ``value`` may have fewer heads.
-        starts: int32 [samples + 1], where each sample begins, and the number of tokens.
+        starts: int32 [samples + 1], the start of each sample, and the number of tokens.
         longest: int64 [1] on the CPU: tokens of the longest sample.
-        window: tokens that each token sees, itself among them; 0: all before it.
+        window: tokens that each token attends to, itself included; 0: all before it.
 
     Returns:
-        [tokens, heads, head dim], and float32 [heads, tokens]: the logarithm of the sum of exponentials.
+        [tokens, heads, head dim], and float32 [heads, tokens]: logsumexp.
     """
     size = int(longest)
     found = torch.ops.aten._flash_attention_forward(
@@ -68,7 +68,7 @@ def varlen_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Compute the gradients of query, key and value."""
     size = int(longest)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
@@ -92,7 +92,7 @@ def varlen_attention_backward(
 
 
 def _window(window: int) -> dict[str, int]:
-    """The kernel counts the tokens before each, without itself."""
+    """Convert a window to the kernel's arguments, which do not count the token itself."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
@@ -130,7 +130,7 @@ def attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """:func:`varlen_attention` of [1, heads, tokens, head dim], in that form."""
+    """Call :func:`varlen_attention` on [1, heads, tokens, head dim], and return the same shape."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     mixed, _ = torch.ops.megascend.varlen_attention(q, k, v, starts, longest, scale, window or 0)

@@ -1,7 +1,7 @@
-"""Attention dropout where there is none, and where the fused attention draws its masks itself (MindSpeed).
+"""Corrections of attention dropout: for MindSpeed's fused attention, which draws its own masks, and for models without it.
 
-MindSpeed hands ``keep_prob = 1 - dropout`` to the kernel in training and in evaluation alike, and draws from the device's default
-stream, which is the same on all tensor parallel ranks: heads of different ranks would lose the same positions.
+MindSpeed passes ``keep_prob = 1 - dropout`` to the kernel in training and in evaluation, and draws from the device's default
+random stream, which is the same on all tensor parallel ranks: heads of different ranks would drop the same positions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megascend.changes import patch, restore
 
 @contextlib.contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """No attention dropout in any module of ``chunks`` until the block ends."""
-    found: list[tuple[Any, str]] = []
+    """Switch attention dropout off in all modules of ``chunks`` within the context."""
+    attributes: list[tuple[Any, str]] = []
     for chunk in chunks:
         for module in chunk.modules():
             value = getattr(module, "attention_dropout", None)
             if isinstance(value, float):
-                found.append((module, "attention_dropout"))
+                attributes.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):
-                found.append((value, "p"))
+                attributes.append((value, "p"))
     undo = []
     try:
-        for owner, name in found:
+        for owner, name in attributes:
             undo.append((owner, name, patch(owner, name, 0.0, "attention dropout is off in evaluation")))
         yield
     finally:
@@ -38,9 +38,9 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
-    """Let every tensor parallel rank draw its own masks, as Megatron's and Transformer Engine's attention do.
+    """Draw dropout from each tensor parallel rank's own random stream, as Megatron's and Transformer Engine's attention do.
 
-    With sequence parallelism the ranks' default streams differ already.
+    With sequence parallelism the ranks' default streams already differ.
     """
     if config.attention_dropout == 0 or config.tensor_model_parallel_size == 1 or config.sequence_parallel:
         return
@@ -56,10 +56,10 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
 
 
 def leave_streams_alone(chunks: Sequence[torch.nn.Module]) -> None:
-    """Of models without attention dropout: do not switch to the stream that it would be drawn from.
+    """Disable the switch to the dropout stream in models without attention dropout.
 
-    Transformer Engine's attention does so in every layer, by copies of the generator's state that cost the host time and that no
-    CUDA graph can hold.
+    Transformer Engine's attention switches in every layer, by copies of the generator's state that cost host time and cannot be
+    captured in a CUDA graph.
     """
     for chunk in chunks:
         for module in chunk.modules():

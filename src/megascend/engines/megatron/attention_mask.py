@@ -1,9 +1,9 @@
-"""Attention masks on NPUs: which of them may reach the fused attention kernel, and in which form.
+"""Checks of attention masks on NPUs: only masks that the fused attention kernel interprets correctly may reach it.
 
-``npu_fusion_attention`` has rules of its own. For causal attention MindSpeed hands it a compressed 2048 x 2048 triangle and
-``sparse_mode`` 2; a dense mask in its place is rejected by the kernel, or, if the sequence happens to have 2048 tokens,
-read as the compressed triangle. So a dense causal mask never gets there: it says nothing that the kernel does not know.
-Padding needs no mask either: packing separates samples, and padded positions come last and have weight 0.
+``npu_fusion_attention`` has its own rules. For causal attention MindSpeed passes it a compressed 2048 x 2048 triangle and
+``sparse_mode`` 2; a dense mask in its place is rejected by the kernel, or, if the sequence happens to have 2048 tokens, read
+as the compressed triangle. So a dense causal mask is never passed on: causal attention is implicit. Padding needs no mask either:
+packing separates samples, and padded positions come last and have weight 0.
 
 Rules from CANN's documentation of FlashAttentionScore: boolean or uint8, True where attention is *not* allowed.
 """
@@ -32,7 +32,7 @@ class AttentionShape:
     keys: int
 
     def accepted(self) -> list[tuple[int, ...]]:
-        """The shapes of a dense mask that the kernel takes."""
+        """Return the shapes of a dense mask that the kernel accepts."""
         b, n, q, k = self.batch, self.heads, self.queries, self.keys
         return list(dict.fromkeys([(q, k), (1, 1, q, k), (b, 1, q, k), (b, n, q, k)]))
 
@@ -44,14 +44,14 @@ def kernel_mask(
     positions: Tensor | None = None,
     packed: bool = False,
 ) -> Tensor | None:
-    """The mask to hand to the fused attention of an NPU, or None where the kernel needs none.
+    """Return the mask to pass to an NPU's fused attention, or None if the kernel needs none.
 
     Args:
-        mask: as the caller has it; True where attention is not allowed (Megatron's convention), or None.
+        mask: the caller's; True where attention is not allowed (Megatron's convention), or None.
         shape: of the attention call.
-        mask_type: ``causal`` for models whose attention is causal by itself, ``general`` where only the mask decides
-            (MindSpeed's ``attention_mask_type``).
-        positions: int64 [queries], place of each query in the whole sequence where this rank does not hold all of it
+        mask_type: ``causal`` for models with implicit causal attention, ``general`` if only the mask decides (MindSpeed's
+            ``attention_mask_type``).
+        positions: int64 [queries], position of each query in the full sequence, if this rank holds only a part of it
             (context parallelism); default: 0, 1, 2...
         packed: the batch holds several samples in one row (THD).
 
@@ -59,8 +59,7 @@ def kernel_mask(
         None for causal attention, ``mask`` itself for a general one.
 
     Raises:
-        DataError: the mask says something that the kernel would not do, or has a form it does not take. The message
-            lists the shapes that it does.
+        DataError: the kernel would ignore the mask, or does not accept its form. The message lists the accepted shapes.
     """
     if mask is None:
         if mask_type == "general":
@@ -93,7 +92,7 @@ def kernel_mask(
 
 
 def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | None) -> None:
-    """Is this mask the causal triangle, apart from padding at the end? One comparison; who passes None saves it."""
+    """Check that a mask is the causal triangle, apart from padding at the end. Waits for the device."""
     if tuple(mask.shape) not in shape.accepted():
         raise DataError(
             f"attention mask of shape {list(mask.shape)} on a causal model: causal attention is implicit on NPUs, so pass "
@@ -105,8 +104,9 @@ def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | Non
     keys = torch.arange(shape.keys, device=mask.device)
     future = keys[None, :] > positions[:, None]
     blocked = mask.bool().reshape(-1, shape.queries, shape.keys)
-    own = blocked.gather(2, positions[None, :, None].expand(len(blocked), -1, -1))[..., 0]  # padding masks itself
-    real = ~own
+    # A query that may not attend to itself is padding.
+    padding = blocked.gather(2, positions[None, :, None].expand(len(blocked), -1, -1))[..., 0]
+    real = ~padding
     # Padding must come last: a real query's keys up to itself are then all real, and its row is the triangle's.
     if not bool(((blocked == future) | ~real[..., None]).all()):
         raise DataError(
@@ -117,7 +117,7 @@ def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | Non
 
 
 def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
-    """Hold every mask that any caller passes to these model chunks against :func:`kernel_mask`.
+    """Check every mask that is passed to these model chunks by :func:`kernel_mask`.
 
     Args:
         chunks: mcore-bridge's models of this rank.

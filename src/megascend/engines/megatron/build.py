@@ -1,4 +1,4 @@
-"""Building a model through mcore-bridge: whether its architecture is known, its configuration, its chunks."""
+"""Build a model through mcore-bridge: check its architecture, translate its configuration, build its chunks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology
 
 CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
-"""``Parallel.context_algorithm`` as Transformer Engine names it; MindSpeed has names of its own."""
+"""Transformer Engine's names for ``Parallel.context_algorithm``; MindSpeed's differ."""
 
 ROUTING = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_bias_update_rate": 0.0,
 }
-"""Megatron's own load balancing off, whatever a model says; see :mod:`megascend.engines.megatron.routers`."""
+"""Switches Megatron's own load balancing off for every model; see :mod:`megascend.engines.megatron.routers`."""
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,17 +48,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": squared_relu,
 }
-"""Activation functions of gated MLPs by the names that transformers gives them (``transformers.activations.ACT2FN``)."""
+"""Activation functions of gated MLPs by transformers' names (``transformers.activations.ACT2FN``)."""
 SILU = ("silu", "swish")
-"""What mcore-bridge takes for all gated MLPs, whatever ``hidden_act`` says."""
+"""The activation that mcore-bridge uses in all gated MLPs, regardless of ``hidden_act``."""
 
 
 def check_architecture(model_dir: Path) -> None:
-    """Check that the model of ``config.json`` can be built here, before ranks meet. Imports the modules it is registered with.
+    """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules.
 
     Raises:
-        CheckpointError: transformers cannot read it, or mcore-bridge has no such architecture.
-        ConfigError: it has settings that the Megatron model has not, and the message names each; or a module that it is
+        CheckpointError: transformers cannot read it, or mcore-bridge does not know the architecture.
+        ConfigError: it has settings that the Megatron model does not support, all named in the message; or a module that it is
             registered with cannot be imported.
     """
     make_known_to_transformers(model_dir)
@@ -85,7 +85,7 @@ def _make_known_to_mcore_bridge(model_type: str) -> None:
         return
     import_part(model_type, architecture.megatron)
     if register.get_mcore_model_type(model_type) is None:
-        # mcore-bridge makes the table when it is first asked for a type, and does not look again.
+        # mcore-bridge builds this table on first use and never updates it; None makes it build the table again.
         patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
         raise ConfigError(
@@ -107,11 +107,11 @@ def build_config(
     """Return mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
     Args:
-        tied: the output layer is the embedding, whatever ``config.json`` says; None: what it says.
+        tied: the output layer is the embedding, overriding ``config.json``; None: as ``config.json`` has it.
 
     Raises:
         CheckpointError: mcore-bridge does not know the architecture.
-        ConfigError: a combination of settings that Megatron-Core would get wrong.
+        ConfigError: a combination of settings that Megatron-Core would compute wrongly.
     """
     hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     arguments = hf_to_mcore_config(hf_config)
@@ -144,11 +144,11 @@ def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -
     """Return TransformerConfig's settings for a gated MLP with ``hidden_act``.
 
     Args:
-        hidden_act: as the model's configuration has it, or None if it has none.
-        arguments: mcore-bridge's; where they decide the activation themselves, nothing is added.
+        hidden_act: of the model's configuration, or None if it has none.
+        arguments: mcore-bridge's; if they already set the activation, nothing is added.
 
     Raises:
-        ConfigError: a function that nothing here is known to compute.
+        ConfigError: the activation function is not supported.
     """
     if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
         return {}
@@ -174,13 +174,13 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
         "overlap_p2p_comm": topology.virtual_pipeline > 1,
         "variable_seq_lengths": True,
-        "cuda_graph_scope": [],  # 0.15's "full" breaks mcore-bridge's look at it when norms are recomputed
-        "moe_token_dispatcher_type": "alltoall",  # allgather cannot have micro batches of different length
+        "cuda_graph_scope": [],  # mcore-bridge cannot handle 0.15's default, "full", when norms are recomputed
+        "moe_token_dispatcher_type": "alltoall",  # allgather does not support micro batches of different length
     }
 
 
 def precision_arguments(precision: Precision) -> dict[str, Any]:
-    """TransformerConfig's dtype settings: parameters, pipeline messages and flags agree."""
+    """Return TransformerConfig's dtype settings, consistent for parameters, pipeline messages and flags."""
     dtype = DTYPES[precision]
     return {
         "params_dtype": dtype,
@@ -193,7 +193,7 @@ def precision_arguments(precision: Precision) -> dict[str, Any]:
 
 
 def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
-    """TransformerConfig's activation recomputation settings."""
+    """Return TransformerConfig's activation recomputation settings."""
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "full":
@@ -206,7 +206,7 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
 
 
 def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge passes over."""
+    """Return TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge ignores."""
     layers = expert_layers(hf_config)
     if layers is None or all(layers):
         return {}
@@ -215,11 +215,7 @@ def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
-    """Refuse ``recompute.modules`` that the model does not have.
-
-    Raises:
-        ConfigError: naming the module.
-    """
+    """Raise ConfigError for ``recompute.modules`` that the model does not have."""
     if recompute.granularity != "selective":
         return
     missing = {
@@ -235,7 +231,7 @@ def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
 
 
 def check_output_layer(config: ModelConfig) -> None:
-    """Refuse, on every rank alike, models whose logits are more than a product with the output weight."""
+    """Raise ConfigError, on every rank, for models whose logits are more than a product with the output weight."""
     if config.is_multimodal:
         raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
@@ -248,9 +244,9 @@ def check_output_layer(config: ModelConfig) -> None:
 
 
 def check_window(config: ModelConfig, longest: int) -> None:
-    """Refuse samples for which a model's attention window would matter and mcore-bridge has left it out.
+    """Raise ConfigError if samples may exceed a sliding window that mcore-bridge has dropped.
 
-    For most architectures it drops ``sliding_window``, and the model would silently see everything.
+    It drops ``sliding_window`` for most architectures, and the model would silently attend to all tokens.
 
     Args:
         longest: tokens of the longest sample allowed.
@@ -268,7 +264,7 @@ def check_window(config: ModelConfig, longest: int) -> None:
 
 
 def check_dropout(config: ModelConfig) -> None:
-    """Refuse the one combination whose recomputed dropout masks differ from the first ones (megatron-core 0.16.1)."""
+    """Raise ConfigError for settings under which recomputation draws other dropout masks (megatron-core 0.16.1)."""
     if (
         config.sequence_parallel
         and config.tensor_model_parallel_size > 1
@@ -287,8 +283,8 @@ def check_dropout(config: ModelConfig) -> None:
 def preserved_rope_functions() -> Iterator[None]:
     """Undo mcore-bridge's change to transformers' table of RoPE initialisers.
 
-    Building any of its models replaces the ``default`` entry with a function that transformers' own configurations do
-    not satisfy, so that every Hugging Face model made later in the process fails.
+    Building any of its models replaces the ``default`` entry with a function that fails for transformers' own configurations,
+    so that every Hugging Face model built later in the process fails.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -302,7 +298,7 @@ def preserved_rope_functions() -> Iterator[None]:
 
 
 def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
-    """Return the model chunks of this rank (one, or one per virtual pipeline stage) on ``device``, weights not loaded yet."""
+    """Build this rank's model chunks (one, or one per virtual pipeline stage) on ``device``; weights are not loaded yet."""
     with preserved_rope_functions():
         chunks = get_mcore_model(config)
     if head is not None:
@@ -314,9 +310,9 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 
 
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
-    """Bring parameters to ``device`` that were made elsewhere, with the attributes that Megatron has given them.
+    """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes.
 
-    MindSpeed makes the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
+    MindSpeed creates the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
     unreduced, without an error.
 
     Raises:
@@ -341,7 +337,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    from megatron.core.extensions import transformer_engine as te  # here: what a platform has put there by now
+    from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes
 
     dims = {
         VocabParallelEmbedding: 0,
@@ -356,7 +352,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         if dim is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            # Grouped layers have weight0, weight1...; a row parallel bias is whole on every rank.
+            # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank.
             sharded = name.startswith("weight") or (name.startswith("bias") and dim == 0)
             if sharded and not getattr(parameter, "tensor_model_parallel", False):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""A cache of keys and values behind Megatron's attention.
+"""KV cache in Megatron's attention.
 
-A micro batch of new tokens runs as one plain sequence [n, 1]: its rotary angles are those of each token's own place, and its
-attention is each row's own. The layers between do not care whose tokens these are, so that sequence parallelism, experts,
-pipeline stages and adapters of several tenants work as in training. Megatron's static inference context has one place for all
-rows of a batch, which then have to be of one length, and its dynamic one needs flash attention's paged kernels.
+A micro batch of new tokens runs as one sequence [n, 1], with rotary angles of each token's own position and attention within each
+token's row. All other layers treat tokens independently, so that sequence parallelism, experts, pipeline stages and adapters of
+several tenants work as in training. Megatron's static inference context has one position for all rows of a batch, which must then
+be of one length, and its dynamic one needs flash attention's paged kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megascend.topology.topology import Topology
 
 
 def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
-    """Return why this model's keys and values cannot be kept, or None."""
+    """Return the reason why this model cannot have a KV cache, or None."""
     rope = config.rope_scaling or {}
     if topology.context > 1:
         return f"parallel.context={topology.context}"
@@ -49,10 +49,10 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
 
 
 class CachedAttention:
-    """Reads and writes the cache of keys and values before the attention of a rank's layers.
+    """Patches of a rank's attention layers that read and write the KV cache.
 
     Attributes:
-        batch: the micro batch that is computed at the moment, as its ``cached`` tells.
+        batch: the current micro batch; its ``cached`` is its use of the cache.
     """
 
     def __init__(self, chunks: Sequence[Any], config: Any) -> None:
@@ -62,7 +62,7 @@ class CachedAttention:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Keep keys and values of micro batches that are ``cached`` until the block ends."""
+        """Patch the attention layers within the context; micro batches without ``cached`` run as before."""
         why = "sampling: keys and values of earlier tokens are kept"
         with contextlib.ExitStack() as stack:
             for chunk in self._chunks:
@@ -71,6 +71,7 @@ class CachedAttention:
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), why))
                 for layer in chunk.decoder.layers:
                     core = layer.self_attention.core_attention
+                    # Transformer Engine's window does not count the token itself; -1: no window.
                     left, _ = getattr(core, "window_size", None) or (-1, 0)
                     window = None if left < 0 else left + 1
                     forward = partial(self._attend, layer.layer_number, window, core.forward)
@@ -85,11 +86,11 @@ class CachedAttention:
         return None if self.batch is None else self.batch.cached
 
     def _angles(self, forward: Any, length: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Rotary angles [tokens, 1, 1, head dim]."""
+        """Compute rotary angles [tokens, 1, 1, head dim]; in decoding, those of each token's own position."""
         if self.batch is None or not isinstance(self.batch.cached, Growing):
             return forward(length, *args, **kwargs)
-        places = self.batch.position_ids[0]
-        return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[places]
+        positions = self.batch.position_ids[0]
+        return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[positions]
 
     def _attend(
         self,
@@ -107,5 +108,5 @@ class CachedAttention:
             mixed = cached.attend(layer, query[:, 0], key[:, 0], value[:, 0], self._scale, window)
             return mixed.flatten(1)[:, None]
         if cached is not None:
-            cached.keep(layer, *(of if of.dim() == 3 else of.transpose(0, 1) for of in (key, value)))
+            cached.keep(layer, *(states if states.dim() == 3 else states.transpose(0, 1) for states in (key, value)))
         return forward(query, key, value, *args, **kwargs)

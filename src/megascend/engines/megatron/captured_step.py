@@ -1,6 +1,6 @@
-"""The work on micro batches of one shape: as usual the first time, then captured as CUDA graphs, then replayed.
+"""Step of micro batches of one shape: run eagerly the first time, then captured as CUDA graphs, then replayed.
 
-Captured kernels read a micro batch by address: its memory stays where it is, and every call writes its own contents.
+Captured kernels read a micro batch by address: its tensors are static, and every call copies its data into them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """Captures work that has run before, so that nothing in it happens for the first time."""
+    """Capturer of work that has run before, so that no lazy initialisation is captured."""
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Call ``work`` once without executing what it asks of the device.
+        """Call ``work`` once, and record its device operations without executing them.
 
         Returns:
-            What executes it all, as often as it is called; and what ``work`` returned, tensors that each execution overwrites.
+            A function that executes the recorded operations; and the result of ``work``, tensors that each execution overwrites.
 
         Raises:
             RuntimeError: something in ``work`` cannot be captured.
@@ -43,34 +43,32 @@ class Capture(Protocol):
         ...
 
     def stream(self) -> AbstractContextManager[None]:
-        """A context in which all work happens that is captured now or later: what comes before it has been done when it begins,
-        and it has been done when what follows begins."""
+        """Activate the stream for captured work; the current stream waits for it before and after the context."""
         ...
 
     def wait(self) -> None:
-        """Wait for the device: captured work that still runs must not be given up."""
+        """Wait for the device: captured work must not be dropped while it runs."""
         ...
 
     def free(self) -> None:
-        """Return the memory of captured work that has been given up to the device."""
+        """Free the device memory of captured work that has been dropped."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Device memory that all captured work holds."""
+        """Device memory of all captured work."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool: no two of them ever run at a time, so they may use the same memory.
+    """CUDA graphs in one memory pool: no two of them run at the same time, so they may share memory.
 
-    The pool is as large as the largest of them needs, rather than all together. What a graph returns is valid until another one
-    runs.
+    The pool is as large as the largest graph needs, not as all together. A graph's results are valid until another one runs.
 
     Args:
-        own_stream: all work happens on one stream that is not the default one. Where nodes of autograd that add gradients up
-            outlive a step, as under Megatron's DDP, they belong to the stream on which they were made, and no node of the
-            default stream can be captured.
+        own_stream: run all work on one stream that is not the default one. Autograd's AccumulateGrad nodes, which outlive a step
+            under Megatron's DDP, belong to the stream on which they were created, and nodes of the default stream cannot be
+            captured.
     """
 
     def __init__(self, *, own_stream: bool = False) -> None:
@@ -79,7 +77,7 @@ class CudaCapture:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """See :class:`Capture`."""
+        """Activate the stream; see :class:`Capture`."""
         if self._stream is None:
             yield
             return
@@ -92,13 +90,13 @@ class CudaCapture:
             outside.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """See :class:`Capture`. Waits for the device."""
+        """Capture ``work``; see :class:`Capture`. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
-        # torch keeps cuBLAS's workspace of a stream. One from before would not lie in the pool, and go while the graph still
-        # writes to it; one of the pool would stay there beyond the life of all graphs.
+        # torch caches cuBLAS's workspace per stream. An older one is not in the graph's pool and could be freed while the graph
+        # still writes to it; one allocated from the pool would stay cached beyond the life of all graphs.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            # Other threads (checkpoints, NCCL's watchdog) may call CUDA meanwhile.
+            # thread_local: other threads (checkpoints, NCCL's watchdog) may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 found = work()
         finally:
@@ -106,27 +104,27 @@ class CudaCapture:
         return graph.replay, found
 
     def wait(self) -> None:
-        """See :class:`Capture`."""
+        """Wait for the device; see :class:`Capture`."""
         torch.cuda.synchronize()
 
     def free(self) -> None:
-        """See :class:`Capture`."""
+        """Free the memory of dropped graphs; see :class:`Capture`."""
         torch.cuda.empty_cache()
 
     @property
     def bytes(self) -> int:
-        """Of the pool."""
+        """Bytes held by the graph memory pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self._pool))
 
 
 class StaticBatch:
-    """The inputs of one shape.
+    """Static input tensors of one shape.
 
     Attributes:
-        batch: what the model is given: token ids, positions, segments of attention and of adapters.
-        coefficients, entropy_coefficients: float32 [tokens]: of each token's log-probability (or its negative, for cross
-            entropy) and entropy in what is differentiated; 0 at padding.
+        batch: the model's input: token ids, positions, segments of attention and of adapters.
+        coefficients, entropy_coefficients: float32 [tokens], factors of each token's log-probability (or its negative, for cross
+            entropy) and of its entropy in the differentiated sum; 0 at padding.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
@@ -140,7 +138,7 @@ class StaticBatch:
         def indices(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int64, device=device)
 
-        nothing = indices(0)  # what only the loss needs, which is computed on the micro batch itself
+        nothing = indices(0)  # for fields that only the loss needs, which is computed on the original micro batch
         self.batch = MicroBatch(
             members=[],
             lengths=[],
@@ -172,14 +170,14 @@ class StaticBatch:
         )
 
     def _segments(self, adapter_index: Tensor) -> TokenSegments | None:
-        """With several adapters the ends of their tokens are known to the device alone."""
+        """Build the adapter segments; with several adapters their ends are only in device memory."""
         if not self._shape.adapters:
             return None
         whole = Segments(self._ends) if self._shape.adapters > 1 else None
         return TokenSegments(None if whole else 0, whole, whole, adapter_index)
 
     def load(self, batch: MicroBatch) -> None:
-        """Take the tokens of ``batch``. Padding is token 0 at position 0."""
+        """Copy the tokens of ``batch`` into the static tensors. Padding is token 0 at position 0."""
         for static, values in (
             (self.batch.input_ids, batch.input_ids),
             (self.batch.position_ids, batch.position_ids),
@@ -197,7 +195,7 @@ class StaticBatch:
 
 
 def write(static: Tensor, values: Tensor) -> None:
-    """Write ``values`` to the beginning of ``static`` and 0 behind them; shapes are flattened."""
+    """Write ``values`` to the start of ``static`` and 0 to the rest; shapes are flattened."""
     flat, count = static.view(-1), values.numel()
     flat[:count].copy_(values.reshape(-1), non_blocking=True)
     flat[count:].zero_()
@@ -205,13 +203,13 @@ def write(static: Tensor, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step consists of, and what captures it.
+    """Functions that a step consists of, and the capturer.
 
     Attributes:
-        hidden_states: the model on a micro batch, up to what ``head`` takes.
-        mode: what the model runs in, by whether no backward pass follows.
-        uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
-        drop_unfinished: drops gradients that a backward pass has left on their way when it failed.
+        hidden_states: the model on a micro batch, up to the input of ``head``.
+        mode: context for the model, given True if no backward pass follows.
+        uncached: context in which captured work reads nothing from Megatron's caches, whose memory may be freed later.
+        drop_unfinished: drops gradients that a failed backward pass has left in ``grad``.
     """
 
     hidden_states: Callable[[MicroBatch], Tensor]
@@ -224,7 +222,7 @@ class Work:
 
 @dataclass
 class StepCounts:
-    """What became of micro batches; see :class:`megascend.engines.megatron.graphed_steps.GraphReport`."""
+    """Counts of micro batches by outcome; see :class:`megascend.engines.megatron.graphed_steps.GraphReport`."""
 
     captured: int = 0
     replayed: int = 0
@@ -233,25 +231,25 @@ class StepCounts:
     eager: dict[str, int] = field(default_factory=dict)
 
     def tell(self, problem: str) -> None:
-        """Count a micro batch that runs without; the first one of a kind is logged."""
+        """Count a micro batch that runs without a CUDA graph; log the first one for each reason."""
         if problem not in self.eager:
             logger.warning("not in a CUDA graph: %s", problem)
         self.eager[problem] = self.eager.get(problem, 0) + 1
 
 
 class RunWithRoom(Protocol):
-    """Calls work, and once more without captures if memory runs out beside them."""
+    """Function that calls work, and once more after dropping all captures if memory runs out."""
 
     def __call__(self, work: Callable[[], tuple[Tensor, ...]], /) -> tuple[Tensor, ...]: ...
 
 
 class CapturedStep:
-    """One shape: its memory, and the work on it, captured or not yet.
+    """Step of one shape: its static memory and its work, captured or not yet.
 
     Attributes:
-        static: inputs.
+        static: input tensors.
         stacked: the adapters that it reads, or None.
-        captured: it is replayed.
+        captured: the step is replayed.
     """
 
     def __init__(
@@ -273,8 +271,11 @@ class CapturedStep:
         self._found: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Compute (hidden states, log-probabilities, entropies if wanted), as far as the kind goes, or of cross entropy
-        log-probabilities and all gradients. They are valid until another micro batch runs."""
+        """Compute the outputs of the step's kind; they are valid until another micro batch runs.
+
+        For cross entropy: log-probabilities, with gradients already accumulated. Else hidden states, and by kind
+        log-probabilities and entropies.
+        """
         if self._replay_forward is None and self._seen and not self._refused:
             self._try_to_capture()
         if self._replay_forward is not None:
@@ -292,7 +293,7 @@ class CapturedStep:
         return tuple(of.detach() for of in found)
 
     def backward(self) -> None:
-        """Add gradients, from the coefficients in ``static``."""
+        """Accumulate gradients for the coefficients in ``static``."""
         if self._replay_backward is not None:
             self._replay_backward()
             return
@@ -300,11 +301,11 @@ class CapturedStep:
         self._differentiate(found)
 
     def _work(self) -> tuple[Tensor, ...]:
-        """What is captured."""
+        """Run the captured part: the forward pass, for cross entropy also the backward pass."""
         return self._back(self._ahead())
 
     def _back(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of cross entropy the backward pass, which adds to gradients."""
+        """Run the backward pass of cross entropy, which accumulates gradients; other kinds pass through."""
         if self._shape.kind != "cross_entropy":
             return found
         loss, logprobs = found
@@ -312,7 +313,7 @@ class CapturedStep:
         return (logprobs,)
 
     def _ahead(self) -> tuple[Tensor, ...]:
-        """The forward pass; of cross entropy the loss and log-probabilities."""
+        """Run the forward pass; for cross entropy return the loss and log-probabilities."""
         head, batch = self._model.head, self.static.batch
         with self._model.mode(self._shape.kind in ("forward", "hidden")):
             hidden = self._model.hidden_states(batch)
@@ -338,9 +339,9 @@ class CapturedStep:
                     backward, _ = capture.capture(lambda: self._differentiate(found))
         except RuntimeError as error:
             logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
-            self._model.drop_unfinished()  # memory of the capture, in which nothing was ever computed
+            self._model.drop_unfinished()  # gradients in the capture's memory, which were never computed
             self._refused = True
             return
-        self._found = tuple(of.detach() for of in found)  # lets go of autograd's graph
+        self._found = tuple(of.detach() for of in found)  # releases autograd's graph
         self._replay_forward, self._replay_backward, self.captured = forward, backward, True
         self._counts.captured += 1

@@ -1,7 +1,7 @@
-"""The embedding's gradient, added to Megatron's fp32 buffer row by row.
+"""Sparse accumulation of the embedding's gradient into Megatron's fp32 buffer, row by row.
 
-torch forms the gradient of the whole table in the parameters' precision, zeros for the most part, which Megatron's DDP then adds
-to its buffer: for a vocabulary of 152 thousand and 8192 tokens, 2 GB are moved and 0.6 GiB held where 0.1 GB change.
+torch builds a dense gradient of the full table in the parameters' precision, mostly zeros, which Megatron's DDP then adds to its
+buffer: for a vocabulary of 152 thousand and 8192 tokens, 2 GB are moved and 0.6 GiB allocated to change 0.1 GB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megascend.changes import patch
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of ``weight`` [vocabulary, h], whose gradient goes to ``weight.main_grad`` and not to autograd."""
+    """Embedding look-up in ``weight`` [vocabulary, h], which adds its gradient to ``weight.main_grad`` itself."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
@@ -30,21 +30,17 @@ class _LookUp(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         buffer = ctx.weight.main_grad
         rows = grads[0].flatten(0, -2).to(buffer.dtype)
-        # Sorted by token, so that the sum does not depend on the order in which the device comes to them. As index_put_, which
-        # would wait for the device to see whether all ids are in the table: the look-up has found them there.
+        # Deterministic: it sorts by token, so that the order of additions is fixed. Not index_put_, which does the same but
+        # waits for the device to check that all ids are in the table; the look-up has already checked them.
         torch.ops.aten._index_put_impl_(buffer, [ids.flatten()], rows, True, True)
-        return None, None
+        return None, None  # no gradient for autograd: main_grad already has it
 
 
 def install(chunks: Sequence[torch.nn.Module]) -> int:
-    """Let embeddings of ``chunks`` add their gradients themselves.
+    """Patch embeddings of ``chunks`` to accumulate their gradients themselves, and return how many were patched.
 
-    For models that no tensor parallel ranks share, and not for reductions that overlap with the backward pass: they wait for the
-    gradient that autograd reports. Where something else has taken the place of Megatron's look-up, as the images of a multimodal
-    model do, that is called.
-
-    Returns:
-        The number of tables that do so.
+    Only without tensor parallelism, and without reductions that overlap the backward pass: these start when autograd reports the
+    gradient. A look-up that another package has replaced (multimodal models) is still called.
     """
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 

@@ -1,4 +1,4 @@
-"""The Megatron engine: model, DDP, schedule and optimizer, built in that order and owned here."""
+"""The Megatron engine: builds and owns model, DDP, schedule and optimizer, in that order."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ if TYPE_CHECKING:
     from megascend.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
-"""Parameters of a layer that is collected in host memory for an export; smaller ones on the device."""
+"""Parameters per layer above which an export gathers layers in host memory instead of on the device."""
 
 
 class MegatronEngine(Engine):
     """A model sharded over a topology by Megatron-Core; see :class:`megascend.engines.base.Engine`.
 
     Args:
-        checker: a process that has been started for the self-check, on rank 0.
+        checker: on rank 0, the process started for the self-check.
 
     Attributes:
         config: mcore-bridge's ModelConfig.
-        chunks, bare_chunks: this rank's model chunks, wrapped in Megatron's DDP and not.
+        chunks, bare_chunks: this rank's model chunks, with and without Megatron's DDP wrapper.
         head: the output head on the last pipeline stage of a causal language model, else None.
         adapters: on a frozen model, or None.
         optimizer: of the model's own parameters, or None.
-        graphs: runs micro batches captured, or None.
+        graphs: runs micro batches as CUDA graphs, or None.
     """
 
     kind = "megatron"
@@ -83,7 +83,7 @@ class MegatronEngine(Engine):
         self.graphs: GraphedSteps | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._hf_slices: HfSlices | None = None
-        self._cached: cached_attention.CachedAttention | None = None  # while keys and values are kept
+        self._cached: cached_attention.CachedAttention | None = None  # within caching()
         self._overlaps = self.adam.overlap_grad_reduce and spec.adapters is None
         self.layout = SequenceLayout(
             packing=spec.batching.packing,
@@ -94,10 +94,10 @@ class MegatronEngine(Engine):
         )
         seed_everything(spec.seed)
         groups_experts = self._configure(spec)
-        self.groups.limit_timeouts()  # mcore-bridge has made a group of its own
-        began = time.monotonic()
+        self.groups.limit_timeouts()  # mcore-bridge has created a group with torch's timeout
+        start = time.monotonic()
         self.self_check = self._check_slice(checker, enabled=spec.self_check)
-        self.self_check_s = time.monotonic() - began
+        self.self_check_s = time.monotonic() - start
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
@@ -109,8 +109,9 @@ class MegatronEngine(Engine):
             self._use_kernels()
         expert_weights = []
         if groups_experts:
-            required = spec.moe.experts == "grouped" or graphs is not None  # which need it
+            required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
             expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
+        # A stream of its own only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
             self._train_adapters(spec, expert_weights)
@@ -124,7 +125,7 @@ class MegatronEngine(Engine):
     # --- construction ---
 
     def _configure(self, spec: EngineSpec) -> bool:
-        """Set mcore-bridge's configuration, refuse what would be wrong with it; return whether experts are to be grouped."""
+        """Build and check mcore-bridge's configuration; return True if experts are to be grouped."""
         info, platform = self.info, self.runtime.platform
         self.config = build_config(
             self.model_dir,
@@ -136,7 +137,7 @@ class MegatronEngine(Engine):
             tied=info.shape.tied,
         )
         routers.check(self.config, spec.moe, self.topology.pipeline, frozen=spec.adapters is not None)
-        groups_experts = grouped_experts.wanted(
+        groups_experts = grouped_experts.is_enabled(
             spec.moe, self.config, spec.precision, self.device, overlapped=self._overlaps
         )
         if spec.batching.cuda_graphs is not None:
@@ -147,7 +148,7 @@ class MegatronEngine(Engine):
     def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and train adapters on it."""
         self.trainable = self.adapters = self._adapter_manager(spec)
-        # Copies of a dense model, whose adapters communicate in their step.
+        # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
         self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
@@ -155,7 +156,7 @@ class MegatronEngine(Engine):
             graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
-        """Train the chunks, which Megatron's DDP has wrapped."""
+        """Train the DDP-wrapped chunks."""
         grouped_experts.settle(expert_weights, self.chunks)
         if self.runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
@@ -169,7 +170,7 @@ class MegatronEngine(Engine):
 
     def _check_graphs(self, spec: EngineSpec, *, groups_experts: bool) -> None:
         """Raise ConfigError if no micro batch of this model can be captured."""
-        graph_support.refuse("does not know scalar heads" if self.info.scalar_head else None)
+        graph_support.refuse("does not support scalar heads" if self.info.scalar_head else None)
         adam = None if spec.adapters is not None else spec.optimizer
         problem = graph_support.refused_because(
             self.device.type,
@@ -195,7 +196,7 @@ class MegatronEngine(Engine):
         return chunks
 
     def _use_kernels(self) -> None:
-        """Put megascend's kernels for CUDA into the model's layers, where they fit."""
+        """Install megascend's CUDA kernels in the layers that they fit."""
         from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
 
         head_norm.install(self.bare_chunks)
@@ -205,7 +206,7 @@ class MegatronEngine(Engine):
             attention_dropout.leave_streams_alone(self.bare_chunks)
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
-        """Compare a slice of the model with transformers, before anything large is built; or only warn of what is unproven."""
+        """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
         if not enabled:
             tell(Verdict("off"), full, self.groups.rank)
@@ -234,7 +235,7 @@ class MegatronEngine(Engine):
         )
 
     def graph_steps(self, settings: CudaGraphs, capture: Capture) -> None:
-        """From now on run micro batches captured, where they can be."""
+        """Run micro batches as CUDA graphs from now on, if they can be captured."""
         assert self.head is not None
 
         from megascend.engines.megatron.graphed_steps import GraphedSteps
@@ -257,7 +258,7 @@ class MegatronEngine(Engine):
         )
 
     def _drop_unfinished_gradients(self) -> None:
-        """Drop what a backward pass that has failed left in autograd's own places, on its way to Megatron's buffers."""
+        """Drop gradients that a failed backward pass has left in ``grad``, before DDP added them to its buffers."""
         for chunk in self.bare_chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
@@ -288,14 +289,14 @@ class MegatronEngine(Engine):
         )
 
     def _connect_schedule(self, optimizer: MegatronOptimizer) -> None:
-        """Tell Megatron's schedules how to scale the loss and when to reduce gradients."""
+        """Set the loss scaling and the gradient reduction of Megatron's schedules."""
         self.config.grad_scale_func = optimizer.scale_loss
         if self.adam.overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = functions if len(functions) > 1 else functions[0]  # type: ignore[reportAttributeAccessIssue]
             monitor = self.groups.monitor
 
-            def reduce(*args: Any, **kwargs: Any) -> None:  # a plain function: upstream copies configurations deeply
+            def reduce(*args: Any, **kwargs: Any) -> None:  # a plain function: Megatron deep-copies its configuration
                 monitor.call("grad reduce", finalize_model_grads, *args, **kwargs)
 
             self.config.finalize_model_grads_func = reduce
@@ -361,7 +362,7 @@ class MegatronEngine(Engine):
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        # Replays know their mode, and telling every module takes longer than a small one of them.
+        # Captured steps have their mode, and setting it on every module takes longer than a small replay.
         replaying = self.graphs is not None and self._cached is None
         return contextlib.nullcontext() if replaying else self._evaluating()
 
@@ -370,9 +371,9 @@ class MegatronEngine(Engine):
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
-        by_hand = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
+        without_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
         try:
-            with attention_dropout.switched_off(by_hand):
+            with attention_dropout.switched_off(without_mode):
                 yield
         finally:
             for chunk in self.chunks:
@@ -383,7 +384,7 @@ class MegatronEngine(Engine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        """See :meth:`megascend.engines.base.Engine.caching`; nothing is replayed meanwhile."""
+        """Activate the KV cache; see :meth:`megascend.engines.base.Engine.caching`. No CUDA graphs are replayed meanwhile."""
         self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
         try:
             with self._cached.installed():
@@ -392,7 +393,7 @@ class MegatronEngine(Engine):
             self._cached = None
 
     def finish_param_gather(self) -> None:
-        """Wait for parameters that ``overlap_param_gather`` is still bringing in; a no-op otherwise."""
+        """Wait for parameter gathers of ``overlap_param_gather``; a no-op otherwise."""
         if self.adam.overlap_param_gather and self.adapters is None:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -410,22 +411,23 @@ class MegatronEngine(Engine):
         }
 
     def hf_slices(self) -> HfSlices:
-        """See :meth:`megascend.engines.base.Engine.hf_slices`; made in the first call."""
+        """Compute the slices in the first call; see :meth:`megascend.engines.base.Engine.hf_slices`."""
         if self._hf_slices is not None:
             return self._hf_slices
-        problem, local, place = None, {}, self.groups.coordinates
+        problem, local, coordinates = None, {}, self.groups.coordinates
         try:
             entries = list(state.entries(self.bare_chunks, self.groups))
             local = hf_slices.hf_slices(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
         except CheckpointError as error:
             problem = error
-        what = "what the model's tensors are"
-        raise_on_all_ranks(problem, self.groups, what)
-        first = place.tensor == place.data == place.context == 0
-        first_of_experts = place.expert_tensor == place.expert_data == 0
+        purpose = "what the model's tensors are"
+        raise_on_all_ranks(problem, self.groups, purpose)
+        # The other ranks' slices are replicas of these.
+        first = coordinates.tensor == coordinates.data == coordinates.context == 0
+        first_expert = coordinates.expert_tensor == coordinates.expert_data == 0
         merged: dict[str, list[HfSlice]] = {}
-        for of_rank in gather_objects(local if first or first_of_experts else {}, "world", self.groups, what):
-            for name, slices in of_rank.items():
+        for rank_slices in gather_objects(local if first or first_expert else {}, "world", self.groups, purpose):
+            for name, slices in rank_slices.items():
                 merged.setdefault(name, []).extend(slices)
         self._hf_slices = {name: list(dict.fromkeys(slices)) for name, slices in merged.items()}
         return self._hf_slices
@@ -449,7 +451,7 @@ class MegatronEngine(Engine):
         )
 
     def export(self, path: Path, adapter: str | None = None, device: str | None = None) -> None:
-        # mcore-bridge collects a layer at a time: one that is large waits in host memory, at the price of a slower copy.
+        # mcore-bridge gathers a layer at a time: large layers are gathered in host memory, which is slower.
         parameters = sum(math.prod(header.shape) for header in self.info.tensors.values())
         large = parameters / self.info.shape.num_layers > LARGE_LAYER
         super().export(path, adapter, "cpu" if large else device)
@@ -461,7 +463,7 @@ class MegatronEngine(Engine):
         tensor_parallel.get_cuda_rng_tracker().set_states(state)  # type: ignore[reportOptionalMemberAccess]
 
     def release_memory(self) -> None:
-        """Give up captures of micro batches."""
+        """Drop all CUDA graphs."""
         if self.graphs is not None:
             self.graphs.release_memory()
 
@@ -471,10 +473,10 @@ class MegatronEngine(Engine):
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have Transformer Engine add weight gradients to Megatron's fp32 buffers inside its matrix products.
+    """Make Transformer Engine accumulate weight gradients into Megatron's fp32 buffers inside its matrix products.
 
-    Megatron's own switch (``gradient_accumulation_fusion``) would also ask for Apex in layers that are not Transformer
-    Engine's. With its parameter cache on, a module takes the first micro batch of a call as the first of the step and
+    Megatron's own switch (``gradient_accumulation_fusion``) would also require Apex in layers that are not Transformer
+    Engine's. With the parameter cache on, a module takes the first micro batch of a call as the first of the step and
     overwrites the buffer, which would drop the gradients of an earlier ``forward_backward``; it saves nothing in bf16.
     """
     for chunk in chunks:
@@ -489,7 +491,7 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every random generator of this process; tensor parallel ranks get their own dropout stream."""
+    """Seed every random generator of this process; each tensor parallel rank gets its own dropout stream."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_generators(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,11 +1,11 @@
-"""One kernel each way between the fused projection of q, k and v and core attention, in Megatron's self-attention.
+"""Fusion of QKV split, QK-norm and rotary embedding into one kernel, forward and backward, in Megatron's self-attention.
 
-Megatron splits the projection, applies QK-norm, and later the rotary embedding; each of them reads and writes everything anew,
-and autograd lays the gradients of the parts together. Here attention is called without the rotary angles, which are kept for the
-one place inside that makes q, k and v, and all of it happens there (:mod:`megascend.kernels.qkv_rope`).
+Megatron splits the projection, applies QK-norm, and later the rotary embedding; each step reads and writes all of q, k and v, and
+autograd concatenates the gradients of the parts. Here attention is called without the rotary angles, and the method that
+computes q, k and v applies them together with the rest (:mod:`megascend.kernels.qkv_rope`).
 
-What a module is decides once whether that fits (:func:`why_not`); what a call brings decides again (:meth:`FusedQkv._rotation`).
-Whatever is not known to be the same goes Megatron's own way.
+:func:`why_not` decides once per module whether the kernel fits, :meth:`FusedQkv._rotation` again for each call. In all cases that
+are not known to be equivalent Megatron's own code runs.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ UNKNOWN_ARGUMENTS = (
     "rotary_pos_sin",
     "rotary_pos_cos_sin",
 )
-"""Arguments of attention with which Megatron makes q, k and v its own way."""
+"""Arguments of attention with which Megatron computes q, k and v differently."""
 
 
 class Rotation(NamedTuple):
-    """Angles [positions, 1, 1, rotary width], and where packed sequences begin."""
+    """Angles [positions, 1, 1, rotary width], and the starts of packed sequences, or None."""
 
     angles: Tensor
     starts: Tensor | None
 
 
 def install(chunks: Sequence[Any], compute: QkvRope, device_type: str = "cuda") -> int:
-    """Use ``compute`` in every self-attention of ``chunks`` that it fits; returns how many. Parameters stay where they are.
+    """Use ``compute`` in every self-attention of ``chunks`` that it fits, and return how many. Parameters are not moved.
 
     Args:
         chunks: mcore-bridge's models of this rank.
-        device_type: of the devices that ``compute`` works on.
+        device_type: of the devices that ``compute`` supports.
     """
-    found = list(_fitting(chunks, device_type))
-    for attention in found:
+    layers = list(_fitting(chunks, device_type))
+    for attention in layers:
         fused = FusedQkv(attention, compute)
         patch(attention, "forward", fused.forward, WHY)
         patch(attention, "get_query_key_value_tensors", fused.get_query_key_value_tensors, WHY)
-    return len(found)
+    return len(layers)
 
 
 def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
     for chunk in chunks:
         rotary = getattr(chunk, "rotary_pos_emb", None)
-        # The kernel takes the second half of a table's row to be the first one once more, as these make it.
+        # The kernel assumes that the second half of a row of angles repeats the first, which holds for these classes only.
         if type(rotary) is not RotaryEmbedding or rotary.rotary_interleaved:
             continue
         if getattr(type(chunk), "_get_rotary_pos_emb", None) is not GPTModel._get_rotary_pos_emb:
@@ -75,14 +75,14 @@ def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
 
 
 def why_not(attention: Any, device_type: str) -> str | None:
-    """Return why q, k and v of a layer's attention are made Megatron's way, or None."""
+    """Return the reason why a layer's q, k and v are left to Megatron, or None."""
     kind = type(attention)
     if (
         not isinstance(attention, SelfAttention)
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
     ):
-        return f"{kind.__name__} has a way of its own"
+        return f"{kind.__name__} overrides Megatron's self-attention"
     config: Any = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
@@ -114,7 +114,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
 
 
 def _norms_fit(attention: Any, width: int) -> bool:
-    """Check that q and k have no norm, or each a plain RMSNorm over a head, of one epsilon."""
+    """Check that q and k have no norm, or plain RMSNorms over a head with the same epsilon."""
     norms: tuple[Any, Any] = (attention.q_layernorm, attention.k_layernorm)
     if all(_is_none(norm) for norm in norms):
         return True
@@ -122,16 +122,16 @@ def _norms_fit(attention: Any, width: int) -> bool:
 
 
 class FusedQkv:
-    """Replaces two methods of one self-attention, which it holds."""
+    """Replacement of two methods of one self-attention module."""
 
     def __init__(self, attention: Any, compute: QkvRope) -> None:
         self._attention, self._compute = attention, compute
         self._forward, self._split = attention.forward, attention.get_query_key_value_tensors
         self._norms = () if _is_none(attention.q_layernorm) else (attention.q_layernorm, attention.k_layernorm)
-        self._pending: Rotation | None = None  # from where attention is called to where it asks for q, k and v
+        self._pending: Rotation | None = None  # passed from forward() to get_query_key_value_tensors()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run attention; where the call is known, without rotary angles: its q, k and v are rotated already."""
+        """Run attention, in supported calls without rotary angles, since q, k and v are already rotated."""
         rotation = self._rotation(hidden_states, args, kwargs)
         if rotation is None:
             return self._forward(hidden_states, *args, **kwargs)
@@ -140,8 +140,8 @@ class FusedQkv:
             output = self._forward(hidden_states, *args, **(kwargs | {"rotary_pos_emb": None}))
             if self._pending is not None:
                 raise PlatformError(
-                    f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not asked for q, k and v by "
-                    "get_query_key_value_tensors, and its rotary embedding is missing; this megatron-core is not known"
+                    f"{type(self._attention).__name__} of layer {self._attention.layer_number} has not called "
+                    "get_query_key_value_tensors, so its rotary embedding is missing; this megatron-core is not supported"
                 )
             return output
         finally:
@@ -156,7 +156,7 @@ class FusedQkv:
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None
         if self._norms:
-            for norm in self._norms:  # Megatron's DDP waits in them for parameters that it gathers meanwhile
+            for norm in self._norms:  # Megatron's DDP waits in these hooks for overlapped parameter gathers
                 for hook in norm._forward_pre_hooks.values():
                     hook(norm, ())
             query, key = self._norms
@@ -170,18 +170,18 @@ class FusedQkv:
         )
 
     def _rotation(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Rotation | None:
-        """Return what to rotate by in this call, or None: Megatron's own way. Looks at no value on the device."""
+        """Return the rotation of this call, or None to leave it to Megatron. Does not wait for the device."""
         config, packed = self._attention.config, kwargs.get("packed_seq_params")
         angles = kwargs.get("rotary_pos_emb")
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
-        known = (
+        supported = (
             len(args) <= 1  # the mask
             and all(kwargs.get(name) is None for name in UNKNOWN_ARGUMENTS)
             and config.apply_rope_fusion
             and not any(_has_other_hooks(norm) for norm in self._norms)
         )
-        if not (known and isinstance(angles, Tensor) and self._fits(angles)):
+        if not (supported and isinstance(angles, Tensor) and self._fits(angles)):
             return None
         if packed is not None:
             return _packed_rotation(angles, packed)
@@ -202,23 +202,23 @@ class FusedQkv:
 
 
 def _packed_rotation(angles: Tensor, packed: Any) -> Rotation | None:
-    """Return the rotation of packed sequences; None if they lie on several ranks or are not known."""
+    """Return the rotation of packed sequences; None if they are split over ranks or in an unknown format."""
     starts, longest = _starts(packed, "q"), packed.max_seqlen_q
-    whole = (
+    plain = (
         packed.qkv_format == "thd"
         and starts is _starts(packed, "kv")
         and isinstance(longest, int)
         and getattr(packed, "local_cp_size", None) is None
     )
-    if not whole or not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
+    if not plain or not isinstance(starts, Tensor) or starts.device != angles.device or starts.dtype != torch.int32:
         return None
     return Rotation(angles, starts.contiguous()) if longest <= len(angles) else None
 
 
-def _starts(packed: Any, of: str) -> Any:
-    """Return where sequences begin, as Megatron chooses it for the rotary embedding."""
-    padded = getattr(packed, f"cu_seqlens_{of}_padded", None)
-    return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
+def _starts(packed: Any, states: str) -> Any:
+    """Return the starts of sequences by Megatron's rule for the rotary embedding: padded ones if there are any."""
+    padded = getattr(packed, f"cu_seqlens_{states}_padded", None)
+    return getattr(packed, f"cu_seqlens_{states}") if padded is None else padded
 
 
 def _is_none(norm: Any) -> bool:
@@ -240,7 +240,7 @@ def _fits(norm: Any, width: int) -> bool:
 
 
 def _has_other_hooks(norm: Any) -> bool:
-    """Check for hooks beside those that only wait before the norm's parameters are read."""
+    """Check for hooks other than forward pre-hooks, which only wait for the norm's parameters."""
     return bool(
         norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks or norm._forward_pre_hooks_with_kwargs
     )

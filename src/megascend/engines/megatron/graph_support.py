@@ -1,4 +1,4 @@
-"""Which engines can run micro batches as CUDA graphs."""
+"""Checks whether an engine's micro batches can be captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from megascend.lora.registry import AdapterRegistry
 
 ROPE_OF_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding that depend on the length of the sequence, which padding changes."""
+"""Kinds of rotary embedding that depend on the sequence length, which padding to a captured shape changes."""
 
 
 def refuse(problem: str | None) -> None:
-    """Raise ConfigError, which names the setting, for a problem of :func:`refused_because` or :func:`targets_refused_because`."""
+    """Raise ConfigError for a problem from :func:`refused_because` or :func:`targets_refused_because`, if there is one."""
     if problem is not None:
         raise ConfigError(f"batching.cuda_graphs {problem}; leave it out")
 
@@ -33,12 +33,12 @@ def refused_because(
     *,
     grouped: bool,
 ) -> str | None:
-    """Why no micro batch of this engine can be captured, or None.
+    """Return the reason why micro batches of this engine cannot be captured, or None.
 
     Args:
         config: mcore-bridge's ModelConfig.
-        adam: of the model, if it is trained itself.
-        grouped: experts, if there are any, are computed without the host.
+        adam: of the model, if its own parameters are trained.
+        grouped: experts, if any, are computed without the host.
     """
     split = {
         "tensor": topology.tensor,
@@ -53,37 +53,35 @@ def refused_because(
     if divided:
         return f"needs the whole model on every GPU, and {divided[0]}"
     if precision == "fp16":
-        return "does not know fp16"
+        return "does not support fp16"
     if recompute.granularity != "none":
-        return f"does not go with recompute.granularity={recompute.granularity}"
+        return f"does not support recompute.granularity={recompute.granularity}"
     if config.num_moe_experts and adam is not None:
-        return (
-            "does not go with training experts themselves, whose loads would count padding (adapters on them are fine)"
-        )
+        return "does not support training experts, whose loads would count padding (adapters on them are supported)"
     if config.num_moe_experts and not grouped:
         return "needs moe.experts: grouped, as upstream's experts wait for their loads"
     if config.hidden_dropout > 0 or config.attention_dropout > 0:
-        return "does not go with the model's own dropout"
+        return "does not support the model's own dropout"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
-        return "does not go with rotary embeddings that depend on the length"
+        return "does not support rotary embeddings that depend on the length"
     if adam is not None and adam.overlap_grad_reduce:
-        return "does not go with optimizer.overlap_grad_reduce, whose reductions the host starts"
+        return "does not support optimizer.overlap_grad_reduce, whose reductions the host starts"
     return None
 
 
 def targets_refused_because(registry: AdapterRegistry) -> str | None:
-    """Why no micro batch of these adapters can be captured, or None."""
+    """Return the reason why micro batches of these adapters cannot be captured, or None."""
     modules = [module for group in registry.shape_groups for module in group.target_modules]
     if any(module.is_output or module.is_embedding for module in modules):
-        return "does not go with lm_head or embed_tokens among adapters.targets"
+        return "does not support lm_head or embed_tokens among adapters.targets"
     return None
 
 
 @contextlib.contextmanager
 def without_rotary_cache(model: Any) -> Iterator[None]:
-    """Rotary tables are computed where they are used until the block ends.
+    """Compute rotary tables within the context instead of taking them from Megatron's cache.
 
-    Megatron keeps the last 32 of them. A captured step that read one of those would read whatever lies there after it has gone.
+    Megatron caches the last 32 tables. A captured step that read one would read freed memory after its eviction.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
     clear = getattr(getattr(type(rotary), "forward", None), "cache_clear", lambda: None)

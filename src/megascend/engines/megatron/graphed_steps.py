@@ -1,9 +1,9 @@
-"""Micro batches as replays of captured work: a kernel then costs the host nothing.
+"""Micro batches as replayed CUDA graphs, which need no host time per kernel.
 
-A micro batch is padded to one of a few shapes (:mod:`megascend.batch.step_shapes`). Everything that changes from call to call is
-contents of memory that stays where it is: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The
-first micro batch of a shape runs as usual, on that memory; the second is captured, which executes nothing; from then on it is
-replayed. The loss itself, the normalisation and everything reported are computed outside, on the micro batch as it came.
+A micro batch is padded to one of a few shapes (:mod:`megascend.batch.step_shapes`). All that changes between calls is the content
+of static memory: tokens, segments, coefficients, parameters or factors of adapters, and gradients. The first micro batch of a
+shape runs eagerly on that memory; the second is captured, which executes nothing, and then replayed, as are all later ones. The
+loss, the normalisation and all reported numbers are computed outside the graph, on the original micro batch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_STACKS = 8
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What became of the micro batches since the backend was made, and what it costs.
+    """Counts of micro batches since the backend was built, by outcome, and the memory of the CUDA graphs.
 
     Attributes:
-        captures: kept at the moment.
+        captures: CUDA graphs that exist now.
         captured, replayed: captures made, and micro batches that were replayed.
         first: micro batches that were the first of their shape, padded and not captured.
-        eager: micro batches that ran without, by the reason.
-        dropped: captures given up to make room for others, or because memory ran out.
+        eager: micro batches that ran without a graph, by reason.
+        dropped: captures dropped to make room for others, or because memory ran out.
         capture_bytes: device memory of all captures.
         stack_bytes: device memory of the adapters' stacked copies.
     """
@@ -61,16 +61,16 @@ class GraphReport:
 
 
 class GraphedSteps:
-    """Runs micro batches, replayed where it can; see the module.
+    """Runner of micro batches that replays captured steps; see the module's docstring.
 
     Args:
         forward: the model on a micro batch, up to the hidden states that ``head`` takes.
         eager: the output of a micro batch that is not captured.
-        adapters: of the model, or None if it is trained itself; their stacks come from a pool from now on.
-        evaluating: a context in which the model is in evaluation mode.
-        uncached: a context in which nothing that captured work reads comes from a cache of upstream's, whose memory may go.
-        drop_unfinished: drops gradients that a backward pass has left on their way when it failed.
-        capture: captures work.
+        adapters: of the model, or None if its own parameters are trained; their stacks come from a pool from now on.
+        evaluating: context in which the model is in evaluation mode.
+        uncached: context in which captured work reads nothing from Megatron's caches, whose memory may be freed later.
+        drop_unfinished: drops gradients that a failed backward pass has left in ``grad``.
+        capture: the capturer.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class GraphedSteps:
         self._root = torch.empty(0, requires_grad=True)
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        """As :meth:`megascend.engines.base.Engine.run`, on one rank for each copy of the model.
+        """Run micro batches as :meth:`megascend.engines.base.Engine.run`, for models on one rank.
 
         Raises:
-            torch.OutOfMemoryError: memory ran out, and there are no captures any more.
+            torch.OutOfMemoryError: memory ran out; all captures have been dropped.
         """
         try:
             with self._capture.stream():
                 return self._run(batches, on_output, forward_only=forward_only)
         except torch.OutOfMemoryError:
-            self._run_short()  # whoever tries again has room
+            self._run_short()  # frees memory for the caller that retries
             raise
 
     def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -115,13 +115,13 @@ class GraphedSteps:
             with self._monitor.phase("forward"):
                 output = self._output(batch, forward_only=forward_only)
             loss, result = on_output(batch, output)
-            if not forward_only and loss.requires_grad:  # a replayed cross entropy is through with its gradients
+            if not forward_only and loss.requires_grad:  # a replayed cross entropy has already added its gradients
                 (loss / len(batches)).backward()
             kept.append(result)
         return kept
 
     def report(self) -> GraphReport:
-        """What has become of the micro batches so far."""
+        """Report the counts and memory so far."""
         counts = self._counts
         captures = sum(step.captured for step in self._steps.values())
         return GraphReport(
@@ -136,13 +136,13 @@ class GraphedSteps:
         )
 
     def clear(self) -> None:
-        """Give up all captures."""
+        """Drop all captures."""
         self._capture.wait()
         self._steps.clear()
         self._capture.free()
 
     def release_memory(self) -> None:
-        """Give up all captures: something else has no room."""
+        """Drop all captures to free memory for other work."""
         captured = sum(step.captured for step in self._steps.values())
         if captured:
             held = self._capture.bytes / 2**30
@@ -151,9 +151,9 @@ class GraphedSteps:
             logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are given up", captured, held)
 
     def _run_short(self) -> None:
-        """Give up all captures, since a micro batch has no room beside them, and capture no more of the largest one's size.
+        """Drop all captures after a micro batch ran out of memory, and no longer capture the largest captured size.
 
-        So it cannot run out again and again: captures are made of ever smaller micro batches, in the end of none.
+        This cannot repeat forever: the size limit shrinks each time, until nothing is captured.
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
@@ -166,17 +166,17 @@ class GraphedSteps:
             )
 
     def _with_room(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, which is called again without captures if memory has no room beside them.
+        """Call ``work``, and once more after dropping all captures if memory ran out.
 
         Args:
-            work: may be called twice: it adds to nothing.
+            work: must not accumulate anything, since it may be called twice.
         """
         try:
             return work()
         except torch.OutOfMemoryError:
             if not any(step.captured for step in self._steps.values()):
                 raise
-        self._run_short()  # only here has the error let go of the tensors of ``work``
+        self._run_short()  # outside the except block, where the error still references the tensors of ``work``
         return work()
 
     def _output(self, batch: MicroBatch, *, forward_only: bool) -> Output:
@@ -188,11 +188,11 @@ class GraphedSteps:
             return self._with_room(lambda: self._eager(batch))
 
     def _mode(self, forward_only: bool) -> AbstractContextManager[None]:
-        """What the model runs in, where it is not replayed."""
+        """Return the context of the model in eager mode."""
         return self._evaluating() if forward_only else nullcontext()
 
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
-        """Why a micro batch cannot be captured, in words that are the same for all of the kind."""
+        """Return the reason why a micro batch cannot be captured, with the same text for all of its kind, or None."""
         stacked = self._stacked
         tokens = self._shape_of(batch, "forward", entropy=False).tokens
         if tokens > self._settings.max_tokens:
@@ -217,7 +217,7 @@ class GraphedSteps:
         return None if self._adapters is None else self._adapters.layers.stacked
 
     def step(self, batch: MicroBatch, kind: StepKind, *, entropy: bool = False) -> CapturedStep:
-        """The step for a micro batch, with its tokens loaded."""
+        """Return the step for a micro batch, with its tokens loaded."""
         shape = self._shape_of(batch, kind, entropy=entropy)
         step = self._steps.get(shape)
         if step is None:
@@ -237,13 +237,13 @@ class GraphedSteps:
             self._counts.dropped += 1
 
     def _drop_those_of(self, stacked: StackedAdapters) -> None:
-        """Captured work that reads a stack must not outlive it."""
+        """Drop the captured work that reads a stack, before the stack is freed."""
         for shape in [shape for shape, step in self._steps.items() if step.stacked is stacked]:
             self._drop(shape)
 
 
 class _GraphedOutput:
-    """The output of one micro batch, computed when it is asked for; see :class:`megascend.engines.base.Output`."""
+    """Output of one micro batch, computed on demand; see :class:`megascend.engines.base.Output`."""
 
     def __init__(self, steps: GraphedSteps, batch: MicroBatch, forward_only: bool) -> None:
         self._steps, self._batch, self._forward_only = steps, batch, forward_only
@@ -255,7 +255,7 @@ class _GraphedOutput:
         return self._steps._head.can_fuse
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
-        """Gradients have been added when it returns: the sum needs none."""
+        """Compute the sum, and accumulate its gradients before returning; the result requires none."""
         step = self._steps.step(self._batch, "cross_entropy")
         write(step.static.coefficients, coefficients * loss_grad)
         (logprobs,) = step.forward()
@@ -278,7 +278,7 @@ class _GraphedOutput:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Log-probabilities and entropies of a step, whose backward pass is the step's."""
+    """Autograd node of a step's log-probabilities and entropies; its backward pass runs the step's."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, step: CapturedStep, *found: Tensor) -> tuple[Tensor, ...]:

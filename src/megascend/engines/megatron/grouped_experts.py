@@ -1,8 +1,8 @@
-"""``moe.experts``: experts by grouped products and indexed permutations, chosen when a model is built.
+"""``moe.experts``: experts as grouped GEMMs with permutation by indices, chosen when a model is built.
 
-All experts of a layer are one tensor, and products of them one launch: forward, input gradient and weight gradient. Megatron's
-all-to-all dispatcher takes indices in place of masks, splits and concatenations: where one rank has all experts nothing waits for
-the device; under expert parallelism the sizes of the exchanges are read, as upstream, and nothing else.
+All experts of a layer are one tensor, and their products one launch each: forward, input gradient and weight gradient. Megatron's
+all-to-all dispatcher uses indices in place of masks, splits and concatenations: if one rank has all experts, the host never waits
+for the device; under expert parallelism it only waits for the sizes of the exchanges, as upstream.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertSegments(Segments):
-    """Which rows are which expert's, for Megatron's ``TEGroupedMLP``, which asks for a list and only passes it on."""
+    """Segments of rows by expert, in the form of Megatron's ``tokens_per_expert``."""
 
     def tolist(self) -> ExpertSegments:
-        """Itself: a list would have to wait for the device."""
+        """Return self: ``TEGroupedMLP`` calls this and only passes the result on; a real list would wait for the device."""
         return self
 
 
 class ExpertWeights:
-    """The weights ``weight0``, ``weight1``... of one grouped layer, which stay the parameters that Megatron knows.
+    """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
-    Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. So these are put into the
-    layer in descending order, and lie there in ascending order, one after the other.
+    Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. So the parameters are
+    registered in descending order, which makes them contiguous in ascending order in the buffers.
 
     Attributes:
         parameters: of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them.
         grads: float32, of the same shape, a view of Megatron's gradient buffer; None for frozen weights.
-        ready: tells Megatron's DDP that a parameter's gradient is complete, where that starts its reduction.
+        ready: reports a parameter's complete gradient to Megatron's DDP, if that starts its reduction; else None.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -64,33 +64,34 @@ class ExpertWeights:
         self.stacked = self.parameters[0].data
         self.grads: Tensor | None = None
         self.ready: Callable[[Any], None] | None = None
+        # The weights are no inputs of _Product: without this input autograd would skip the backward pass of the first layer.
         self._root = torch.empty(0, requires_grad=True)
         patch(layer, "forward", self._forward, "products of all experts in one launch")
 
     def settle(self, ready: Callable[[Any], None] | None) -> None:
-        """Find parameters and gradients where Megatron's DDP has put them, or put frozen ones together.
+        """Build the views of parameters and gradients in Megatron's DDP buffers; copy frozen parameters into one tensor.
 
         Raises:
-            ConfigError: they do not lie evenly, which buckets of overlapped reductions may bring about.
+            ConfigError: they are not evenly spaced, which buckets of overlapped reductions may cause.
         """
         values = [parameter.data for parameter in self.parameters]
-        found = one_view(values)
-        if found is None:
-            found = torch.stack(values)
-            for parameter, part in zip(self.parameters, found, strict=True):
+        stacked = one_view(values)
+        if stacked is None:
+            stacked = torch.stack(values)
+            for parameter, part in zip(self.parameters, stacked, strict=True):
                 parameter.data = part
-        self.stacked, self.ready = found, ready
+        self.stacked, self.ready = stacked, ready
         if not self.parameters[0].requires_grad:
             return
         self.grads = one_view([parameter.main_grad for parameter in self.parameters])
         if self.grads is None:
             raise ConfigError(
-                "moe.experts: grouped: gradients of a layer's experts do not lie evenly in Megatron's buffers; "
+                "moe.experts: grouped: gradients of a layer's experts are not evenly spaced in Megatron's buffers; "
                 "set optimizer.overlap_grad_reduce: false, or moe.experts: upstream"
             )
 
     def check(self) -> None:
-        """Raise PlatformError if somebody has moved the parameters since :meth:`settle`."""
+        """Raise PlatformError if the parameters have been moved since :meth:`settle`."""
         last = self.parameters[-1]
         if self.parameters[0].data_ptr() != self.stacked.data_ptr() or last.data_ptr() != self.stacked[-1].data_ptr():
             raise PlatformError(
@@ -104,7 +105,7 @@ class ExpertWeights:
 
 
 class _Product(torch.autograd.Function):
-    """Rows [n, in] to [n, out]. Weights are no autograd inputs: their gradients go into Megatron's buffer."""
+    """Grouped product of rows [n, in] to [n, out], which accumulates weight gradients into Megatron's buffer itself."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, root: Tensor | None, weights: ExpertWeights, segments: Segments) -> Tensor:
@@ -115,41 +116,42 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         grad, weights, segments = grads[0].contiguous(), ctx.weights, ctx.segments
-        below = product(grad, weights.stacked, segments) if ctx.needs_input_grad[0] else None
+        input_grad = product(grad, weights.stacked, segments) if ctx.needs_input_grad[0] else None
         (rows,) = ctx.saved_tensors
         if rows is not None:
             accumulate(weights.grads, grad, rows, segments)
             if weights.ready is not None:
                 for parameter in weights.parameters:
                     weights.ready(parameter)
-        return below, None, None, None
+        return input_grad, None, None, None
 
 
 def one_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """[len(tensors), ...] of tensors of one shape that lie one after the other in one storage, evenly; else None."""
+    """Return a view [len(tensors), ...] of tensors of one shape, evenly spaced in one storage; else None."""
     first, size = tensors[0], tensors[0].element_size()
     distances = {(b.data_ptr() - a.data_ptr()) for a, b in pairwise(tensors)}
     distance = distances.pop() // size if distances else first.numel()
     same_storage = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    whole = all(tensor.is_contiguous() and tensor.shape == first.shape for tensor in tensors)
-    if distances or distance < first.numel() or not same_storage or not whole:
+    same_shape = all(tensor.is_contiguous() and tensor.shape == first.shape for tensor in tensors)
+    if distances or distance < first.numel() or not same_storage or not same_shape:
         return None
     return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
 
 
 class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Takes the place of a dispatcher that a layer has been built with.
+    """Replacement of a layer's all-to-all dispatcher that permutes by indices.
 
     Attributes:
-        rows: the rows of the present micro batch before the exchange.
-        order: which row of those received comes to each place, and the inverse; None: they are in order.
+        rows: the rows of the current micro batch before the exchange.
+        order: permutation of received rows to expert order, and its inverse; None: they are in order.
     """
 
     def __init__(self, built: MoEAlltoAllTokenDispatcher) -> None:
+        # Takes over the state of the layer's dispatcher instead of building it again from settings.
         vars(self).update(vars(built))
         self.rows: TokenRows | None = None
         self.order: tuple[Tensor, Tensor] | None = None
-        self._alone = self.tp_size == self.ep_size == 1
+        self._single_rank = self.tp_size == self.ep_size == 1
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
@@ -157,10 +159,10 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         return counts
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
-        return tokens_per_expert if self._alone else super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[reportArgumentType]
+        return tokens_per_expert if self._single_rank else super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[reportArgumentType]
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [tokens * k, h] by expert, and their probabilities."""
+        """Sort rows [tokens * k, h] and their probabilities by expert."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = hidden.shape
@@ -174,36 +176,36 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
     ) -> tuple[Tensor, ExpertSegments, Tensor]:
-        """What has been received, by expert; which rows are whose; and their probabilities."""
+        """Sort the received rows by expert; return them, their segments and their probabilities."""
         tokens, probs = self.gather_slices(global_input_tokens), self.gather_slices(global_probs)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
         self.tokens_per_expert, self.order = None, None
-        if self.num_local_experts > 1 and not self._alone:
+        if self.num_local_experts > 1 and not self._single_rank:
             assert self._received is not None
             self.order = chunk_order(self._received.view(-1, self.num_local_experts), len(tokens))
         segments = ExpertSegments(self._counts.cumsum(0).int())
         return self.sort_received(tokens), segments, self.sort_received(probs)
 
     def gather_slices(self, values: Tensor) -> Tensor:
-        """``values`` of all tensor parallel ranks that share these experts."""
+        """Gather ``values`` of all tensor parallel ranks that share these experts."""
         if self.tp_size == 1:
             return values
         splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
         return gather_from_sequence_parallel_region(values, group=self.tp_group, output_split_sizes=splits)
 
     def sort_received(self, values: Tensor) -> Tensor:
-        """Received rows, which lie by (source, expert), by expert."""
+        """Sort received rows from (source rank, expert) order by expert."""
         if self.order is None:
             return values
         sorted_rows: Any = Moved.apply(values, *self.order)
         return sorted_rows
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The way back of :meth:`dispatch_postprocess`."""
+        """Undo :meth:`dispatch_postprocess`."""
         if self.order is not None:
-            order, place = self.order
-            hidden_states = Moved.apply(hidden_states, place, order)  # type: ignore[reportAssignmentType]
+            order, inverse = self.order
+            hidden_states = Moved.apply(hidden_states, inverse, order)  # type: ignore[reportAssignmentType]
         if self.tp_size > 1:
             splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
             dtype = hidden_states.dtype
@@ -213,38 +215,38 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """The sum of each token's rows, in the shape of the layer's input."""
+        """Sum each token's rows, in the shape of the layer's input."""
         assert self.rows is not None
         combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.place)
         return combined.view(self.hidden_shape)
 
 
-def wanted(moe: Moe, config: Any, precision: Precision, device: torch.device, *, overlapped: bool) -> bool:
-    """Check whether experts are to be grouped. ``auto`` groups them on GPUs, wherever that can be done.
+def is_enabled(moe: Moe, config: Any, precision: Precision, device: torch.device, *, overlapped: bool) -> bool:
+    """Check whether experts are to be grouped. ``auto`` groups them on GPUs, if that is possible.
 
     Args:
-        overlapped: gradients are reduced while the backward pass runs, in buckets that may divide a layer's experts.
+        overlapped: gradients are reduced during the backward pass, in buckets that may divide a layer's experts.
 
     Raises:
-        ConfigError: ``moe.experts: grouped`` where it would be slow, wrong or nothing at all.
+        ConfigError: ``moe.experts: grouped`` is set, but it would be slow or wrong, or there are no experts.
     """
     if moe.experts == "upstream":
         return False
-    wrong = _unfit(config, precision, device)
+    problem = _unsupported(config, precision, device)
     if moe.experts == "grouped":
-        if wrong:
-            raise ConfigError(f"moe.experts: grouped, but {wrong}; set moe.experts: upstream")
+        if problem:
+            raise ConfigError(f"moe.experts: grouped, but {problem}; set moe.experts: upstream")
         return True
     if not config.num_moe_experts or device.type != "cuda":
         return False
-    if wrong is None and overlapped:
-        wrong = "optimizer.overlap_grad_reduce may divide a layer's gradients (set moe.experts: grouped to try)"
-    if wrong:
-        _logger.info("moe.experts: auto: experts are Transformer Engine's: %s", wrong)
-    return wrong is None
+    if problem is None and overlapped:
+        problem = "optimizer.overlap_grad_reduce may divide a layer's gradients (set moe.experts: grouped to try)"
+    if problem:
+        _logger.info("moe.experts: auto: experts are Transformer Engine's: %s", problem)
+    return problem is None
 
 
-def _unfit(config: Any, precision: Precision, device: torch.device) -> str | None:
+def _unsupported(config: Any, precision: Precision, device: torch.device) -> str | None:
     if not config.num_moe_experts:
         return f"{config.hf_model_type} has no experts"
     if device.type == "npu":
@@ -266,42 +268,42 @@ def _unfit(config: Any, precision: Precision, device: torch.device) -> str | Non
 
 
 def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required: bool) -> list[ExpertWeights]:
-    """Change every layer of experts in ``chunks``, before Megatron's DDP takes their parameters.
+    """Patch every layer of experts in ``chunks``, before Megatron's DDP takes their parameters.
 
     Args:
-        required: layers of another make are an error; otherwise they stay, all of them, and the log says so.
+        required: raise for layers of other classes; otherwise log, and leave all layers unchanged.
 
     Raises:
-        ConfigError: a layer is not made of what this replaces.
+        ConfigError: a layer has other classes than those that this replaces.
     """
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for layer in layers:
         experts, dispatcher = layer.experts, layer.token_dispatcher
         if not isinstance(experts, TEGroupedMLP) or type(dispatcher) is not MoEAlltoAllTokenDispatcher:
-            made_of = f"the model has {type(experts).__name__} and {type(dispatcher).__name__}"
+            classes = f"the model has {type(experts).__name__} and {type(dispatcher).__name__}"
             if required:
-                raise ConfigError(f"moe.experts: grouped, but {made_of}; set moe.experts: upstream")
-            _logger.info("moe.experts: auto: experts are upstream's: %s", made_of)
+                raise ConfigError(f"moe.experts: grouped, but {classes}; set moe.experts: upstream")
+            _logger.info("moe.experts: auto: experts are upstream's: %s", classes)
             return []
-    found = []
+    weights = []
     for layer in layers:
         dispatcher = IndexedDispatcher(layer.token_dispatcher)
         patch(layer, "token_dispatcher", dispatcher, "permutes by indices on the device")
-        found += [ExpertWeights(layer.experts.linear_fc1), ExpertWeights(layer.experts.linear_fc2)]
-    if not found:  # a pipeline stage of dense layers alone
+        weights += [ExpertWeights(layer.experts.linear_fc1), ExpertWeights(layer.experts.linear_fc2)]
+    if not weights:  # a pipeline stage of dense layers only
         return []
-    how = "torch._grouped_mm" if kernel_of(device) == "torch" else "a loop of products (no grouped kernel here)"
+    method = "torch._grouped_mm" if kernel_of(device) == "torch" else "a loop of products (no grouped kernel here)"
     _logger.info(
         "experts are grouped: %d layers of experts by %s on %s; moe.experts: upstream switches it off",
-        len(found) // 2,
-        how,
+        len(weights) // 2,
+        method,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
-    return found
+    return weights
 
 
 def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
-    """Connect what :func:`install` returned with parameters and gradients where they lie now, when all is built."""
+    """Build the views of all :class:`ExpertWeights`, after DDP has wrapped the chunks."""
     groups: dict[Any, Any] = {}
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce:
@@ -312,5 +314,5 @@ def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
         options = [chunk.force_all_reduce] if hasattr(chunk, "force_all_reduce") else []  # not in 0.15
         chunk.param_to_bucket_group[parameter].register_grad_ready(parameter, *options)
 
-    for each in weights:
-        each.settle(ready if groups else None)
+    for layer_weights in weights:
+        layer_weights.settle(ready if groups else None)

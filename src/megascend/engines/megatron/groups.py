@@ -1,7 +1,7 @@
-"""Megatron's process groups: created through ``parallel_state``, and forgotten with the rest.
+"""Megatron's process groups: created through ``parallel_state``, and forgotten when a backend is closed.
 
-So are those that upstream makes for itself and keeps in module globals. One that lingers is used for the next layout
-(mcore-bridge), or destructed at the next initialisation, where a process forked meanwhile waits for ever for threads that only
+Groups that Megatron and mcore-bridge keep in module globals are forgotten too. A stale one would be used for the next layout
+(mcore-bridge), or destructed at the next initialisation, in which a process forked meanwhile waits forever for threads that only
 its parent has.
 """
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 
 KEEPERS = (
-    "megatron.core.parallel_state",  # destroy_model_parallel() forgets some: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    "mcore_bridge.bridge.gpt_bridge",  # EP x PP, made with the first ModelConfig
+    # Its destroy_model_parallel() leaves some: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+    "megatron.core.parallel_state",
+    "mcore_bridge.bridge.gpt_bridge",  # EP x PP, created with the first ModelConfig
 )
+"""Modules that keep process groups in globals."""
 
 
 def require_none_alive() -> None:
@@ -43,19 +45,19 @@ def require_none_alive() -> None:
 
 
 class MegatronGroups:
-    """Creates Megatron's groups for :func:`megascend.distributed.process_groups.initialize`."""
+    """Factory of Megatron's groups for :func:`megascend.distributed.process_groups.initialize`."""
 
     def __init__(self) -> None:
-        self._began = False
+        self._created = False
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """All groups of ``topology``, as Megatron makes them. Collective.
+        """Create all groups of ``topology`` through Megatron. Collective.
 
         Raises:
             ProcessGroupError: Megatron's groups exist already.
         """
         require_none_alive()
-        self._began = True
+        self._created = True
         with shared_single_rank_groups():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=topology.tensor,
@@ -73,14 +75,14 @@ class MegatronGroups:
         return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Give groups that upstream has made meanwhile the timeout of this run, in seconds."""
+        """Set the run's timeout on groups that Megatron and mcore-bridge have created meanwhile."""
         _limit_kept_groups(timeout_s)
 
     def forget(self, destroy: bool) -> None:
-        """Let upstream's globals go of the groups that :meth:`create` has made; with ``destroy``, destroy them too."""
-        if not self._began:  # those that exist are somebody else's
+        """Clear the module globals that hold groups; with ``destroy``, destroy the groups too."""
+        if not self._created:  # existing groups belong to another program part
             return
-        self._began = False
+        self._created = False
         _forget_kept_groups(destroy=destroy)  # before Megatron forgets them itself, without destroying them
         parallel_state.destroy_model_parallel()
 
@@ -105,7 +107,7 @@ def _device_groups() -> dict[str, ProcessGroup]:
 
 
 def _cpu_groups() -> dict[str, ProcessGroup]:
-    """The second ones that Megatron makes on Gloo, and that nothing else uses here."""
+    """Return the Gloo groups that Megatron creates beside its device groups; it does not use them otherwise here."""
     return {  # type: ignore[reportReturnType]
         "dp": parallel_state.get_data_parallel_group_gloo(),
         "dp_cp": parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
@@ -127,10 +129,10 @@ def _kept_groups() -> Iterator[tuple[ModuleType, str, dist.ProcessGroup]]:
 
 
 def _forget_kept_groups(destroy: bool) -> None:
-    """Empty every global that holds a group.
+    """Clear every module global that holds a group.
 
     Args:
-        destroy: also destroy them; for a default group that lives on. Destroying the default group takes them along.
+        destroy: also destroy the groups, for a default group that stays alive. Destroying that would destroy them all.
     """
     for module, attribute, group in _kept_groups():
         changed(f"process groups in globals of {module.__name__}", "forgotten when a backend is closed")
@@ -140,10 +142,10 @@ def _forget_kept_groups(destroy: bool) -> None:
 
 
 def _limit_kept_groups(timeout_s: float) -> None:
-    """Give every such group the run's timeout: upstream leaves torch's 30 minutes on some."""
+    """Set the run's timeout on every such group: some are created with torch's default of 30 minutes."""
     timeout = timedelta(seconds=timeout_s)
     for _, _, group in _kept_groups():
         for device in group._device_types:
-            # Not every backend can change it later; those whose makers took a timeout have it from the start.
+            # Not every backend can change its timeout later; groups that were created with the run's already have it.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 group._get_backend(device)._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]

@@ -1,9 +1,8 @@
-"""A model's parameters as a stream of Hugging Face names and whole tensors, in every layout.
+"""Stream a model's parameters as Hugging Face names and unsharded tensors, in every layout.
 
-mcore-bridge knows which parameter is called what, and how fused ones come apart. It brings every tensor whole to every rank,
-and drops it where nobody asked. Its knowledge is used here and its communication replaced: shards travel to the stage of a
-receiver and are put together there, other ranks see tensors without memory (torch's ``meta`` device), and replicas that
-nobody needs take part in nothing but one exchange a layer.
+mcore-bridge knows the names of parameters and how to split fused ones, but it gathers every tensor on every rank, needed or not.
+Its conversion is used here with other communication: shards are sent to the pipeline stage of a receiver and assembled there,
+other ranks see tensors on torch's ``meta`` device, and replicas that are not needed only join one barrier per layer.
 """
 
 from __future__ import annotations
@@ -45,36 +44,36 @@ def named_weights(
     chunks: list[Any],
     bridge: Any,
     groups: ProcessGroups,
-    wanted: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorHeader],
     *,
     merge: Merge | None = None,
     receivers: Receivers = "all",
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under its Hugging Face name, one at a time, in the model's order, on the ranks that receive.
+    """Yield every parameter under its Hugging Face name, one at a time, in the model's order, on the receiving ranks.
 
-    Collective: every rank iterates to the end; on a rank that does not receive there is nothing to iterate over, and the
-    first ``next()`` lasts until the others are done. Before each layer, and at the end, all ranks join a barrier over Gloo; see
-    :func:`megascend.engines.weight_stream.stream_weights`. A rank that keeps the stream and does not continue is a
+    Collective: every rank iterates to the end; a rank that does not receive yields nothing, and its first ``next()`` lasts until
+    the others are done. Before each layer, and at the end, all ranks join a barrier over Gloo; see
+    :func:`megascend.engines.weight_stream.stream_weights`. A rank that stops iterating without closing the stream causes a
     CollectiveTimeoutError on the others.
 
-    A tensor may be the model's own memory, and is its consumer's until the next one: copy what is to stay. Beside the model,
-    a receiver holds one layer (with all its experts) and one tensor more; others hold one shard.
+    A tensor may share the model's memory and is valid until the next one: copy it to keep it. Beside the model, a receiver holds
+    one layer (with all its experts) and one more tensor; others hold one shard.
 
     Args:
         chunks: the model chunks of this rank, without wrappers.
-        wanted: headers of the checkpoint that the model comes from, without what is not built
-            (:attr:`megascend.huggingface.info.ModelInfo.tensors`). Fused tensors are joined as they are there, and names,
-            shapes and dtypes are held against them. Used by receivers.
+        headers: of the checkpoint that the model was built from, without tensors that are not built
+            (:attr:`megascend.huggingface.info.ModelInfo.tensors`). Tensors that are fused there are joined; names, shapes and
+            dtypes are compared with them. Used by receivers.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
-        device: where to; default: where the model is. ``meta``: shapes and dtypes, and no shard travels.
+        device: of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
 
     Raises:
-        CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, they were
-            not those of ``wanted``.
-        TopologyError: ``receivers`` are no ranks.
-        CollectiveTimeoutError, OutOfStepError: ranks did not come, or are somewhere else.
+        CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, the tensors
+            differ from ``headers``.
+        TopologyError: ``receivers`` are not ranks of the world.
+        CollectiveTimeoutError, OutOfStepError: ranks did not join in time, or made another call.
     """
     receiving = ranks_of(receivers, groups.topology)
     config = chunks[0].config
@@ -91,50 +90,52 @@ def named_weights(
             raise CheckpointError(f"named_weights: {problem}")
         return tensor
 
-    weights = joined(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), wanted)
+    weights = _join_fused(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), headers)
     yield from stream_weights(
-        weights, barrier, groups, wanted, config.params_dtype, receives=groups.rank in receiving, finish=finish
+        weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
     )
 
 
-def joined(stream: Iterable[tuple[str, Tensor]], wanted: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
-    """Join weights that the source stores fused, which mcore-bridge reads so and gives one by one: gate and up, experts.
+def _join_fused(
+    stream: Iterable[tuple[str, Tensor]], headers: Mapping[str, TensorHeader]
+) -> Iterator[tuple[str, Tensor]]:
+    """Join weights that the source stores fused (gate and up, experts), which mcore-bridge reads fused but exports separately.
 
-    A layer's experts are joined in their order, in memory of one layer beside the model.
+    It needs memory for one layer's experts beside the model.
     """
     unfinished: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in stream:
-        part = fused_part(name, wanted)
+        part = fused_part(name, headers)
         if part is None:
             yield name, tensor
             del tensor
             continue
-        whole, missing = unfinished.pop(part.whole, (None, math.prod(wanted[part.whole].shape)))
-        if whole is None:
-            whole = tensor.new_empty(wanted[part.whole].shape)
-        _place(part, whole).copy_(tensor)
+        fused, missing = unfinished.pop(part.whole, (None, math.prod(headers[part.whole].shape)))
+        if fused is None:
+            fused = tensor.new_empty(headers[part.whole].shape)
+        _view_of_part(part, fused).copy_(tensor)
         missing -= tensor.numel()
-        del tensor
+        del tensor  # no local variable may keep a tensor alive while the next one is gathered
         if missing > 0:
-            unfinished[part.whole] = (whole, missing)
+            unfinished[part.whole] = (fused, missing)
         else:
-            yield part.whole, whole
-        del whole
+            yield part.whole, fused
+        del fused
     if unfinished:
-        raise CheckpointError(f"named_weights: of {', '.join(unfinished)} some parts are missing")
+        raise CheckpointError(f"named_weights: parts of {', '.join(unfinished)} are missing")
 
 
-def _place(part: FusedPart, whole: Tensor) -> Tensor:
+def _view_of_part(part: FusedPart, fused: Tensor) -> Tensor:
     """Return the view of a fused tensor that a part of it fills."""
-    inside = whole if part.expert is None else whole[part.expert]
+    view = fused if part.expert is None else fused[part.expert]
     if part.half is None:
-        return inside
-    rows = inside.shape[0] // 2
-    return inside[:rows] if part.half == "gate" else inside[rows:]
+        return view
+    rows = view.shape[0] // 2
+    return view[:rows] if part.half == "gate" else view[rows:]
 
 
 class _Collector:
-    """mcore-bridge's export with other communication, on a copy of the bridge; the original stays as it is."""
+    """mcore-bridge's export with other communication, on a copy of the bridge; the original is not changed."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class _Collector:
             expert: route(groups.topology, groups.rank, receiving, expert=expert) for expert in (False, True)
         }
         self._groups_across = {False: groups.device_group("pp"), True: bridge.ep_pp_group}
-        self._groups_of_parts = {False: groups.device_group("tp"), True: groups.device_group("etp")}
+        self._shard_groups = {False: groups.device_group("tp"), True: groups.device_group("etp")}
         self._class = type(bridge)
         self._layer: dict[str, Any] = {}
         self._inside, self._split = False, None
@@ -163,16 +164,16 @@ class _Collector:
         view._convert_hf_state_dict = self._convert_hf_state_dict
 
     def weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors as mcore-bridge makes them; none on ranks that do not receive."""
-        # In a list, since the bridge's variable would keep the last tensor of a layer while the next one is brought together.
+        """Yield mcore-bridge's names and tensors; nothing on ranks that do not receive."""
+        # In a list, since the bridge's local variable would keep the last tensor of a layer while the next one is gathered.
         options = {"converter": lambda name, tensor: (name, [tensor]), "disable_tqdm": True, "_is_saving": True}
         for name, box in self._view.export_weights(list(chunks), **options):
             if name in self._layer:
-                self._layer[name] = None  # it keeps the layer, too
+                self._layer[name] = None  # the bridge keeps this dict too
             if self._receives and box is not None:
                 yield name, box.pop()
 
-    # --- in place of mcore-bridge's methods of these names ---
+    # --- replacements of mcore-bridge's methods of these names ---
 
     def _set_layer_state(self, *args: Any, **options: Any) -> Any:
         self._before_layer()
@@ -191,8 +192,9 @@ class _Collector:
         return (weight, scale) if self._receives else (None, None)
 
     def _all_gather_tp(self, tensor: Tensor | None, dim: int | None, is_expert: bool) -> Tensor | None:
-        if not self._inside:  # an architecture's own code, which needs the result at once
+        if not self._inside:  # called by an architecture's own code, which needs the result immediately
             return self._class._all_gather_tp(self._view, tensor, dim, is_expert)
+        # Inside _get_weight, mcore-bridge calls _broadcast_ep_pp next: only the dimension is recorded here.
         self._split = dim
         return None if tensor is None else tensor.to(self._groups.device)
 
@@ -202,30 +204,30 @@ class _Collector:
         path = self._routes[is_expert]
         split = self._split if len(path.parts) > 1 else None
         source, shape, dtype = self._describe(tensor, path, self._groups_across[is_expert])
-        whole = None
+        full = None
         if not self._describes:
             need = path.need_whole if split is None else path.need_shard
-            whole = shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
+            full = shard = self._spread(tensor, source, need, path, shape, dtype, self._groups_across[is_expert])
             if split is not None and shard is not None and self._groups.rank in path.need_shard:
-                whole = self._assemble(shard, split, path, self._groups_of_parts[is_expert])
+                full = self._assemble(shard, split, path, self._shard_groups[is_expert])
         if split is not None:
             shape = [*shape[:split], shape[split] * len(path.parts), *shape[split + 1 :]]
-        if whole is None or not self._receives:
+        if full is None or not self._receives:
             return torch.empty(shape, dtype=dtype, device="meta")
-        return whole if self._device is None else whole.to(self._device)
+        return full if self._device is None else full.to(self._device)
 
     # --- communication ---
 
     def _describe(self, tensor: Tensor | None, path: Route, group: Any) -> tuple[int, list[int], torch.dtype]:
-        """(who has this shard, its shape, its dtype), on every rank of ``path.across``."""
+        """Return (rank that has this shard, its shape, its dtype) on every rank of ``path.across``. Collective."""
         if len(path.across) == 1:
             assert tensor is not None
             return path.across[0], list(tensor.shape), tensor.dtype
-        mine = [0] * (_MOST_DIMENSIONS + 4)
+        fields = [0] * (_MOST_DIMENSIONS + 4)
         if tensor is not None:
-            mine[:4] = [1, self._groups.rank, _TORCH_DTYPES.index(tensor.dtype), tensor.ndim]
-            mine[4 : 4 + tensor.ndim] = tensor.shape
-        header = torch.tensor(mine, dtype=torch.int64, device=self._groups.device)
+            fields[:4] = [1, self._groups.rank, _TORCH_DTYPES.index(tensor.dtype), tensor.ndim]
+            fields[4 : 4 + tensor.ndim] = tensor.shape
+        header = torch.tensor(fields, dtype=torch.int64, device=self._groups.device)
         dist.all_reduce(header, group=group)
         count, source, dtype, ndim, *shape = header.tolist()
         if count != 1:
@@ -244,7 +246,7 @@ class _Collector:
         dtype: torch.dtype,
         group: Any,
     ) -> Tensor | None:
-        """The shard on the ranks that need it, from the one that has it; None elsewhere."""
+        """Send the shard from the rank that has it to those that need it, and return it; None elsewhere."""
         rank = self._groups.rank
         targets = [peer for peer in need if peer != source]
         if tensor is not None:
@@ -261,27 +263,28 @@ class _Collector:
         return tensor
 
     def _assemble(self, shard: Tensor, split: int, path: Route, group: Any) -> Tensor | None:
-        """The whole tensor from the shards of ``path.parts``, on those that receive."""
+        """Assemble the unsharded tensor from the shards of ``path.parts`` on receivers; None elsewhere."""
         shard, parts, rank = shard.contiguous(), path.parts, self._groups.rank
         if path.receivers == parts:
             return _all_gather(shard, split, len(parts), group)
-        whole = None
+        full = None
         for receiver in path.receivers:
             if rank != receiver:
                 _exchange([dist.P2POp(dist.isend, shard, receiver, group)])
                 continue
             size = shard.shape[split]
-            whole = shard.new_empty([*shard.shape[:split], size * len(parts), *shard.shape[split + 1 :]])
-            arrived = shard.new_empty(shard.shape) if split else None
+            full = shard.new_empty([*shard.shape[:split], size * len(parts), *shard.shape[split + 1 :]])
+            # Along dimension 0 a part is contiguous, and can be received in place.
+            buffer = shard.new_empty(shard.shape) if split else None
             for index, peer in enumerate(parts):
-                place = whole.narrow(split, index * size, size)
+                target = full.narrow(split, index * size, size)
                 if peer == rank:
-                    place.copy_(shard)
+                    target.copy_(shard)
                     continue
-                _exchange([dist.P2POp(dist.irecv, place if arrived is None else arrived, peer, group)])
-                if arrived is not None:
-                    place.copy_(arrived)
-        return whole
+                _exchange([dist.P2POp(dist.irecv, target if buffer is None else buffer, peer, group)])
+                if buffer is not None:
+                    target.copy_(buffer)
+        return full
 
 
 def _all_gather(shard: Tensor, split: int, count: int, group: Any) -> Tensor:
@@ -293,7 +296,7 @@ def _all_gather(shard: Tensor, split: int, count: int, group: Any) -> Tensor:
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    """Sends or receipts of one rank, to their end."""
+    """Run sends or receives of this rank, and wait for them."""
     if operations:
         for request in dist.batch_isend_irecv(operations):
             request.wait()

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, stepped by all ranks or by none."""
+"""Megatron's optimizer; a step is made by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ INITIAL_LOSS_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What the optimizer keeps of one parameter on this rank; live tensors.
+    """Optimizer state of one parameter on this rank; live tensors.
 
     Attributes:
         parameter: the model's.
-        start: the state is that of its flattened numbers from here on.
-        divided: data parallel ranks share the parameter's state, each with a run of it.
-        tensors: ``exp_avg``, ``exp_avg_sq`` and, where the parameter has 16 bits, ``param``, its float32 original.
+        start: index in the flattened parameter at which the state begins.
+        divided: the state is sharded over data parallel ranks, each with a run of it.
+        tensors: ``exp_avg``, ``exp_avg_sq`` and, for 16-bit parameters, ``param``, the float32 main parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -45,7 +45,7 @@ class MegatronOptimizer:
     """AdamW over the model chunks of this rank: one step for all ranks, or none.
 
     Attributes:
-        skipped_in_a_row: steps skipped since the last one that was taken.
+        skipped_in_a_row: steps skipped since the last update.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MegatronOptimizer:
         groups: ProcessGroups,
         routers: Routers,
     ) -> None:
-        learning_rate(schedule, adam.lr, 0)  # refuses a schedule without an end now, not at the first step
+        learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
         self._chunks, self._adam, self._schedule, self._groups = chunks, adam, schedule, groups
         self._routers = routers
         self._scales_loss = precision == "fp16"
@@ -65,15 +65,15 @@ class MegatronOptimizer:
         self.skipped_in_a_row = 0
 
     def scale_loss(self, loss: Any) -> Any:
-        """``loss`` times the fp16 loss scale (1 for other precisions)."""
+        """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
         return self.megatron.scale_loss(loss)
 
     def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
         """Reduce the gradients, then update the parameters, unless any rank's gradients are not finite.
 
         Args:
-            number: steps done before, by which the schedule goes.
-            reduced: the schedule has started the reduction already (``overlap_grad_reduce``).
+            number: previous steps, the position in the schedule.
+            reduced: Megatron's schedule has already reduced the gradients (``overlap_grad_reduce``).
             lr: learning rate of this step, in place of the schedule's.
         """
         if not reduced:
@@ -84,10 +84,11 @@ class MegatronOptimizer:
     def _update(self, lr: float) -> StepResult:
         self._set_hyperparameters(lr)
         loss_scale = float(self.megatron.get_loss_scale()) if self._scales_loss else 1.0
+        # Megatron's own step() checks gradients for fp16 only. Here a norm that is not finite on any rank skips the step on all.
         overflow = bool(self.megatron.prepare_grads())
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
-        own = [float(math.isfinite(grad_norm))]
-        finite = all_reduce_numbers(own, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
+        flags = [float(math.isfinite(grad_norm))]
+        finite = all_reduce_numbers(flags, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
         if finite:
             self._clip(grad_norm)
             self.megatron.step_with_ready_grads()
@@ -100,32 +101,32 @@ class MegatronOptimizer:
         return StepResult(grad_norm, lr, not finite, self.skipped_in_a_row, loss_scale)
 
     def zero_grad(self) -> None:
-        """Zero the gradient buffer of every model chunk, and what the optimizer keeps of them."""
+        """Zero the gradient buffer of every model chunk, and the optimizer's copies of gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def discard(self) -> None:
-        """Drop all gradients, and what routers have counted with them."""
+        """Drop all gradients, and the routers' token counts."""
         self.zero_grad()
         self._routers.forget_counts()
 
     def counters(self) -> dict[str, Any]:
-        """Updates so far, steps skipped in a row, and the scaler of fp16."""
+        """Return updates so far, steps skipped in a row, and fp16's loss scaler."""
         return {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": self.scaler_state}
 
     def restore(self, counters: dict[str, Any]) -> None:
-        """Go on from :meth:`counters`; moments have been loaded."""
+        """Continue from :meth:`counters`; moments have been loaded."""
         self.updates, self.scaler_state = counters["updates"], counters["scaler"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
 
     def create_state(self) -> None:
-        """Make Adam's moments, which otherwise come into being in the first step; a no-op afterwards."""
+        """Allocate Adam's moments, as the first step would; a no-op if they exist."""
         for optimizer in self._parts():
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
     def parameter_states(self) -> Iterator[ParameterState]:
-        """The state of every parameter that this rank keeps some of; made where there is none yet."""
+        """Yield the state of every parameter of which this rank has a part; created if it does not exist yet."""
         self.create_state()
         for optimizer in self._parts():
             for parameter, start, main in _main_parameters(optimizer):
@@ -137,7 +138,7 @@ class MegatronOptimizer:
 
     @property
     def updates(self) -> int:
-        """Steps that changed the parameters: what Adam's bias correction goes by."""
+        """Steps that changed the parameters, Adam's count for its bias correction."""
         for optimizer in self._parts():
             for group in optimizer.optimizer.param_groups:
                 if "step" in group:
@@ -152,6 +153,7 @@ class MegatronOptimizer:
         for optimizer in self._parts():
             provider = current_runtime("the optimizer").provider
             assert provider is not None, "Megatron runs with one"
+            # torch's Adam has a step count per parameter, Transformer Engine's and MindSpeed's one per group.
             by_parameter = isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in optimizer.optimizer.param_groups:
                 if not by_parameter:
@@ -161,7 +163,7 @@ class MegatronOptimizer:
 
     @property
     def scaler_state(self) -> dict[str, float] | None:
-        """fp16: the loss scale and its counters."""
+        """The loss scale of fp16 and its counters; None for other precisions."""
         scaler = getattr(self._parts()[0], "grad_scaler", None) if self._scales_loss and self._parts() else None
         return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
 
@@ -175,12 +177,12 @@ class MegatronOptimizer:
             optimizer.grad_scaler.load_state_dict({"scale": scale, **counters})
 
     def _parts(self) -> list[Any]:
-        """Megatron's optimizers of which this one is a chain (experts have their own), without those of no parameters."""
+        """Return Megatron's chained optimizers (experts have their own), without those that have no parameters."""
         chain = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in chain if not optimizer.is_stub_optimizer]
 
     def _set_hyperparameters(self, lr: float) -> None:
-        """Per parameter group; Megatron leaves the weight-decay multiplier to its own scheduler, which is not used here."""
+        """Set learning rate and weight decay of all parameter groups, as Megatron's own scheduler would, which is not used."""
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._adam.weight_decay * group.get("wd_mult", 1.0)
@@ -188,6 +190,7 @@ class MegatronOptimizer:
     def _clip(self, grad_norm: float) -> None:
         if self._adam.max_grad_norm == 0:
             return
+        # Every optimizer of the chain clips by the norm over all of them.
         for optimizer in getattr(self.megatron, "chained_optimizers", [self.megatron]):
             parameters = optimizer.get_parameters()
             if parameters:
@@ -195,26 +198,29 @@ class MegatronOptimizer:
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """(model's parameter, first number, what Adam updates) of one of Megatron's optimizers."""
-    if hasattr(optimizer, "gbuf_ranges"):
+    """Yield (model's parameter, start of its run, tensor that Adam updates) of one of Megatron's optimizers."""
+    if hasattr(optimizer, "gbuf_ranges"):  # the distributed optimizer
         for ranges in optimizer.gbuf_ranges:
             for buckets in ranges.values():
                 for bucket in buckets:
-                    for parameter, where in bucket["param_map"].items():
+                    for parameter, param_ranges in bucket["param_map"].items():
                         group, order = optimizer.model_param_group_index_map[parameter]
-                        yield parameter, where["param"].start, optimizer.optimizer.param_groups[group]["params"][order]
+                        main = optimizer.optimizer.param_groups[group]["params"][order]
+                        yield parameter, param_ranges["param"].start, main
         return
     sixteen_bits = zip(
         getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
     )
-    of_main = {id(main): model for models, mains in sixteen_bits for model, main in zip(models, mains, strict=True)}
+    model_parameters = {
+        id(main): model for models, mains in sixteen_bits for model, main in zip(models, mains, strict=True)
+    }
     for group in optimizer.optimizer.param_groups:
         for main in group["params"]:
-            yield of_main.get(id(main), main), 0, main
+            yield model_parameters.get(id(main), main), 0, main
 
 
 def optimizer_config(adam: Adam, precision: Precision) -> OptimizerConfig:
-    """Megatron's settings for ``adam``; main parameters, gradients and moments are fp32 in every precision."""
+    """Build Megatron's settings for ``adam``; main parameters, gradients and moments are always fp32."""
     return OptimizerConfig(
         optimizer="adam",
         lr=adam.lr,

@@ -1,4 +1,4 @@
-"""The model's last step, taken over from mcore-bridge: hidden states in, log-probabilities of the targets out."""
+"""The output head in place of mcore-bridge's: from hidden states to log-probabilities of the targets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits
 
 
 class OutputHead:
-    """Projects the last pipeline stage's hidden states onto the vocabulary, a chunk of tokens at a time.
+    """Projection of the last pipeline stage's hidden states onto the vocabulary, a chunk of tokens at a time.
 
-    The model's own output layer stays a module of the model, so that hooks of Megatron's DDP and checkpoints see it, but
-    its forward only brings the hidden states together over sequence parallel ranks. Adapters of it append ``A x`` to them
-    there (:mod:`megascend.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B comes with every call.
+    The model's output layer remains a module of the model, for the hooks of Megatron's DDP and for checkpoints, but its forward
+    only gathers the hidden states of sequence parallel ranks. Adapters of it append ``A x`` to them there
+    (:mod:`megascend.lora.applied_adapters`); the ``lora_delta`` that multiplies those columns by B is passed to every call.
     """
 
     def __init__(self, model: Any, vocab_size: int, *, overlap_grad_reduce: bool) -> None:
@@ -29,13 +29,14 @@ class OutputHead:
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
         self.vocab_size = vocab_size
-        # A weight shared with the embedding of the same stage is announced to DDP by the embedding's own gradient.
+        # Gradients may be accumulated directly unless DDP must be notified of them; for a weight shared with the embedding of
+        # the same stage, the embedding's gradient notifies it.
         shared = model.share_embeddings_and_output_weights and model.pre_process
         self._direct = shared or not overlap_grad_reduce
         sequence_parallel = model.config.sequence_parallel and size > 1
 
         def gather_hidden(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
-            # Every rank's vocabulary rows give a part of the gradient of the hidden states: both regions add them up.
+            # Each rank computes the hidden states' gradient for its vocabulary rows: the backward of both regions sums them.
             if sequence_parallel:
                 return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
             return copy_to_tensor_model_parallel_region(hidden), None
@@ -46,20 +47,20 @@ class OutputHead:
 
     @property
     def weight(self) -> Tensor:
-        """[local rows, h]; the embedding's where the two are tied."""
+        """Weight [local rows, h]; the embedding's if they are tied."""
         if self._model.share_embeddings_and_output_weights:
             return self._model.shared_embedding_or_output_weight()
         return self._model.output_layer.weight
 
     @property
     def can_fuse(self) -> bool:
-        """False for fp16, where gradients formed before the loss scale is applied would underflow."""
+        """False for fp16: gradients computed before the loss scale is applied would underflow."""
         return self.weight.dtype != torch.float16
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, entropy: bool, lora_delta: LowRank | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)]."""
+        """Compute fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)]."""
         states, down = self._split(hidden, lora_delta)
         return linear_logprobs(states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta)
 
@@ -71,19 +72,19 @@ class OutputHead:
         loss_grad: float,
         lora_delta: LowRank | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and the log-probabilities."""
+        """Compute ``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and log-probabilities."""
         states, down = self._split(hidden, lora_delta)
         return linear_cross_entropy(
             states, self.weight, targets, coefficients, self.shard, loss_grad, self._direct, down, lora_delta
         )
 
     def logits(self, hidden: Tensor, lora_delta: LowRank | None = None, rows: Tensor | None = None) -> Tensor:
-        """fp32 [n, vocabulary] on the CPU, or of ``rows`` alone."""
+        """Compute logits, fp32 [n, vocabulary] on the CPU, or only ``rows`` of them."""
         states, down = self._split(hidden, lora_delta)
         return gather_logits(states, self.weight, self.shard, down, lora_delta, rows)[:, : self.vocab_size]
 
     def _split(self, hidden: Tensor, lora_delta: LowRank | None) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [n, h], and what adapters have appended to them [n, r]."""
+        """Split into hidden states [n, h] and the columns that adapters have appended [n, r]."""
         rows = hidden.flatten(0, 1)
         if lora_delta is None:
             return rows, None
@@ -93,12 +94,12 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The head's view of one micro batch; see :class:`megascend.engines.base.Output`.
+    """Output of the head for one micro batch; see :class:`megascend.engines.base.Output`.
 
     Attributes:
-        hidden: [batch, sequence, h (+ r)], with what adapters of the output layer have appended.
+        hidden: [batch, sequence, h (+ r)], with the columns that adapters of the output layer have appended.
         targets: int64 [n].
-        lora_delta: what those adapters add to the logits, or None.
+        lora_delta: those adapters' contribution to the logits, or None.
     """
 
     head: OutputHead

@@ -1,8 +1,8 @@
-"""What megascend adds to Megatron's routers: the load-balancing loss and the correction bias, over real tokens only.
+"""Load-balancing loss and correction bias of Megatron's routers, over real tokens only.
 
-Upstream computes both from every row that a rank holds, padding and dummy batches included, weighs the loss differently
-from version to version, and moves the bias whether or not the optimizer's step is taken. Here routers report, for each
-micro batch, which experts its real tokens go to; a rank's layers share one all-reduce. Upstream's own are switched off.
+Megatron computes both from every row of a rank, including padding and dummy batches, weights the loss differently from version
+to version, and updates the bias even if the optimizer's step is skipped. Here routers count, for each micro batch, the real
+tokens of each expert; a rank's layers share one all-reduce. Megatron's own loss and bias update are switched off.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megascend.engines import load_balancing
 from megascend.errors import ConfigError
 
 TO_BALANCE, CHOSEN = 0, 1
-"""Which of the two counts of :class:`_Pass`: by probability alone, as the loss has it; as routed, correction bias included."""
+"""Indices of the two counts of :class:`_Pass`: by probability only, for the loss; as routed, including the correction bias."""
 
 
 @dataclass
 class _Pass:
-    """One micro batch on its way through one model chunk.
+    """Forward pass of one micro batch through one model chunk.
 
     Attributes:
         real: bool [rows], the rows of this rank's routers that are neither padding nor of a dummy batch.
-        tokens: real tokens of the whole micro batch.
-        counts: fp32 [2, layers, experts], real tokens sent to each expert; of all ranks once the chunk has run.
-        complete: the chunk has run; what its routers see afterwards is recomputation.
-        gradients: [layers, experts], of the loss for a row's probabilities; None until then, and without a loss.
+        tokens: real tokens of the micro batch on all ranks.
+        counts: fp32 [2, layers, experts], real tokens sent to each expert; summed over ranks after the chunk has run.
+        complete: the chunk has run; later router calls are recomputation.
+        gradients: [layers, experts], of the loss with respect to a row's probabilities; None until then, and without a loss.
     """
 
     real: Tensor
@@ -49,7 +49,7 @@ class _Pass:
 
 
 class Routers:
-    """The routers of this rank.
+    """Load balancing of this rank's routers.
 
     Args:
         chunks: the rank's model chunks, not wrapped.
@@ -75,18 +75,18 @@ class Routers:
 
     @contextlib.contextmanager
     def training(self, micro_batches: int) -> Iterator[None]:
-        """Count, and add the loss's gradients, until the block ends. Collective.
+        """Count tokens, and add the loss's gradients, within the context. Collective.
 
         Args:
-            micro_batches: of this rank, without dummy batches.
+            micro_batches: number of this rank's, without dummy batches.
         """
         if not self._totals:
             yield
             return
         topology = self._groups.topology
-        everywhere = all_reduce_numbers([float(micro_batches)], "dp", self._groups, what="micro batches")[0]
+        total = all_reduce_numbers([float(micro_batches)], "dp", self._groups, what="micro batches")[0]
         # The mean over the micro batches of all ranks; DDP divides the sum of gradients by DP x CP.
-        self._weight = self._moe.aux_loss_coefficient * topology.data * topology.context / max(everywhere, 1.0)
+        self._weight = self._moe.aux_loss_coefficient * topology.data * topology.context / max(total, 1.0)
         self._active = True
         try:
             yield
@@ -94,7 +94,7 @@ class Routers:
             self._active, self._pass = False, None
 
     def enter(self, batch: MicroBatch, chunk: int) -> None:
-        """Say which micro batch the chunk of this number computes next."""
+        """Set the micro batch that the chunk of this index computes next."""
         if not self._active:
             return
         experts = self._config.num_moe_experts
@@ -102,7 +102,7 @@ class Routers:
         self._pass = _Pass(self._real_rows(batch), 0 if batch.dummy else sum(batch.lengths), counts)
 
     def leave(self, output: Tensor, chunk: int) -> None:
-        """Bring the counts of the chunk that has just run together; its backward pass needs them. Collective."""
+        """Sum the counts of the chunk that has just run over ranks, for its backward pass. Collective."""
         current = self._pass
         if not self._active or current is None:
             return
@@ -113,11 +113,12 @@ class Routers:
         self._totals[chunk] += current.counts
         if self._moe.aux_loss != "none":
             top_k = self._config.moe_router_topk
-            found = load_balancing.gradients(self._moe.aux_loss, current.counts[TO_BALANCE], current.tokens, top_k)
+            gradients = load_balancing.gradients(self._moe.aux_loss, current.counts[TO_BALANCE], current.tokens, top_k)
+            gradients = gradients * self._weight
             scale = self._config.grad_scale_func  # the loss scale of fp16
-            current.gradients = found * self._weight if scale is None else scale(found * self._weight)
+            current.gradients = gradients if scale is None else scale(gradients)
         if output.requires_grad:
-            # Recomputed layers run in the backward pass, when another micro batch may have been begun.
+            # Recomputed layers run in the backward pass, when another micro batch may have been entered.
             output.register_hook(lambda _: self._return_to(current))
 
     def update_bias(self) -> None:
@@ -136,7 +137,7 @@ class Routers:
         self.forget_counts()
 
     def forget_counts(self) -> None:
-        """Start counting anew: a step was skipped."""
+        """Reset the counts, after an update or a skipped step."""
         for totals in self._totals:
             totals.zero_()
 
@@ -152,28 +153,29 @@ class Routers:
         return rows
 
     def _attach(self, router: TopKRouter, position: int) -> None:
-        """Let a router report what it does with each micro batch."""
+        """Patch a router to record its logits, and hook its output."""
         logits: list[Tensor] = []
 
+        # The router's output has probabilities after top-k only; the loss needs all logits.
         def gating(hidden: Tensor) -> Tensor:
             logits[:] = [type(router).gating(router, hidden)]
             return logits[0]
 
         def after(module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-            current, found = self._pass, logits.pop()
+            current, router_logits = self._pass, logits.pop()
             if not self._active or current is None:
                 return None
-            return self._seen(current, position, found.view(-1, found.shape[-1]), *output)
+            return self._record(current, position, router_logits.view(-1, router_logits.shape[-1]), *output)
 
         patch(router, "gating", gating, "its logits are seen by the load-balancing loss")
         router.register_forward_hook(after)
 
-    def _seen(
+    def _record(
         self, current: _Pass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Count one router's choice for its rows and let the loss's gradient in; returns the router's own output."""
+        """Count one router's choices, and attach the loss's gradient; returns the router's output."""
         scores = load_balancing.scores(logits, self._config.moe_router_score_function)
-        if not current.complete:
+        if not current.complete:  # recomputation would count again
             with torch.no_grad():
                 real = current.real[:, None]
                 best = scores.topk(self._config.moe_router_topk, dim=-1).indices
@@ -191,7 +193,7 @@ def _rows(current: _Pass, position: int) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes ``weights`` through; its backward pass adds the loss's gradient for ``scores``, known only by then."""
+    """Identity of ``weights`` whose backward pass adds the loss's gradient of ``scores``, which is known only by then."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
@@ -205,23 +207,19 @@ class _WithLoss(torch.autograd.Function):
 
 @contextlib.contextmanager
 def biases_in_fp32(chunk: torch.nn.Module) -> Iterator[None]:
-    """Keep routers' correction biases as they are while the block brings a chunk to 16 bits.
+    """Keep routers' correction biases in fp32 while the block converts a chunk to 16 bits.
 
-    They are fp32 in every precision, as in transformers; rounded to bf16 they would choose other experts.
+    They are fp32 in every precision, as in transformers; rounded to bf16, routers would choose other experts.
     """
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    kept = [(router, bias.clone()) for router in routers if (bias := router.expert_bias) is not None]
+    biases = [(router, bias.clone()) for router in routers if (bias := router.expert_bias) is not None]
     yield
-    for router, bias in kept:
+    for router, bias in biases:
         router.expert_bias = bias
 
 
 def check(config: Any, moe: Moe, pipeline: int, frozen: bool) -> None:
-    """Refuse settings of ``moe`` that this model or layout cannot honour, on every rank alike.
-
-    Raises:
-        ConfigError: naming the setting and what to do.
-    """
+    """Raise ConfigError, on every rank, for settings of ``moe`` that this model or layout does not support."""
     setting = f"moe.aux_loss: {moe.aux_loss}"
     name = config.hf_model_type
     if moe.aux_loss != "none":

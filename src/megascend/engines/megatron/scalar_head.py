@@ -1,8 +1,8 @@
-"""The scalar head on the last pipeline stage: hidden states in, a value for each token out.
+"""The scalar head on the last pipeline stage: from hidden states to a value for each token.
 
-mcore-bridge builds such a model as its task ``seq_cls``, whose output layer is one of Transformer Engine's, without a bias. Its
-place takes a plain product in fp32, with the bias and the dropout that transformers' token classifiers have. Under sequence
-parallelism every rank computes the values of its own tokens, and mcore-bridge brings these together.
+mcore-bridge builds such a model as its task ``seq_cls``, with an output layer of Transformer Engine without a bias. It is
+replaced by a plain product in fp32, with the bias and the dropout of transformers' token classifiers. Under sequence parallelism
+every rank computes the values of its own tokens, and mcore-bridge gathers them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megascend.huggingface.scalar_head import BIAS, ScalarHead
 
 
 class ScalarHeadLayer(nn.Module):
-    """In place of a model's output layer.
+    """Scalar head as a model's output layer.
 
     Args:
         config: mcore-bridge's; its ``params_dtype`` is that of the parameters.
@@ -33,16 +33,17 @@ class ScalarHeadLayer(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **options))
         self.bias = nn.Parameter(torch.empty(1, **options)) if head.bias else None
         for parameter in self.parameters():
-            # Each rank has the gradients of its own tokens: Megatron adds them up. Without it, all have the whole.
+            # With sequence parallelism each rank has the gradients of its own tokens, and Megatron sums them; without it, all
+            # ranks have the complete gradient.
             parameter.sequence_parallel = self._divided  # type: ignore[attr-defined]
             parameter.allreduce = True  # type: ignore[attr-defined]
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """fp32 [sequence, batch, 1] from ``hidden`` [sequence, batch, h], as Megatron calls an output layer."""
+        """Compute values, fp32 [sequence, batch, 1], from ``hidden`` [sequence, batch, h]; Megatron's output layer signature."""
         if self.training and self._dropout:
-            # Ranks with other tokens draw other numbers; those with the same tokens must draw the same.
+            # Ranks with different tokens draw different masks; ranks with the same tokens must draw the same mask.
             fork = tensor_parallel.get_cuda_rng_tracker().fork() if self._divided else contextlib.nullcontext()  # type: ignore[reportOptionalMemberAccess]
             with fork:
                 hidden = nn.functional.dropout(hidden, self._dropout)
@@ -51,14 +52,14 @@ class ScalarHeadLayer(nn.Module):
 
 
 def bridge_arguments(head: ScalarHead | None) -> dict[str, Any]:
-    """mcore-bridge's settings for a model with this head, whose weight is never the embedding's."""
+    """Return mcore-bridge's settings for a model with this head, whose weight is never tied to the embedding."""
     if head is None:
         return {}
     return {"task_type": "seq_cls", "num_labels": 1, "untie_embeddings_and_output_weights": True}
 
 
 def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.device) -> None:
-    """Put the head onto the last of ``chunks``, if this is the last pipeline stage, and have mcore-bridge know its bias."""
+    """Replace the output layer of the last pipeline stage by the head, and make mcore-bridge convert its bias."""
     last = chunks[-1]
     if last.post_process:
         last.output_layer = ScalarHeadLayer(head, config, device)
@@ -67,9 +68,9 @@ def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.
 
 
 def _bridge(kind: Any, *, bias: bool) -> Any:
-    """mcore-bridge's ``kind`` of bridge, for a head that is whole on every rank.
+    """Return a subclass of mcore-bridge's bridge class ``kind`` for a head that is replicated on every rank.
 
-    mcore-bridge pads it to a row for each tensor parallel rank, as it does with a vocabulary, and knows of no ``bias``.
+    mcore-bridge would pad it to a row for each tensor parallel rank, like a vocabulary, and does not support a bias.
     """
 
     class ScalarHeadBridge(kind):
@@ -80,24 +81,24 @@ def _bridge(kind: Any, *, bias: bool) -> Any:
             return super()._set_weight(mg_param, hf_weight, mg_key, *args, **options)
 
         def _convert_post_process(self, mg_model: Any, hf_state_dict: Any, hf_prefix: str, to_mcore: bool) -> Any:
-            found = super()._convert_post_process(mg_model, hf_state_dict, hf_prefix, to_mcore)
+            converted = super()._convert_post_process(mg_model, hf_state_dict, hf_prefix, to_mcore)
             if not bias:
-                return found
+                return converted
             if to_mcore:
-                own = self._remove_prefix(hf_state_dict, hf_prefix)
-                if BIAS in own:
-                    self._set_state_dict(mg_model, "output_layer.bias", own, BIAS, to_mcore)
-                return found
-            own = {}
-            self._set_state_dict(mg_model, "output_layer.bias", own, BIAS, to_mcore)
-            return {**found, **self._add_prefix(own, hf_prefix)}
+                weights = self._remove_prefix(hf_state_dict, hf_prefix)
+                if BIAS in weights:
+                    self._set_state_dict(mg_model, "output_layer.bias", weights, BIAS, to_mcore)
+                return converted
+            weights = {}
+            self._set_state_dict(mg_model, "output_layer.bias", weights, BIAS, to_mcore)
+            return {**converted, **self._add_prefix(weights, hf_prefix)}
 
     ScalarHeadBridge.__name__ = kind.__name__
     return ScalarHeadBridge
 
 
 def fill(chunks: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
-    """Copy ``weights``, by their names in a checkpoint, into the head, if this is the last pipeline stage."""
+    """Copy ``weights``, by name in a checkpoint, into the head on the last pipeline stage."""
     layer = chunks[-1].output_layer if chunks[-1].post_process else None
     for name, values in weights.items() if layer is not None else ():
         getattr(layer, name.rpartition(".")[2]).data.copy_(values)

@@ -1,9 +1,8 @@
-"""A run's parameters and optimizer state as slices of whole tensors, named by their place in the model.
+"""Checkpoint state of a Megatron model and its optimizer: slices of global tensors, independent of the layout.
 
-Names and places come from Megatron-Core (``sharded_state_dict``, as its own ``dist_checkpointing`` takes it), so that a
-checkpoint fits every layout. Optimizer state is named like the ``fully_reshardable`` format of Megatron's distributed
-optimizer; that format is made by gathering whole tensors on every save, while here each rank names its own run of numbers
-as slices.
+Names and offsets come from Megatron-Core's ``sharded_state_dict``, which its ``dist_checkpointing`` uses too, so that a
+checkpoint fits every layout. Optimizer state is named like the ``fully_reshardable`` format of Megatron's distributed optimizer;
+that format gathers complete tensors on every save, while here each rank describes its own run of numbers as slices.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run of a parameter's local numbers that is one slice of one tensor in the checkpoint.
+    """Run of a flattened local parameter that is one slice of one tensor in the checkpoint.
 
     Attributes:
-        start: first number of the flattened parameter.
+        start: index of its first number in the flattened parameter.
         tensor: Megatron's description of the slice; its data is a view of the parameter.
     """
 
@@ -39,7 +38,7 @@ class NamedRun:
 
 
 def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
-    """Yield what Megatron-Core would save of a rank's model chunks (not wrapped), by name and place."""
+    """Yield Megatron-Core's checkpoint entries of a rank's model chunks (not wrapped)."""
     metadata = {"dp_cp_group": groups.device_group("dp_cp")}
     for chunk in chunks:
         for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
@@ -48,10 +47,10 @@ def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
 
 
 def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]:
-    """Return parameters and buffers of this rank, and the objects that layers keep, by their names in the checkpoint.
+    """Return this rank's parameters, buffers and layers' objects by name in the checkpoint.
 
     Args:
-        everything: also what another rank writes, as needed to load.
+        everything: include replicas that another rank writes, as needed to load.
     """
     values: dict[str, Any] = {}
     for entry in entries:
@@ -69,35 +68,36 @@ def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]
 def optimizer_state(
     entries: Sequence[Entry], optimizer: MegatronOptimizer, *, everything: bool
 ) -> dict[str, TensorSlices]:
-    """Return Adam's moments and, where parameters are of 16 bits, their float32 originals. Live tensors, not copies.
+    """Return Adam's moments and, for 16-bit parameters, the float32 main parameters. Live tensors, not copies.
 
     Args:
-        everything: also what another rank writes, as needed to load.
+        everything: include replicas that another rank writes, as needed to load.
     """
     runs: dict[int, list[NamedRun]] = {}
     for entry in entries:
         if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
             runs.setdefault(id(entry.data), []).extend(_runs(entry))
     tensors: dict[str, TensorSlices] = {}
-    for kept in optimizer.parameter_states():
-        if id(kept.parameter) not in runs:
+    for state in optimizer.parameter_states():
+        if id(state.parameter) not in runs:
             raise CheckpointError(
-                f"a trained parameter of shape {tuple(kept.parameter.shape)} has no name in the checkpoint"
+                f"a trained parameter of shape {tuple(state.parameter.shape)} has no name in the checkpoint"
             )
-        for run in runs[id(kept.parameter)]:
-            # Each data parallel rank has its own run of a distributed optimizer's state: there are no copies over that axis.
-            copies = run.tensor.replica_id
-            if kept.divided and isinstance(copies, tuple):
-                copies = copies[:-1]
-            if everything or _is_main_replica(copies):
-                for name, values in kept.tensors.items():
+        for run in runs[id(state.parameter)]:
+            # The state of a distributed optimizer is sharded over data parallel ranks: it has no replicas along that axis,
+            # the last one of the id.
+            replica_id = run.tensor.replica_id
+            if state.divided and isinstance(replica_id, tuple):
+                replica_id = replica_id[:-1]
+            if everything or _is_main_replica(replica_id):
+                for name, values in state.tensors.items():
                     key = OPTIMIZER_KEY.format(state=name, key=run.tensor.key)
-                    _add_run(_slices(tensors, key, run.tensor, values.dtype), run, kept.start, values)
+                    _add_run(_slices(tensors, key, run.tensor, values.dtype), run, state.start, values)
     return tensors
 
 
 def tensors_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors of an entry: a factory divides a fused parameter (gate and up, for one)."""
+    """Return the tensors of an entry: a factory splits a fused parameter (such as gate and up)."""
     return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
 
 
@@ -116,15 +116,15 @@ def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
 
 
 def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor) -> None:
-    """Add the slices of a run that are in ``values``, a flat run of a parameter that begins at ``start``."""
+    """Add the slices of a run that are in ``values``, a flat run of a parameter that starts at ``start``."""
     data: Any = run.tensor.data
     low, high = max(start, run.start), min(start + values.numel(), run.start + data.numel())
     leading = run.tensor.prepend_axis_num
     flat = values.view(-1)
-    for each in slices_of_run(data.shape, low - run.start, high - run.start):
-        begin = each.start + run.start - start
-        part = flat[begin : begin + each.stop - each.start].view((1,) * leading + each.sizes)
-        slices.add(plus(run.tensor.global_offset, (0,) * leading + each.offsets), part)
+    for piece in slices_of_run(data.shape, low - run.start, high - run.start):
+        begin = piece.start + run.start - start
+        part = flat[begin : begin + piece.stop - piece.start].view((1,) * leading + piece.sizes)
+        slices.add(plus(run.tensor.global_offset, (0,) * leading + piece.offsets), part)
 
 
 def _slices(tensors: dict[str, Any], key: str, tensor: ShardedTensor, dtype: torch.dtype) -> TensorSlices:
@@ -136,5 +136,5 @@ def _with_leading(data: Any, tensor: ShardedTensor) -> Tensor:
 
 
 def _is_main_replica(replica: int | tuple[int, ...]) -> bool:
-    """Check whether this is the one of several copies that is written."""
+    """Check whether this is the replica that is written."""
     return not any(replica) if isinstance(replica, tuple) else replica == 0

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory into the model's shards, with nothing left out on the way."""
+"""Load a Hugging Face directory into the model's shards, and check that no tensor or parameter was left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megascend.kernels.reductions import names_with_nan, out_of_range
 
 
 class _Tracked:
-    """A lazy tensor of mcore-bridge that remembers having been read, and refuses what the model's dtype cannot hold."""
+    """A lazy tensor of mcore-bridge that records being read, and raises for numbers beyond the range of the model's dtype."""
 
     def __init__(self, lazy: Any, name: str, used: dict[str, None], dtype: torch.dtype) -> None:
         self._lazy, self._name, self._used, self._dtype = lazy, name, used, dtype
@@ -44,7 +44,7 @@ class _Tracked:
 
 
 class _Loader(SafetensorLazyLoader):
-    """mcore-bridge's loader of the tensors that megascend has decided on; it would read the index first, transformers last."""
+    """mcore-bridge's loader, restricted to given headers: it would prefer the index file, which transformers tries last."""
 
     def __init__(self, model_dir: str, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
@@ -67,17 +67,17 @@ def load(
 ) -> None:
     """Fill ``chunks`` from ``model_dir``; every parameter is written and every tensor of the checkpoint used.
 
-    mcore-bridge passes over what it does not find (an untied output layer keeps whatever was in memory), so parameters
-    start out as NaN here, and any that is still NaN afterwards is an error on every rank.
+    mcore-bridge skips tensors that it does not find (an untied output layer keeps uninitialised memory), so parameters are set
+    to NaN first, and any NaN afterwards is an error on every rank.
 
     Args:
-        tensors: headers of all that the model has.
-        fresh: of a scalar head, what does not come from the checkpoint.
+        tensors: headers of all tensors of the model.
+        fresh: newly initialised weights of a scalar head, which are not in the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks alike, naming what is missing, left over, or has the wrong shape.
+        CheckpointError: on all ranks, naming tensors that are missing, unused, or of the wrong shape.
     """
-    used: dict[str, None] = {}  # a dict keeps the order of reading
+    used: dict[str, None] = {}  # a dict for the order of reading: _after() names the last one
     problem = None
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -98,6 +98,7 @@ def load(
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
     scalar_head.fill(chunks, fresh or {})
+    # A tensor may load without an error and still not be complete: whatever was not written is NaN.
     if problem is None:
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         holes = names_with_nan(parameters)
@@ -114,22 +115,22 @@ def load(
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
     )
-    left = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
-    if left:
+    unused = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
+    if unused:
         raise CheckpointError(
-            f"{model_dir} holds tensors that this architecture has no place for: {some(left)}. config.json and weights "
+            f"{model_dir} holds tensors that this architecture has no place for: {some(unused)}. config.json and weights "
             "are of different models: correct config.json, or remove the tensors from the files"
         )
 
 
 def _after(used: dict[str, None]) -> str:
-    """Where mcore-bridge was: its own errors name no tensor, or only the last part of a name."""
+    """Return a note on the tensor that mcore-bridge read last: its errors name none, or only the last part of a name."""
     return f" (the last one read was {next(reversed(used))})" if used else ""
 
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """mcore-bridge draws one while it loads and has no setting for it."""
+    """Hide the progress bar that mcore-bridge draws while it loads; it has no setting for that."""
     original = gpt_bridge.tqdm
 
     def hidden(*args: Any, **options: Any) -> Any:
@@ -141,7 +142,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loads(tensors: Mapping[str, TensorHeader]) -> Iterator[None]:
-    """Have mcore-bridge read these tensors, from the files that hold them."""
+    """Make mcore-bridge read these tensors, from the files that hold them."""
 
     def loader(model_dir: str, **options: Any) -> _Loader:
         return _Loader(model_dir, tensors)

@@ -1,1 +1,1 @@
-"""One process, transformers' own model: laptops, examples, and a reference for users' tests. No Megatron."""
+"""The single-process engine on transformers' own model, for laptops, examples and as a reference in users' tests."""

@@ -29,13 +29,13 @@ class PeftAdapters(AdapterSet):
     """Adapters on a frozen model. Each micro batch is of one adapter, which is activated for it."""
 
     def __init__(self, model: Any, spec: EngineSpec, context: EngineContext) -> None:
-        # peft imports Transformer Engine where that is installed. Its library must be loaded before the first kernel of
-        # cuDNN is: with two versions of cuDNN on a machine, the loader would mix them.
+        # peft imports Transformer Engine if it is installed. That must happen before the first cuDNN kernel is loaded: on a
+        # machine with two versions of cuDNN, the loader would mix them.
         import peft  # noqa: F401
 
         assert spec.adapters is not None
         model.requires_grad_(False)
-        # peft before 0.20 takes the dimensions of transposed experts for each other.
+        # peft before 0.20 swaps the dimensions of transposed experts.
         targets = [target for target in layer_targets(model) if not is_transposed(target)]
         registry = AdapterRegistry.of_model(
             targets,
@@ -67,7 +67,7 @@ class PeftAdapters(AdapterSet):
             self._names = []
 
     def activate(self, batch: MicroBatch) -> None:
-        """Make the batch's adapter part of the model."""
+        """Apply the batch's adapter to the model."""
         name = self._names[batch.adapter_index[0]]
         if self._active is not None and self._active[0] == name:
             return
@@ -78,7 +78,7 @@ class PeftAdapters(AdapterSet):
             self._active = name, ActiveAdapter(self._model, saved.lora, saved.values)
 
     def take_gradients(self) -> None:
-        """Add the gradients of the last backward pass to those of this call so far, in float32."""
+        """Add the gradients of the last backward pass to this call's pending gradients, in float32."""
         if self._active is None:
             return
         name, active = self._active
@@ -88,7 +88,7 @@ class PeftAdapters(AdapterSet):
         self._pending[name] = vector if name not in self._pending else self._pending[name].add_(vector)
 
     def collect(self) -> None:
-        """Add the gradients of the last call to its adapters' own."""
+        """Add the pending gradients of the last call to its adapters' accumulated ones."""
         for name, vector in self._pending.items():
             adapter = self.registry[name]
             adapter.grads.add_(vector)
@@ -96,7 +96,7 @@ class PeftAdapters(AdapterSet):
         self._pending = {}
 
     def abandon(self) -> None:
-        """Drop the gradients of the last call; those of earlier ones stay."""
+        """Drop the pending gradients of the last call; those of earlier calls are kept."""
         self._pending = {}
 
     def _deactivate(self) -> None:
@@ -106,7 +106,7 @@ class PeftAdapters(AdapterSet):
 
 
 class ActiveAdapter:
-    """An adapter that is part of a transformers model until :meth:`deactivate`.
+    """An adapter that is applied to a transformers model until :meth:`deactivate`.
 
     Args:
         factors: of every adapted projection; copied, in the model's dtype.
@@ -156,7 +156,7 @@ def _weights(model: Any, name: str) -> tuple[Tensor, Tensor]:
     """Return peft's A and B of one projection."""
     if not is_expert_parameter(name):
         layer = model.get_submodule(name)
-    else:  # one wrapper for each adapted parameter of the module, one around the other
+    else:  # peft nests one wrapper for each adapted parameter of the module
         experts, _, parameter = name.rpartition(".")
         layer = model.get_submodule(experts)
         while layer.parameter_name != parameter:

@@ -1,4 +1,4 @@
-"""A cache of keys and values behind the attention of a transformers model, whatever function computes it in training."""
+"""KV cache in a transformers model's attention, independent of the attention function used in training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.errors import ConfigError
 
 REFUSED = ("softcap", "s_aux")
+"""Options of an attention function that the cached attention does not compute."""
 
 
 def why_not(model: Any) -> str | None:
-    """Return why this model's keys and values cannot be kept, or None."""
+    """Return the reason why this model cannot have a KV cache, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -27,10 +28,10 @@ def why_not(model: Any) -> str | None:
 
 
 class CachedAttentionFunction:
-    """Wraps a model's attention function while there is a cache of keys and values.
+    """Wrapper of a model's attention function that reads and writes the KV cache.
 
     Attributes:
-        batch: the micro batch that is computed at the moment, as its ``cached`` tells.
+        batch: the current micro batch; its ``cached`` is its use of the cache.
     """
 
     def __init__(self, model: Any) -> None:
@@ -40,7 +41,7 @@ class CachedAttentionFunction:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Keep keys and values of micro batches that are ``cached`` until the block ends."""
+        """Replace the attention function within the context; micro batches without ``cached`` run as before."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         before = ALL_ATTENTION_FUNCTIONS[self._name]
@@ -70,7 +71,7 @@ class CachedAttentionFunction:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """See ``transformers.AttentionInterface``: [batch, heads, tokens, head dim] to [batch, tokens, heads, head dim]."""
+        """Compute attention as ``transformers.AttentionInterface``: [batch, heads, tokens, d] to [batch, tokens, heads, d]."""
         refused = [name for name in REFUSED if options.get(name) is not None]
         if refused:
             raise ConfigError(

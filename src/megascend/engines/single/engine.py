@@ -39,8 +39,8 @@ from megascend.topology.weight_routes import Receivers
 class SingleEngine(TransformersEngine):
     """A model of transformers in one process; see :class:`megascend.engines.base.Engine`.
 
-    Micro batches are padded on the right, whatever ``batching.packing`` says: every architecture of transformers is causal
-    over plain rows, while packed ones are exact with some attention implementations only.
+    Micro batches are padded on the right, whatever ``batching.packing`` is: every architecture of transformers is causal over
+    plain rows, while packed rows are exact only with some attention implementations.
 
     Attributes:
         adapters: on a frozen model, or None.
@@ -65,12 +65,12 @@ class SingleEngine(TransformersEngine):
         check_router_loss(self.model, spec.moe, frozen=frozen, recomputed=recomputed)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
         if recomputed:
-            # transformers 5.11 and later have a new name for it.
+            # transformers 5.11 renamed gradient_checkpointing_enable.
             name = "activation_checkpointing_enable"
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
             enable({"use_reentrant": False})
         self._hf_slices: HfSlices | None = None
-        self._cached: cached_attention.CachedAttentionFunction | None = None  # while keys and values are kept
+        self._cached: cached_attention.CachedAttentionFunction | None = None  # within caching()
         self.adapters: PeftAdapters | None = None
         if spec.adapters is not None:
             self.trainable = self.adapters = PeftAdapters(self.model, spec, context)
@@ -122,7 +122,7 @@ class SingleEngine(TransformersEngine):
             self._cached = None
 
     def state(self, *, everything: bool) -> dict[str, Any]:
-        """See :meth:`megascend.engines.base.Engine.state`; names are those of transformers' parameters."""
+        """Implement :meth:`megascend.engines.base.Engine.state`; names are those of transformers' parameters."""
         if self.optimizer is None:
             return {}
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -136,7 +136,7 @@ class SingleEngine(TransformersEngine):
                 self._hf_slices = tensor_slices(self.model, self.info.tensors)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
-                    f"transformers converts this architecture in a way of its own ({error})"
+                    f"transformers' conversion of this architecture is not supported here ({error})"
                 ) from error
         return self._hf_slices
 
@@ -154,7 +154,7 @@ class SingleEngine(TransformersEngine):
 
 
 class SingleSubject(TransformersSubject):
-    """A small model as this engine computes it."""
+    """Self-check subject: a small model as the single-process engine computes it."""
 
     engine = "single"
     packing = False
@@ -184,7 +184,7 @@ def check_settings(spec: EngineSpec) -> None:
     if spec.batching.cuda_graphs is not None:
         raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective":
-        raise ConfigError("engine single: recompute.granularity=selective is not known here; set full or none")
+        raise ConfigError("engine single: recompute.granularity=selective is not supported; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(
             f"engine single: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"

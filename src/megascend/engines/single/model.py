@@ -1,4 +1,4 @@
-"""transformers' model of a directory, complete and checked, and its weights under the names of the checkpoint."""
+"""Load transformers' model of a directory, check that it is complete, and stream its weights under checkpoint names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
-from megascend.engines.transformers_names import in_checkpoint, layer_of
+from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.exported import some
@@ -26,17 +26,13 @@ from megascend.huggingface.scalar_head import BIAS
 from megascend.kernels.reductions import out_of_range
 
 HEAD_BOUND = 1e-2
-"""How far logits of the head alone may be from the model's, relative to their largest: the rounding of bf16."""
+"""Largest difference of the plain product's logits from the model's, relative to their maximum: bf16 rounding."""
 ROUTER_LOSS = "load_balancing_loss_func"
 """transformers' function for the load-balancing loss, in the modules of its mixture-of-experts models."""
 
 
 def model_config(model_dir: Path) -> Any:
-    """Return the configuration of a directory, in transformers' class.
-
-    Raises:
-        CheckpointError: transformers does not know it.
-    """
+    """Return the configuration of a directory, in transformers' class; CheckpointError if transformers cannot load it."""
     from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)
@@ -53,15 +49,15 @@ def load_model(
     info: ModelInfo,
     fresh: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """Return transformers' model of a directory, complete.
+    """Load transformers' model of a directory with all its weights.
 
     Args:
         info: of the directory.
         fresh: weights of a scalar head that are not in the checkpoint.
 
     Raises:
-        CheckpointError: transformers cannot load it, would draw some of its weights at random, or passes over some of them; or a
-            number is beyond fp16's range.
+        CheckpointError: transformers cannot load it, would initialise some of its weights at random, or does not use some of
+            the stored ones; or a number is beyond fp16's range.
     """
     head = info.scalar_head
     config = model_config(model_dir)
@@ -75,11 +71,12 @@ def load_model(
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
-    for what in ("missing_keys", "mismatched_keys"):
-        own = set() if head is None else {BIAS, *(fresh or {})} - (set() if head.fresh else {*head.names})
-        if found := set(report[what]) - own:
+    # Not in the files: a new head's weights, and the bias that transformers adds to any token classifier.
+    expected = set() if head is None else {BIAS, *(fresh or {})} - (set() if head.fresh else {*head.names})
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := set(report[kind]) - expected:
             raise CheckpointError(
-                f"model: {model_dir}: {what.replace('_', ' ')}: {sorted(found)[:3]}: correct config.json, or "
+                f"model: {model_dir}: {kind.replace('_', ' ')}: {sorted(names)[:3]}: correct config.json, or "
                 "fetch the files again"
             )
     if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
@@ -94,13 +91,13 @@ def load_model(
     with torch.no_grad():
         for name, values in (fresh or {}).items():
             model.get_parameter(name).copy_(values)
-    if dtype == torch.float16:
+    if dtype == torch.float16:  # transformers has converted larger numbers to infinity silently
         _check_range(info)
     return model.to(device)
 
 
 def _check_range(info: ModelInfo) -> None:
-    """Raise CheckpointError for a stored number that has become infinite in fp16."""
+    """Raise CheckpointError for a stored number that is infinite in fp16."""
     by_file = sorted((header.file, name) for name, header in info.tensors.items() if header.file is not None)
     for file, names in groupby(by_file, key=lambda entry: entry[0]):
         with safe_open(file, "pt") as opened:
@@ -111,7 +108,7 @@ def _check_range(info: ModelInfo) -> None:
 
 @contextlib.contextmanager
 def _no_progress_bars(*, known_differences: bool = False) -> Iterator[None]:
-    """Have transformers load without a bar, and with ``known_differences`` without a report of them."""
+    """Switch off transformers' progress bars, and with ``known_differences`` its report of missing weights."""
     from transformers.utils import logging
 
     enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -127,7 +124,7 @@ def _no_progress_bars(*, known_differences: bool = False) -> Iterator[None]:
 
 
 def hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
-    """Return [batch, sequence, h] after the last norm, and the base model's whole output. Causal; padding comes last."""
+    """Return (hidden states [batch, sequence, h] after the last norm, the base model's output). Causal; padding comes last."""
     output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
     return output.last_hidden_state, output
 
@@ -136,7 +133,7 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
     """Compare the output layer's plain product with the model's own logits, for a few tokens.
 
     Raises:
-        ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would leave out.
+        ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would omit.
     """
     head = model.get_output_embeddings()
     if (problem := not_plain(head, None)) is not None:
@@ -154,7 +151,7 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
     difference = float((logits - plain).abs().max() / logits.abs().max().clamp_min(1e-6))
     if len(products) != 1 or not torch.equal(products[0].float(), logits):
         raise ConfigError(
-            f"engine single: {type(model).__name__} does more with its logits than to return them (a cap or a scale in its "
+            f"engine single: {type(model).__name__} changes its logits after the output layer (a cap or a scale in its "
             "configuration?); use another engine"
         )
     if not difference <= HEAD_BOUND:
@@ -165,7 +162,7 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
 
 
 def check_router_loss(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -> None:
-    """Raise ConfigError for settings of experts that this engine does not have."""
+    """Raise ConfigError for ``moe`` settings that this engine or this model does not support."""
     if moe.bias_update_rate:
         raise ConfigError(
             f"engine single: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"
@@ -175,18 +172,18 @@ def check_router_loss(model: Any, moe: Moe, *, frozen: bool, recomputed: bool) -
     if moe.aux_loss == "none":
         return
     if moe.aux_loss != "transformers":
-        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} is not known here; set transformers or none")
+        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} is not supported; set transformers or none")
     if not hasattr(sys.modules[type(model).__module__], ROUTER_LOSS):
         raise ConfigError(
             f"engine single: moe.aux_loss is set, but transformers has no such loss for {type(model).__name__}; set none"
         )
     if frozen or recomputed:
-        what = "the model is frozen (adapters)" if frozen else "recompute.granularity is full"
-        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} does not work where {what}; set none")
+        reason = "the model is frozen (adapters)" if frozen else "recompute.granularity is full"
+        raise ConfigError(f"engine single: moe.aux_loss={moe.aux_loss!r} does not work where {reason}; set none")
 
 
 def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
-    """Return transformers' load-balancing loss of one micro batch over its samples' tokens, before any coefficient.
+    """Compute transformers' load-balancing loss of one micro batch over its samples' tokens, without a coefficient.
 
     Args:
         output: of the base model, with ``router_logits``.
@@ -203,18 +200,16 @@ def named_weights(
     merge: Callable[[str, Tensor], Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the checkpoint, tensor) of everything that a checkpoint has, a layer at a time; tied weights once.
+    """Yield (name in the checkpoint, tensor) of all persistent tensors, a layer at a time; tied weights once.
 
     Args:
         stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
-        device: where to; default: where the model is.
+        device: of the tensors; default: the model's.
     """
-    persistent = model.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    untied = {name: tensor for name, tensor in persistent.items() if first.setdefault(id(tensor), name) == name}
+    tensors = persistent_tensors(model)
     describes = device is not None and torch.device(device).type == "meta"
-    for _, names in groupby(untied, key=layer_of):
-        layer = {name: untied[name].detach() for name in names}
+    for _, names in groupby(tensors, key=layer_of):
+        layer = {name: tensors[name].detach() for name in names}
         if describes:
             layer = {name: tensor.to("meta") for name, tensor in layer.items()}
         for name, tensor in in_checkpoint(model, layer, stored).items():
