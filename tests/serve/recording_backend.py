@@ -18,9 +18,9 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 from megascend.serve.api.application import make_application, sweep
 from megascend.serve.api.keys import Keys, digest_of
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import work
+from megascend.serve.scheduler.runner import work
+from megascend.serve.served_model import ServedModel
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
 
@@ -217,7 +217,7 @@ class Served:
 def served(storage: Path, **settings: Any) -> Iterator[Served]:
     """A service on a backend that records, in this process."""
     config = ServeConfig(model=storage, storage=storage, window_ms=0, **settings)
-    base = BaseModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
+    base = ServedModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
     backend, clock, inbox = RecordingBackend(), Clock(), Inbox(0, config.batch_tokens)
     service = Service(config, base, inbox, clock)
     if config.durable:

@@ -21,7 +21,7 @@ from megascend.serve import operations
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.wire import Datum, Span, TrainRequest
 from megascend.serve.server import keys_of
-from megascend.serve.store import recovery, writer
+from megascend.serve.store import durability, recovery
 from megascend.serve.store.database import StoredRow
 from megascend.serve.store.recovery import NAME
 
@@ -227,7 +227,7 @@ def largest_file() -> Iterator[Callable[[int | None], None]]:
 
 
 def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_file) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    monkeypatch.setattr(durability, "RETRY_S", 0.02)
     with disks() as first:
         model = first.alice.model()
         first.service.durability._writer._wait_s = 0.1

@@ -10,7 +10,7 @@ from recording_backend import Caller, Served, served
 
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.serve.scheduler.commands import Respond
-from megascend.serve.scheduler.lines import SampleTurns
+from megascend.serve.scheduler.runner import SampleTurns
 
 
 def saved(caller: Caller, count: int) -> list[str]:

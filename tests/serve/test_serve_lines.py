@@ -31,7 +31,7 @@ from megascend.serve.scheduler.commands import (
     Save,
 )
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import CANCELLED, SLICE_TOKENS, Cancelled, Lines
+from megascend.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, Lines
 
 
 class SlowSampler:

@@ -13,11 +13,11 @@ import torch
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api import keys, wire
 from megascend.serve.api.bodies import adam_of
-from megascend.serve.api.reading import check_message, decompress
-from megascend.serve.base_model import BaseModel, allowed_targets
+from megascend.serve.api.reading import decompress
 from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.served_model import ServedModel, allowed_targets
 from megascend.serve.tenancy import Order
 
 MODEL = f"s-{'0' * 32}:train:3"
@@ -98,21 +98,21 @@ def test_a_bomb_is_not_opened() -> None:
 def test_messages_are_counted_before_they_are_parsed() -> None:
     empty = b"\x1a\x00"  # field 3, length 0
     schema = wire._schema()
-    check_message(empty * 100, schema, 100)
+    wire.check_message(empty * 100, schema, 100)
     with pytest.raises(RequestRefusedError, match="more than 100"):
-        check_message(empty * 101, schema, 100)
+        wire.check_message(empty * 101, schema, 100)
     inner = b"\x0a\x00" * 60
     datum = b"\x1a" + bytes([len(inner)]) + inner
     with pytest.raises(RequestRefusedError, match="more than 100"):
-        check_message(datum * 2, schema, 100)
+        wire.check_message(datum * 2, schema, 100)
     for body in (b"\x1a", b"\x1a\x05a", b"\x0b", b"\xff" * 11, b"\x1a\xff\xff\xff\xff\x7f"):
         with pytest.raises(RequestRefusedError, match="no protobuf message"):
-            check_message(body, schema, 100)
+            wire.check_message(body, schema, 100)
     chance = random.Random(1)
     for _ in range(300):  # whatever comes, it is counted or refused
         body = chance.randbytes(chance.randrange(40))
         try:
-            check_message(body, schema, 100)
+            wire.check_message(body, schema, 100)
         except RequestRefusedError:
             continue
 
@@ -220,10 +220,10 @@ def test_switches_mean_layers_of_the_model() -> None:
         "model.layers.0.mlp.experts.down_proj",
         "lm_head",
     )
-    base = BaseModel(("tiny",), None, "Tiny", 1, 1, names)  # type: ignore[arg-type]
+    base = ServedModel(("tiny",), None, "Tiny", 1, 1, names)  # type: ignore[arg-type]
     assert base.targets(attention=True, mlp=False, output=False) == names[:1]
     assert base.targets(attention=False, mlp=True, output=True) == names[1:]
-    tied = BaseModel(("tiny",), None, "Tiny", 1, 1, names[:3])  # type: ignore[arg-type]
+    tied = ServedModel(("tiny",), None, "Tiny", 1, 1, names[:3])  # type: ignore[arg-type]
     assert tied.targets(attention=True, mlp=True, output=True) == names[:3]
     with pytest.raises(ConfigError, match="no layer"):
         tied.targets(attention=False, mlp=False, output=True)

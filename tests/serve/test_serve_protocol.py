@@ -13,7 +13,7 @@ from recording_backend import Served, served
 from megascend.sampling.request import SampleResult
 from megascend.serve.api.application import ABSENT
 from megascend.serve.api.bodies import Sample
-from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
+from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from megascend.rollout import connections
 from megascend.serve import server
 from megascend.serve.api import reading
 from megascend.serve.api.keys import digest_of
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import work
+from megascend.serve.scheduler.runner import work
+from megascend.serve.served_model import ServedModel
 
 HEADERS = {"X-API-Key": KEYS["alice"]}
 DEADLINE_S = 60.0
@@ -33,7 +33,7 @@ DEADLINE_S = 60.0
 def listening(storage: Path, **settings) -> Iterator[str]:
     """The address of a server, on a backend that records."""
     config = ServeConfig(model=storage, storage=storage, port=0, window_ms=0, **settings)
-    base = BaseModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
+    base = ServedModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
     inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     with server.http_server(config, keys, base, inbox) as (address, report):

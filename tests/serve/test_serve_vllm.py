@@ -16,9 +16,7 @@ import pytest
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from megascend.serve.errors import Failure
-from megascend.serve.samplers.vllm_check import Probe, check
-from megascend.serve.samplers.vllm_pool import Servers
-from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm import Probe, Servers, VllmSampling, check
 from megascend.serve.samplers.vllm_server import (
     RefusedError,
     ServerFailedError,

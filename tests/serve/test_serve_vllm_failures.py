@@ -18,7 +18,7 @@ from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.availability import FIRST_S
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.serve.samplers import vllm_server
-from megascend.serve.samplers.vllm_pool import Pool, Servers
+from megascend.serve.samplers.vllm import Pool, Servers
 from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))

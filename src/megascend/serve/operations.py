@@ -18,7 +18,6 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import fail, in_line
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model, Session
 
@@ -40,7 +39,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         if not flat:
             raise DataError("the request has no samples")
     except (ConfigError, DataError) as error:
-        return fail(service, model, request.number, kind, error, spoils=not request.forward_only)
+        return service.enqueue_failure(model, request.number, kind, error, spoils=not request.forward_only)
     tokens = sum(map(len, flat))
 
     def answer(value: Any) -> TrainAnswer:
@@ -55,7 +54,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
             return Forward(number, model.adapter, flat)
         return ForwardBackward(number, model.adapter, flat, loss)
 
-    future = in_line(service, model, request.number, kind, command, answer_of=answer, tokens=tokens)
+    future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
     if recorded and not request.forward_only:
         service.durability.resolved(future, replace(request, data=data))
     return future
@@ -79,7 +78,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
                 f"your checkpoints take {used} bytes; {service.settings.limits.storage_bytes} are allowed"
             )
     except (RequestRefusedError, ConfigError) as error:
-        return fail(service, model, number, request, ConfigError(str(error)))
+        return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
         now, ttl = time.time(), asked.ttl_seconds
@@ -107,7 +106,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
-    return in_line(service, model, number, request, command, answer_of=answer)
+    return service.enqueue(model, number, request, command, answer_of=answer)
 
 
 def _made_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
@@ -133,7 +132,7 @@ def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Futur
         record, directory = service.checkpoints.find(model.tenant, CheckpointPath.parse(asked.path), public=True)
         _check_optimizer(asked, record)
     except (RequestRefusedError, ConfigError) as error:
-        return fail(service, model, number, "load_weights", ConfigError(str(error)))
+        return service.enqueue_failure(model, number, "load_weights", ConfigError(str(error)))
 
     def answer(_: Any) -> dict[str, Any]:
         model.rank, model.attention, model.mlp, model.output = record.rank, record.attention, record.mlp, record.output
@@ -142,7 +141,7 @@ def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Futur
     def command(ticket: int) -> Load:
         return Load(ticket, model.adapter, str(directory), asked.optimizer)
 
-    return in_line(service, model, number, "load_weights", command, answer_of=answer)
+    return service.enqueue(model, number, "load_weights", command, answer_of=answer)
 
 
 def _load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Future:
@@ -221,7 +220,7 @@ def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future
     def command(ticket: int) -> Command:
         return OptimizerStep(ticket, model.adapter, adam, problem)
 
-    return in_line(service, model, number_of(body.get("seq_id")), "optim_step", command, answer_of=answer)
+    return service.enqueue(model, number_of(body.get("seq_id")), "optim_step", command, answer_of=answer)
 
 
 def save_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:

@@ -20,10 +20,9 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
-from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
-from megascend.serve.samplers.vllm_check import vllm_servers
-from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
+from megascend.serve.served_model import ServedModel, allowed_targets, architecture_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -47,7 +46,7 @@ def serve(
     """
     from megascend.app.stop_signals import StopSignals
     from megascend.serve.scheduler.inbox import Inbox
-    from megascend.serve.scheduler.lines import work
+    from megascend.serve.scheduler.runner import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)
@@ -112,7 +111,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     return tokenizer, sorted(stop_tokens(tokenizer, settings.model, None))
 
 
-def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
+def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     """Describe the served model."""
     from megascend.huggingface.files import read_config
 
@@ -120,7 +119,7 @@ def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
     names = tuple(name for name in (settings.name, str(path)) if name)
     architecture = architecture_of(read_config(settings.model))
     projections = tuple(backend.engine.trainable.projections)
-    return BaseModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
+    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
 
 
 def check_packages() -> None:
@@ -168,7 +167,7 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
 def http_server(
     settings: ServeConfig,
     keys: dict[str, str],
-    base: BaseModel,
+    base: ServedModel,
     inbox: Any,
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
     vllm: Callable[[Callable[[list[Outcome]], None]], VllmSampling] | None = None,

@@ -15,19 +15,19 @@ from typing import Any
 
 from megascend.config import Lora
 from megascend.config.serve import ServeConfig
-from megascend.errors import ConfigError, MegascendError
+from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api.bodies import CreateModel, LoraSettings
 from megascend.serve.api.wire import TrainRequest
-from megascend.serve.base_model import BaseModel
 from megascend.serve.checkpoints import Checkpoints
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.samplers.sequences import Sequences
-from megascend.serve.samplers.vllm_sampling import VllmSampling
-from megascend.serve.scheduler.commands import Cancel, Command, Create, Outcome, Remove
+from megascend.serve.samplers.vllm import VllmSampling
+from megascend.serve.scheduler.commands import Cancel, Command, Create, ForwardBackward, Outcome, Remove
 from megascend.serve.scheduler.futures import Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.served_model import ServedModel
 from megascend.serve.tenancy import Model, Session, Tenancy, samples_of
 
 
@@ -118,7 +118,7 @@ class Service:
     """
 
     def __init__(
-        self, settings: ServeConfig, base: BaseModel, inbox: Inbox, clock: Callable[[], float] = time.monotonic
+        self, settings: ServeConfig, base: ServedModel, inbox: Inbox, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings, self.base, self._inbox, self.clock = settings, base, inbox, clock
         self.tenancy = Tenancy(
@@ -249,6 +249,88 @@ class Service:
     def _count_models(self) -> None:
         self._inbox.set_models(len(self.tenancy.models))
 
+    # --- requests of a model, in its client's order ---
+
+    def enqueue(
+        self, model: Model, number: int | None, kind: str, command: Callable[[int], Command | None], **values: Any
+    ) -> Future:
+        """Make a future whose command is handed to the ranks in its turn; return the same future for a repeated number.
+
+        Args:
+            number: position in the model's order; None: its turn is now.
+            command: builds the command; returns None if the future has ended already.
+
+        Raises:
+            RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was used for another kind of
+                request, or its answer has been dropped.
+        """
+        self.durability.check_number(number)
+        name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
+        if number is not None and model.order.seen(number):
+            earlier = self.futures.get(name, model.tenant)
+            if earlier is None or earlier.kind != kind:
+                was = "was answered, and its answer is no longer kept" if earlier is None else f"was a {earlier.kind}"
+                raise RequestRefusedError(f"request {number} of {model.name} {was}")
+            return earlier
+        # A request that fills a gap is always taken: refusing it would keep the later ones, already taken, from running.
+        new = number is None or number > model.order.following or not model.order.early
+        if new and not self.durability.repeating:
+            self._check_load(model, values.get("tokens", 0))
+        future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
+
+        def submit() -> None:
+            built = command(future.number)
+            if built is not None:
+                self.put(built)
+            self.durability.turn(model, future, number)
+
+        for turn in [submit] if number is None else model.order.offer(number, submit):
+            turn()
+        model.gap_since = (model.gap_since or self.clock()) if model.order.early else None
+        return future
+
+    def enqueue_failure(
+        self, model: Model, number: int | None, kind: str, error: MegascendError, *, spoils: bool = False
+    ) -> Future:
+        """Make a future that fails in its turn.
+
+        Args:
+            spoils: fail the optimizer step that the request belongs to as well.
+        """
+
+        def command(ticket: int) -> Command | None:
+            if spoils:
+                return ForwardBackward(ticket, model.adapter, (), None, str(error))
+            self.break_future(ticket, error)
+            return None
+
+        return self.enqueue(model, number, kind, command)
+
+    def enqueue_missing(self, model: Model, number: int, message: str) -> Future:
+        """Fail a request that never arrived, and with it the optimizer step that it belongs to."""
+        future = self.enqueue_failure(model, number, "forward_backward", DataError(message), spoils=True)
+        self.durability.asked(future, "missing", message.encode(), number)
+        return future
+
+    def _check_load(self, model: Model, tokens: int) -> None:
+        limits = self.settings.limits
+        if self.futures.pending(model.name) >= limits.pending:
+            raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
+        self.check_answers(model.tenant)
+        pending = self.futures.tokens(model.tenant)
+        if pending and pending + tokens > limits.tokens:
+            raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
+
+    def check_answers(self, tenant: str) -> None:
+        """Raise 429 if a tenant has too many answers that it has not fetched."""
+        if self.futures.full(tenant):
+            most = self.settings.limits.answer_bytes
+            raise RequestRefusedError(
+                f"your answers take more than {most} bytes (limits.answer_bytes); fetch some first", 429
+            )
+
+    # --- commands and their outcomes ---
+
     def put(self, command: Command) -> None:
         """Give a command to the ranks."""
         self._inbox.put(command)
@@ -268,8 +350,6 @@ class Service:
         future = self.futures.numbered(number)
         if future is not None:
             self.end(future, Outcome(number, error=error))
-
-    # --- what comes back ---
 
     def finish(self, outcomes: list[Outcome]) -> None:
         """End the futures of commands that have run, at most one batch of gradients among them."""

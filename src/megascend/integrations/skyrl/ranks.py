@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 from megascend.config.serve import ServeConfig
 from megascend.errors import MegascendError, ProcessGroupError
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.commands import Command, Outcome
 from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.served_model import ServedModel
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         self._waiting: dict[int, Future[Outcome]] = {}
         self._count = 0
         self._ended: BaseException | None = None
-        ready: Future[BaseModel] = Future()
+        ready: Future[ServedModel] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), name="megascend", daemon=True)
         self._thread.start()
         self.base = ready.result()
@@ -63,8 +63,8 @@ class Ranks:
         self._inbox.close()
         self._thread.join()
 
-    def _work(self, ready: Future[BaseModel]) -> None:
-        from megascend.serve.scheduler.lines import work
+    def _work(self, ready: Future[ServedModel]) -> None:
+        from megascend.serve.scheduler.runner import work
         from megascend.serve.server import base_model, make_backend, sampler
 
         try:
@@ -95,7 +95,7 @@ class Ranks:
 
 def follow(settings: ServeConfig) -> None:
     """Any other rank's side: work until rank 0 closes. Collective with :class:`Ranks`."""
-    from megascend.serve.scheduler.lines import work
+    from megascend.serve.scheduler.runner import work
     from megascend.serve.server import make_backend, sampler
 
     with make_backend(settings) as backend:

@@ -27,9 +27,8 @@ from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.operations import BY_PATH, number_in, settled, train
 from megascend.serve.samplers.adapters import Samplers
-from megascend.serve.samplers.wire import SampleAnswer
+from megascend.serve.samplers.messages import SampleAnswer
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import spoil
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
@@ -329,7 +328,7 @@ def _skip_missing(service: Service, model: Model) -> None:
     """Let those run that wait for requests which have not come; the step that these belonged to fails."""
     for number in model.order.missing():
         problem = f"request {number} of this model did not come within {service.settings.gap_timeout_s} s"
-        spoil(service, model, number, problem)
+        service.enqueue_missing(model, number, problem)
     model.gap_since = service.clock() if model.order.early else None
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from megascend.serve.errors import RequestRefusedError
@@ -61,87 +60,6 @@ def check_json(body: bytes) -> None:
     """
     if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
         raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
-
-
-Schema = Mapping[int, "Schema | None"]
-"""Of a protobuf message: by the numbers of its fields that hold messages, those messages' own; None: numbers in a row."""
-
-MAX_DEPTH = 16
-
-
-def schema_of(descriptor: Any) -> Schema:
-    """Return the schema of a message that the client's package describes, with those in it."""
-    return _schema(descriptor, MAX_DEPTH)
-
-
-def _schema(descriptor: Any, depth: int) -> Schema:
-    schema: dict[int, Schema | None] = {}
-    for field in descriptor.fields:
-        if field.message_type is not None:
-            schema[field.number] = _schema(field.message_type, depth - 1) if depth else {}
-        elif _is_repeated(field) and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
-            schema[field.number] = None
-    return schema
-
-
-def _is_repeated(field: Any) -> bool:
-    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED  # protobuf < 6
-
-
-def check_message(body: bytes, schema: Schema, limit: int) -> None:
-    """Count the fields in a protobuf body before a parser makes something of each.
-
-    An empty message takes two bytes there, a number in a row one.
-
-    Args:
-        limit: most fields, those of messages in messages included.
-
-    Raises:
-        RequestRefusedError: 413, there are more; 400, this is no protobuf message.
-    """
-    waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
-    count = 0
-    while waiting:
-        inside, position, end = waiting.pop()
-        while position < end:
-            tag, position = _varint(body, position, end)
-            kind = tag & 7
-            count += 1
-            if kind == 2:
-                length, position = _varint(body, position, end)
-                if position + length > end:
-                    raise RequestRefusedError("the body is no protobuf message: it ends within a field")
-                of_field = inside.get(tag >> 3, {})
-                if of_field:
-                    waiting.append((of_field, position, position + length))
-                elif of_field is None:
-                    count += _numbers(body, position, position + length)
-                position += length
-            elif kind == 0:
-                _, position = _varint(body, position, end)
-            elif kind in (1, 5):
-                position += 8 if kind == 1 else 4
-            else:
-                raise RequestRefusedError(f"the body is no protobuf message: wire type {kind}")
-            if count > limit:
-                raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
-
-
-def _numbers(body: bytes, start: int, end: int) -> int:
-    """Bound how many numbers a row holds: each has one byte below 128, or is written in four or more."""
-    return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
-
-
-def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < end and shift < 64:
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise RequestRefusedError("the body is no protobuf message: it ends within a number")
 
 
 TIMEOUT_S = 120.0

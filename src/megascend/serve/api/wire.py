@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from megascend.errors import DataError, MissingDependencyError
-from megascend.serve.api.reading import Schema, check_message, schema_of
 from megascend.serve.errors import RequestRefusedError
 
 
@@ -47,6 +46,81 @@ def _span(message: Any) -> Span:
         raise DataError("a provenance span says neither prompt_tokens nor sampled_tokens")
     part = getattr(message, kind)
     return Span(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
+
+
+Schema = Mapping[int, "Schema | None"]
+"""Of a protobuf message: by the numbers of its fields that hold messages, those messages' own; None: numbers in a row."""
+
+MAX_DEPTH = 16
+
+
+def schema_of(descriptor: Any, depth: int = MAX_DEPTH) -> Schema:
+    """Return the schema of a message type in the client's package, nested messages included."""
+    schema: dict[int, Schema | None] = {}
+    for entry in descriptor.fields:
+        # is_repeated is new in protobuf 6, which deprecates label
+        repeated = entry.is_repeated if hasattr(entry, "is_repeated") else entry.label == entry.LABEL_REPEATED
+        if entry.message_type is not None:
+            schema[entry.number] = schema_of(entry.message_type, depth - 1) if depth else {}
+        elif repeated and entry.type not in (entry.TYPE_STRING, entry.TYPE_BYTES):
+            schema[entry.number] = None
+    return schema
+
+
+def check_message(body: bytes, schema: Schema, limit: int) -> None:
+    """Count the fields in a protobuf body before a parser makes something of each.
+
+    An empty message takes two bytes there, a number in a row one.
+
+    Args:
+        limit: most fields, those of messages in messages included.
+
+    Raises:
+        RequestRefusedError: 413, there are more; 400, this is no protobuf message.
+    """
+    waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
+    count = 0
+    while waiting:
+        inside, position, end = waiting.pop()
+        while position < end:
+            tag, position = _varint(body, position, end)
+            kind = tag & 7
+            count += 1
+            if kind == 2:
+                length, position = _varint(body, position, end)
+                if position + length > end:
+                    raise RequestRefusedError("the body is no protobuf message: it ends within a field")
+                of_field = inside.get(tag >> 3, {})
+                if of_field:
+                    waiting.append((of_field, position, position + length))
+                elif of_field is None:
+                    count += _numbers(body, position, position + length)
+                position += length
+            elif kind == 0:
+                _, position = _varint(body, position, end)
+            elif kind in (1, 5):
+                position += 8 if kind == 1 else 4
+            else:
+                raise RequestRefusedError(f"the body is no protobuf message: wire type {kind}")
+            if count > limit:
+                raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
+
+
+def _numbers(body: bytes, start: int, end: int) -> int:
+    """Bound how many numbers a row holds: each has one byte below 128, or is written in four or more."""
+    return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
+
+
+def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = body[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise RequestRefusedError("the body is no protobuf message: it ends within a number")
 
 
 PROTOBUF = "application/x-protobuf"

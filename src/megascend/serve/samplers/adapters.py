@@ -12,10 +12,9 @@ from megascend.serve.api.bodies import Sample
 from megascend.serve.api.wire import tokens_of_json
 from megascend.serve.checkpoints import CheckpointPath, Record
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
+from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import check_answers
 from megascend.serve.service import Service
 from megascend.serve.tenancy import samples_of
 
@@ -74,7 +73,7 @@ class Samplers:
         owner = f"{tenant}:samples" if session is None else samples_of(session)
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
-        check_answers(self._service, tenant)
+        self._service.check_answers(tenant)
         future = self._submit(tenant, label, owner, path, asked)
         if asked.record_stability_info and session is not None and future.ended is None:
             self._service.sequences.watch(future, session, tokens_of_json(asked.prompt))

@@ -10,7 +10,7 @@ import numpy as np
 
 from megascend.errors import DataError
 from megascend.sampling.request import SampleResult
-from megascend.serve.samplers.wire import SampleAnswer
+from megascend.serve.samplers.messages import SampleAnswer
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.tenancy import Session
 

@@ -24,11 +24,9 @@ from megascend.serve.api.wire import train_request_of_json, train_request_of_pro
 from megascend.serve.operations import BY_PATH, train
 from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import in_line, spoil
 from megascend.serve.service import Service
 from megascend.serve.store.database import StateDatabase, StoredRow
-from megascend.serve.store.durability import DurableState, answer_of, sequence_of
-from megascend.serve.store.writer import StateWriter
+from megascend.serve.store.durability import DurableState, StateWriter, answer_of, sequence_of
 from megascend.serve.tenancy import Model
 
 NAME = ".state"
@@ -252,7 +250,7 @@ class Recovery:
                 if future.failure is not None:
                     self._fail_again(model, future.kind, future.failure.message)
 
-            future = in_line(self._service, model, request.number, answer.values["kind"], end)
+            future = self._service.enqueue(model, request.number, answer.values["kind"], end)
         future.noted = True
         return future
 
@@ -273,5 +271,5 @@ class Recovery:
             request = train_request_of_json(json.loads(body), most, forward_only=path == "forward")
             return train(service, model.tenant, replace(request, resolved=path == "resolved"))
         if path == "missing":
-            return spoil(service, model, number, body.decode())
+            return service.enqueue_missing(model, number, body.decode())
         return BY_PATH[path](service, model.tenant, json.loads(body))

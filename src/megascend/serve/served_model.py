@@ -13,7 +13,7 @@ Targets = Literal["all-linear"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ServedModel:
     """The served model.
 
     Attributes:
