@@ -257,7 +257,7 @@ def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_
 def test_nothing_is_promised_after_an_internal_error_of_the_writer(disks) -> None:
     with disks() as first:
         model = first.alice.model()
-        first.service.durability._writer.put(StoredRow("session", "s", {"tenant": object()}))
+        first.service.durability._writer.enqueue(StoredRow("session", "s", {"tenant": object()}))
         wait_until(lambda: first.service.durability.stalled)
         first.service.durability._writer._wait_s = 0.1
         refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})

@@ -119,7 +119,7 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, d
 def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> None:
     inbox = Inbox(window_s=0.0, max_tokens=100)
     for number in range(10):
-        inbox.put(Remove(2 * number, f"a{number}"))
+        inbox.submit(Remove(2 * number, f"a{number}"))
         inbox.answered([f"a{number}", "stays"])  # the ranks had its last step meanwhile
     assert list(inbox._answered) == ["stays"]
 
@@ -138,7 +138,7 @@ def kept() -> futures.Futures:
 
 def answered(kept: futures.Futures, number: int, size: int = 2**20, tenant: str = "alice", **values: Any) -> Any:
     future = kept.make(f"m{number}", tenant, "m", "forward_backward", answer_of=lambda value: value, **values)
-    kept.keep(future, TrainAnswer([np.zeros(size // 4, np.float32)], {}))
+    kept.complete(future, TrainAnswer([np.zeros(size // 4, np.float32)], {}))
     return future
 
 
@@ -168,7 +168,7 @@ def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(kept) -> N
 
 def test_what_no_client_knows_of_is_forgotten_at_once(kept) -> None:
     future = answered(kept, 1, internal=True)
-    assert (future.ended, kept.get("m1", "alice"), kept.numbered(future.number), kept._accounts) == (
+    assert (future.ended, kept.get("m1", "alice"), kept.by_number(future.number), kept._accounts) == (
         0.0,
         None,
         None,

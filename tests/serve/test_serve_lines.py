@@ -31,7 +31,7 @@ from megascend.serve.scheduler.commands import (
     Save,
 )
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, Lines
+from megascend.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, CommandRunner
 
 
 class SlowSampler:
@@ -61,9 +61,9 @@ def backend() -> RecordingBackend:
     return found
 
 
-def lines_of(backend: RecordingBackend, room: int = 99) -> Lines:
+def lines_of(backend: RecordingBackend, room: int = 99) -> CommandRunner:
     generate = SlowSampler(backend.calls, room).in_slices
-    return Lines(backend, AdapterQueue(backend), generate=generate)  # type: ignore[arg-type]
+    return CommandRunner(backend, AdapterQueue(backend), generate=generate)  # type: ignore[arg-type]
 
 
 def step(number: int, adapter: str) -> list[Command]:
@@ -75,7 +75,7 @@ def respond(number: int, adapter: str, tokens: int) -> Respond:
     return Respond(number, adapter, SampleRequest([1], SamplingParams(tokens), adapter))
 
 
-def run(lines: Lines, commands: Sequence[Command]) -> list[Outcome]:
+def run(lines: CommandRunner, commands: Sequence[Command]) -> list[Outcome]:
     found = lines.add(commands)
     while not lines.idle:
         found += lines.run_once()
@@ -104,7 +104,7 @@ def test_a_flood_of_saves_lets_steps_through(backend, tmp_path: Path) -> None:
     lines = lines_of(backend)
     outcomes = run(lines, [*saves, *step(9001, "a"), *step(9003, "b")])
     assert next(outcome for outcome in outcomes if outcome.number == 9001).waited == CALLS_AT_ONCE
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).together == 2
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).batch_adapters == 2
     saved = [call[1] for call in backend.calls if call[0] == "save"]
     assert saved == [f"m{number}" for number in range(2 * CALLS_AT_ONCE)] * 3  # in turns
 
@@ -144,8 +144,8 @@ def test_a_request_that_sampling_cannot_take_fails_alone(backend, caplog) -> Non
                     raise TypeError("a fault of ours")
                 yield ended
 
-    def lines() -> Lines:
-        return Lines(backend, AdapterQueue(backend), generate=Sampler(backend.calls).in_slices)  # type: ignore[arg-type]
+    def lines() -> CommandRunner:
+        return CommandRunner(backend, AdapterQueue(backend), generate=Sampler(backend.calls).in_slices)  # type: ignore[arg-type]
 
     asked = [respond(1, "p", 5), respond(2, "p", broken), respond(3, "p", 5)]
     outcomes = run(lines(), asked)
@@ -185,11 +185,11 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
         inbox.answered(["a"])
         taker = ThreadPoolExecutor(1)
         taken = taker.submit(inbox.take, wait=False, ready=10)
-        inbox.put(step(number, "a")[0])
+        inbox.submit(step(number, "a")[0])
         return taken.result(20)
 
     inbox.answered(["a", "thinks"])
-    inbox.put(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
+    inbox.submit(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
     assert [command.number for command in inbox.take(wait=False) or ()] == [1]
     for number in (2, 3):
         assert [command.number for command in came_again(number) or ()] == [number]
@@ -197,7 +197,7 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
     assert (
         inbox.take(wait=False, ready=100) == inbox.take(wait=False, ready=0) == []
     )  # the batch is full; there is none
-    inbox.put(Remove(4, "a"))
+    inbox.submit(Remove(4, "a"))
     assert [command.number for command in inbox.take(wait=False, ready=10) or ()] == [4]
 
 
@@ -206,12 +206,12 @@ def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
         inbox.answered(["a"])
-        inbox.put(step(number, "a")[0])
+        inbox.submit(step(number, "a")[0])
         assert inbox.take(wait=False)
         assert inbox._pauses["a"] < math.inf
         inbox.answered(["a"])
         assert inbox.take(wait=False, ready=10) == []  # in vain
-        inbox.put(step(number, "a")[0])
+        inbox.submit(step(number, "a")[0])
         assert inbox._pauses["a"] == math.inf
         assert inbox.take(wait=False, ready=10)
 

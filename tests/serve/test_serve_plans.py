@@ -16,7 +16,7 @@ from megascend.serve.api.bodies import adam_of
 from megascend.serve.api.reading import decompress
 from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of
 from megascend.serve.served_model import ServedModel, allowed_targets
 from megascend.serve.tenancy import Order
 
@@ -51,7 +51,7 @@ def test_a_checkpoints_path_leads_into_its_tenants_directory(tmp_path) -> None:
 
 
 def test_keys_belong_to_tenants_and_are_kept_as_digests(tmp_path) -> None:
-    found = keys.of_text(" alice=tml-0123456789abcdefgh , tml-another-key-of-nobody,")
+    found = keys.parse_keys(" alice=tml-0123456789abcdefgh , tml-another-key-of-nobody,")
     known = keys.Keys(found)
     assert known.tenant("tml-0123456789abcdefgh") == "alice"
     assert known.tenant("tml-another-key-of-nobody") == f"k{keys.digest_of('tml-another-key-of-nobody')[:12]}"
@@ -59,15 +59,15 @@ def test_keys_belong_to_tenants_and_are_kept_as_digests(tmp_path) -> None:
     assert "tml-" not in repr(vars(known))
     file = tmp_path / "keys"
     file.write_text(f"# who\nbob {keys.digest_of('tml-bobs')}  # may\n\n")
-    assert keys.Keys(keys.of_file(file)).tenant("tml-bobs") == "bob"
+    assert keys.Keys(keys.read_keys(file)).tenant("tml-bobs") == "bob"
     for text in ("short", "tml-short", "a/b=tml-0123456789abcdefgh", "tml-0123456789abcdefgh,tml-0123456789abcdefgh"):
         with pytest.raises(ConfigError) as refused:
-            keys.of_text(text)
+            keys.parse_keys(text)
         assert text.split(",")[0].rpartition("=")[2] not in str(refused.value)  # no key in a message
     for line in ("bob", "bob 123", f"b/b {'0' * 64}"):
         file.write_text(line)
         with pytest.raises(ConfigError, match="keys:1"):
-            keys.of_file(file)
+            keys.read_keys(file)
     with pytest.raises(ConfigError, match="no API keys"):
         keys.Keys({})
 
@@ -144,7 +144,7 @@ def test_targets_of_several_columns_are_a_sample_each() -> None:
     assert [sample.target_ids.tolist() for sample in samples] == [[1, 3, 5], [2, 4, 6]]
     logprobs = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0, -6.0])]
     assert value_of(loss, samples, logprobs) == pytest.approx(1 * 1 - 0.5 * 2 + 2 * 5)
-    assert as_the_targets(data, logprobs)[0].tolist() == [[-1, -4], [-2, -5], [-3, -6]]
+    assert arrange_as_targets(data, logprobs)[0].tolist() == [[-1, -4], [-2, -5], [-3, -6]]
 
 
 def test_a_losss_value_is_that_of_its_formula() -> None:

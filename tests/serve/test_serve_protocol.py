@@ -12,7 +12,7 @@ from recording_backend import Served, served
 
 from megascend.sampling.request import SampleResult
 from megascend.serve.api.application import ABSENT
-from megascend.serve.api.bodies import Sample
+from megascend.serve.api.bodies import SampleBody
 from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
 
 
@@ -153,7 +153,7 @@ SPARSE = {
 def test_tokens_named_for_a_prompt_come_back_in_their_layout(tensor, rows, computed, answered) -> None:
     conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
     body = sample_body(target_prompt_logprobs=tensor, prompt_alt_tokens_k=2)
-    request = sample_request_of(Sample.read(body), None, 9)
+    request = sample_request_of(SampleBody.read(body), None, 9)
     assert (request.target_tokens, request.prompt_draws) == (rows, 2)
     draws = (((8, -0.5), (9, -1.5)), ((3, -2.5), (3, -2.5)))
     result = SampleResult((), (None, -1.0, -2.0), (None, ((1, -1.0),), ((2, -2.0),)), computed, draws)

@@ -94,13 +94,13 @@ def test_responses_belong_to_a_session_and_are_kept_for_a_day_after_their_use() 
     kept.forget(Session("s", "alice", 0.0))
     with pytest.raises(DataError):
         kept.find("alice", "s", "one")
-    assert not kept._kept
+    assert not kept._sequences
     assert not kept._tokens
     small = recorded(clock, most=10)  # seven tokens and four
     small.find("alice", "s", "two")
     with pytest.raises(DataError):
         small.find("alice", "s", "one")
-    assert not recorded(clock, most=1)._kept
+    assert not recorded(clock, most=1)._sequences
 
 
 def test_provenance_is_what_the_client_wrote() -> None:
@@ -171,7 +171,7 @@ def test_a_model_learns_from_what_its_own_session_sampled(tmp_path) -> None:
         assert "no sequence" in learned(model, names[False])["error"]
         assert "no sequence" in learned(elsewhere, names[True])["error"]
         here.tick(301)
-        assert not here.service.sequences._kept  # its session has ended
+        assert not here.service.sequences._sequences  # its session has ended
 
 
 def test_the_ratio_of_gspo_is_that_of_the_masks_tokens() -> None:

@@ -209,7 +209,7 @@ def test_a_sparse_tensor_does_not_grow(here) -> None:
 
 def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
     bodies = reading.Bodies(100)
-    with bodies.of("alice") as first, bodies.of("alice") as second:
+    with bodies.reserve("alice") as first, bodies.reserve("alice") as second:
         first.add(250)
         second.add(150)
         with pytest.raises(RequestRefusedError) as refused:
@@ -217,9 +217,9 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
         assert refused.value.status == 429
         for number in range(3):
             bodies.add(f"other {number}", 400)
-        with pytest.raises(RequestRefusedError), bodies.of("bob") as late:
+        with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
             late.add(1)
-    with bodies.of("alice") as again:
+    with bodies.reserve("alice") as again:
         again.add(400)
 
 

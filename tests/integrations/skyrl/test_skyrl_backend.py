@@ -34,7 +34,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory, together: list[int]) -> It
     report = Ranks._report
 
     def watched(self: Ranks, outcomes: Any) -> None:
-        together.extend(each.together for each in outcomes)
+        together.extend(each.batch_adapters for each in outcomes)
         report(self, outcomes)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -125,7 +125,7 @@ class MegascendBackend(AbstractBackend):
                 continue
             outputs = one.outputs(logprobs(outcome.value))
             total = sum(sum(output["elementwise_loss"]["data"]) for output in outputs)
-            metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.together)}
+            metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.batch_adapters)}
             results[one.request] = types.ForwardBackwardOutput(
                 loss_fn_output_type="scalar", loss_fn_outputs=outputs, metrics=metrics
             )

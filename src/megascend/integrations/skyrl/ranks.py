@@ -55,7 +55,7 @@ class Ranks:
             made = [command(number) for command, number in zip(commands, numbers, strict=True)]
             futures: list[Future[Outcome]] = [Future() for _ in made]
             self._waiting.update(zip(numbers, futures, strict=True))
-            self._inbox.put(*made)
+            self._inbox.submit(*made)
         return [future.result() for future in futures]
 
     def close(self) -> None:

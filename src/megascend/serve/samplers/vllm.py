@@ -30,65 +30,65 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 BASE = "base"
-"""Our name of the adapter that changes nothing; those of clients are ``p1`` and so on."""
+"""Our name for the zero adapter; those of clients are ``p1`` and so on."""
 KEY_VARIABLE = "MEGASCEND_VLLM_API_KEY"
 SAME_MODEL = 0.05
-"""Largest mean difference of log-probabilities that passes for the same model: bf16 on either side stays below 0.02."""
+"""Largest mean difference of log-probabilities accepted as the same model: bf16 on either side stays below 0.02."""
 SAME_MODEL_RELATIVE = 0.01
-"""Beside that, of their mean."""
+"""Additional tolerance, relative to their mean."""
 log = logging.getLogger("megascend.serve")
 
 
 class VllmSampling:
-    """What the ranks would otherwise be asked, of several servers of one model.
+    """Executes sampling commands on vLLM servers. All methods run on the HTTP server's event loop.
 
     Args:
-        found: the servers.
+        servers: the servers.
         report: takes outcomes.
-        vocab_size, max_length: of the model, and of a prompt with its response.
+        vocab_size, max_length: vocabulary size, and maximum length of prompt and response together.
         ends: tokens that end every response.
 
     Attributes:
-        pool: of the servers, a collector of their metrics.
+        pool: pool of the servers, and collector of their metrics.
     """
 
     def __init__(
         self,
-        found: Servers,
+        servers: Servers,
         report: Callable[[list[Outcome]], None],
         vocab_size: int,
         max_length: int,
         ends: Sequence[int] = (),
     ) -> None:
-        self.pool, self._report = Pool(found, ends), report
+        self.pool, self._report = Pool(servers, ends), report
         self._vocab_size, self._max_length = vocab_size, max_length
-        self._directories = {BASE: found.base}
+        self._directories = {BASE: servers.base}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def put(self, command: Command) -> None:
-        """Carry out a command; its outcome is reported later."""
-        work: Coroutine[Any, Any, Any]
+    def submit(self, command: Command) -> None:
+        """Start a command; its outcome is reported later."""
+        operation: Coroutine[Any, Any, Any]
         if isinstance(command, Create):
             assert command.path is not None
             self._directories[command.adapter] = str(Path(command.path).absolute())
-            work = self._nothing()  # loaded by the server that is asked for a response first
+            operation = self._do_nothing()  # a server loads it with the first request that needs it
         elif isinstance(command, Remove):
             self._directories.pop(command.adapter, None)
-            work = self.pool.unload(command.adapter)
+            operation = self.pool.unload(command.adapter)
         else:
             assert isinstance(command, Respond)
-            work = self._respond(command.request)
-        task = asyncio.get_running_loop().create_task(self._carry_out(command.number, work))
+            operation = self._respond(command.request)
+        task = asyncio.get_running_loop().create_task(self._carry_out(command.number, operation))
         self._tasks[command.number] = task
         task.add_done_callback(lambda _: self._tasks.pop(command.number, None))
 
     def cancel(self, number: int) -> bool:
-        """Give up what nobody waits for any more; whether it was under way."""
+        """Cancel a command; return whether it was in progress."""
         task = self._tasks.get(number)
         return task is not None and task.cancel()
 
     async def close(self) -> None:
-        """Have the servers forget this server's adapters, as far as they answer."""
+        """Unload our adapters from the servers, ignoring those that do not answer."""
         for task in list(self._tasks.values()):
             task.cancel()
         for adapter in list(self._directories):
@@ -100,18 +100,18 @@ class VllmSampling:
         except RefusedError as error:
             outcome = Outcome(number, error=ConfigError(str(error)))
         except asyncio.CancelledError:
-            outcome = Outcome(number, error=ConfigError("nobody waits for this request any more"))
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever asked must hear
+            outcome = Outcome(number, error=ConfigError("the request was cancelled"))
+        except Exception as error:  # noqa: BLE001  every command must have an outcome
             outcome = Outcome(number, error=error)
         self._report([outcome])
 
-    async def _nothing(self) -> None:
+    async def _do_nothing(self) -> None:
         return None
 
     async def _respond(self, request: SampleRequest) -> SampleResult:
-        """By a server, if it can be answered at all."""
+        """Sample on a server, after checking what vLLM cannot do."""
         if request.target_tokens is not None or request.prompt_draws:
-            raise ConfigError("log-probabilities of other tokens in the prompt's places are not to be had from vLLM")
+            raise ConfigError("vLLM does not report log-probabilities of other tokens at prompt positions")
         limit = "what the served model takes"
         if refusal := request.refusal(self._directories, self._vocab_size, self._max_length, limit):
             return SampleResult(error=refusal)
@@ -120,13 +120,13 @@ class VllmSampling:
 
 @dataclass(frozen=True)
 class Servers:
-    """vLLM servers that have the model.
+    """The configured vLLM servers.
 
     Attributes:
-        prefix: of adapters' names. No other server of ours, earlier ones on this storage among them, may mean another adapter by
-            the same name.
-        base: directory of an adapter that changes nothing, by which the model itself is sampled from: vLLM 0.32 on a CPU gives
-            requests without an adapter the one in its last slot (``lora/ops/torch_ops``, index -1).
+        prefix: prefix of adapter names, unique to this process: another megascend server, or an earlier one on this storage, must
+            not use the same name for another adapter.
+        base: directory of a zero adapter, used to sample from the base model: vLLM 0.32 on a CPU applies the adapter in its
+            last slot to requests without one (``lora/ops/torch_ops``, index -1).
     """
 
     servers: Sequence[VllmServer]
@@ -134,22 +134,22 @@ class Servers:
     base: str
 
     def name(self, adapter: str) -> str:
-        """What the servers call an adapter."""
+        """Return the name of an adapter on the servers."""
         return f"{self.prefix}-{adapter}"
 
 
-class _Adapters:
-    """Adapters that one server has."""
+class _Server:
+    """One server and the adapters loaded on it."""
 
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
+    def __init__(self, client: VllmServer) -> None:
+        self.client = client
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, name: str, directory: str) -> None:
-        """Have an adapter loaded; several that ask wait for the same."""
+        """Load an adapter; concurrent callers share one request."""
         task = self._loading.get(name)
         if task is None:
-            task = self._loading[name] = asyncio.create_task(self.server.load_adapter(name, directory))
+            task = self._loading[name] = asyncio.create_task(self.client.load_adapter(name, directory))
         try:
             await asyncio.shield(task)
         except BaseException:
@@ -158,106 +158,110 @@ class _Adapters:
             raise
 
     def forget(self, name: str) -> None:
-        """The server does not have the adapter any more."""
+        """Mark an adapter as not loaded."""
         self._loading.pop(name, None)
 
     async def unload(self, name: str, *, always: bool) -> None:
-        """Have an adapter forgotten that was loaded by this object, or ``always``."""
+        """Unload an adapter if this object loaded it, or ``always``."""
         if always or name in self._loading:
             self.forget(name)
-            await self.server.unload_adapter(name)
+            await self.client.unload_adapter(name)
 
 
 class Pool:
-    """Several servers of one model. The least busy one of those that have not failed a short time ago answers.
+    """Several servers of one model. Requests go to the least busy server without a recent failure.
 
-    If a server cannot be reached, the request goes to another one, as long as there are any; if it fails otherwise (no answer in
-    time, status 5xx, an answer that cannot be read), to one other. What a server refuses is not sent again.
+    If a server cannot be reached, the request is retried on all others in turn; after another failure (timeout, status 5xx,
+    unreadable answer), on one other server. Refused requests are not retried.
 
     Args:
-        found: the servers.
+        servers: the servers.
         ends: tokens that end every response.
-        clock: seconds, monotonic.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, found: Servers, ends: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        self._servers, self._name, self._ends = [_Adapters(each) for each in found.servers], found.name, tuple(ends)
+    def __init__(self, servers: Servers, ends: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._servers, self._remote_name, self._ends = (
+            [_Server(server) for server in servers.servers],
+            servers.name,
+            tuple(ends),
+        )
         self._availability = Availability(len(self._servers), clock)
         self._pending = [0] * len(self._servers)
         self._answered: Counter[int] = Counter()
         self._failures: Counter[tuple[int, str]] = Counter()
 
     async def respond(self, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
-        """Answer a request.
+        """Sample responses to a request.
 
         Args:
-            directories: of adapters, by their names here.
+            directories: adapter directories by our names.
 
         Raises:
-            RefusedError: a server says that it cannot be answered.
-            EngineError: of the kind of the first failure; the message has those of all servers that were asked.
+            RefusedError: a server refused the request.
+            EngineError: of the class of the first failure; the message lists those of all servers tried.
         """
         problems: list[EngineError] = []
         left = list(range(len(self._servers)))
-        while left and sum(not isinstance(each, EngineLostError) for each in problems) < 2:
-            which = self._availability.best(left, self._pending)
-            left.remove(which)
-            self._pending[which] += 1
+        while left and sum(not isinstance(problem, EngineLostError) for problem in problems) < 2:
+            index = self._availability.best(left, self._pending)
+            left.remove(index)
+            self._pending[index] += 1
             try:
-                result = await self._respond_by(which, request, directories)
+                result = await self._respond_with(index, request, directories)
             except RefusedError:
-                self._note_answer(which)
+                self._note_answer(index)
                 raise
             except EngineError as error:
-                self._note_failure(which, error)
+                self._note_failure(index, error)
                 problems.append(error)
             else:
-                self._note_answer(which)
+                self._note_answer(index)
                 return result
             finally:
-                self._pending[which] -= 1
+                self._pending[index] -= 1
         raise type(problems[0])("; ".join(map(str, problems)))
 
-    async def _respond_by(self, which: int, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
-        each, adapter = self._servers[which], request.adapter or BASE
-        if self._availability.doubtful(which):
-            await each.server.check_health()  # before a request waits for a server that hangs
-        name = self._name(adapter)
+    async def _respond_with(self, index: int, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
+        server, adapter = self._servers[index], request.adapter or BASE
+        if self._availability.doubtful(index):
+            await server.client.check_health()  # fail fast instead of waiting for a server that may hang
+        name = self._remote_name(adapter)
         for attempt in range(2):
-            await each.load(name, directories[adapter])
+            await server.load(name, directories[adapter])
             try:
-                return await each.server.sample(request, name, self._ends)
-            except UnknownModelError:  # it was started again, or had to make room
-                each.forget(name)
+                return await server.client.sample(request, name, self._ends)
+            except UnknownModelError:  # the server restarted, or evicted the adapter
+                server.forget(name)
                 if attempt:
                     raise
         raise AssertionError("unreachable")
 
-    def _note_failure(self, which: int, error: EngineError) -> None:
-        """Leave the server out, unless what failed says nothing of other requests."""
+    def _note_failure(self, index: int, error: EngineError) -> None:
+        """Suspend the server for a while, unless the failure is specific to the request."""
         reason = _reason(error)
-        self._failures[which, reason] += 1
+        self._failures[index, reason] += 1
         if reason == "other":
             return
-        seconds = self._availability.failed(which)
+        seconds = self._availability.failed(index)
         if seconds is not None:
-            log.warning("%s is left out for %g s: %s", self._servers[which].server.name, seconds, error)
+            log.warning("%s is left out for %g s: %s", self._servers[index].client.name, seconds, error)
 
-    def _note_answer(self, which: int) -> None:
-        self._answered[which] += 1
-        if self._availability.answered(which):
-            log.warning("%s answers again", self._servers[which].server.name)
+    def _note_answer(self, index: int) -> None:
+        self._answered[index] += 1
+        if self._availability.answered(index):
+            log.warning("%s answers again", self._servers[index].client.name)
 
     async def unload(self, adapter: str, *, always: bool = False) -> None:
-        """Have all servers forget an adapter that they loaded for this object, or ``always``, as far as they answer."""
-        for each in self._servers:
+        """Unload an adapter from all servers that loaded it for this object, or ``always``; failures are logged."""
+        for server in self._servers:
             try:
-                await each.unload(self._name(adapter), always=always)
+                await server.unload(self._remote_name(adapter), always=always)
             except MegascendError as error:
-                log.warning("an adapter that nobody samples from stays loaded: %s", error)
+                log.warning("an unused adapter stays loaded: %s", error)
 
     def collect(self) -> Iterator[Metric]:
-        """Collect metrics of the servers for Prometheus; a server's label is its place in the settings, from 0 on."""
+        """Collect metrics of the servers for Prometheus; the label ``server`` is the index in the settings."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         pending = GaugeMetricFamily(
@@ -276,17 +280,17 @@ class Pool:
             "Requests that a vLLM server failed at, and that others got.",
             labels=["server", "reason"],
         )
-        for which in range(len(self._servers)):
-            pending.add_metric([str(which)], self._pending[which])
-            left_out.add_metric([str(which)], int(self._availability.left_out(which)))
-            answered.add_metric([str(which)], self._answered[which])
-        for (which, reason), count in sorted(self._failures.items()):
-            failures.add_metric([str(which), reason], count)
+        for index in range(len(self._servers)):
+            pending.add_metric([str(index)], self._pending[index])
+            left_out.add_metric([str(index)], int(self._availability.left_out(index)))
+            answered.add_metric([str(index)], self._answered[index])
+        for (index, reason), count in sorted(self._failures.items()):
+            failures.add_metric([str(index), reason], count)
         yield from (pending, left_out, answered, failures)
 
 
 def _reason(error: EngineError) -> str:
-    """Of a failure; "other": it is of one adapter's, and the server may well answer for others."""
+    """Classify a failure; "other" concerns one adapter only, so the server stays in use."""
     if isinstance(error, EngineLostError):
         return "lost"
     if isinstance(error, EngineTimeoutError):
@@ -299,33 +303,35 @@ def _reason(error: EngineError) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt, and what the model that is trained says of it.
+    """A prompt, and its log-probabilities in the model being trained.
 
     Attributes:
         prompt: token ids.
-        expected: log-probabilities of all but the first.
+        expected: log-probabilities of all tokens except the first.
     """
 
     prompt: tuple[int, ...]
     expected: tuple[float, ...]
 
     async def difference(self, server: VllmServer, model: str) -> float:
-        """Mean difference of a server's log-probabilities, or NaN."""
+        """Return the mean absolute difference to a server's log-probabilities, possibly NaN."""
         request = SampleRequest(self.prompt, SamplingParams(1), prompt_logprobs=True)
-        found = (await server.sample(request, model)).prompt_logprobs or ()
-        apart = [abs(float(one or 0) - other) for one, other in zip(found[1:], self.expected, strict=True)]
-        return sum(apart) / len(apart)
+        logprobs = (await server.sample(request, model)).prompt_logprobs or ()
+        differences = [
+            abs(float(actual or 0) - expected) for actual, expected in zip(logprobs[1:], self.expected, strict=True)
+        ]
+        return sum(differences) / len(differences)
 
     def passes(self, difference: float) -> bool:
-        """Whether that is the same model."""
+        """Check whether a difference is small enough for the same model; NaN is not."""
         return difference <= SAME_MODEL + SAME_MODEL_RELATIVE * sum(map(abs, self.expected)) / len(self.expected)
 
 
 def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
-    """The vLLM servers of the settings, once they listen and are found to have this model; None if there are none. Collective.
+    """Return the configured vLLM servers after checking that they have this model; None if none are configured. Collective.
 
     Raises:
-        ConfigError, EngineError: on every rank: one has another model, does not load adapters from storage, or cannot be asked.
+        ConfigError, EngineError: on every rank: a server has another model, cannot load adapters, or cannot be reached.
     """
     if not settings.vllm:
         return None
@@ -341,35 +347,35 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
     logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
     try:
-        servers = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
+        clients = [VllmServer(address, os.environ.get(KEY_VARIABLE)) for address in settings.vllm]
     except ConfigError as error:
         raise ConfigError(f"vllm: {error}") from error
-    found, problem = Servers(servers, f"megascend-{uuid.uuid4().hex[:12]}", str(base)), None
+    servers, problem = Servers(clients, f"megascend-{uuid.uuid4().hex[:12]}", str(base)), None
     if backend.rank == 0:
         probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
         try:
-            asyncio.run(check(found, probe, backend.max_length, settings.timeout_s / 2))
+            asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
     raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
-    return found
+    return servers
 
 
-async def check(found: Servers, probe: Probe, max_length: int, wait_s: float = 0.0) -> None:
-    """Find out whether every server has the model that is trained here, and reads adapters from storage.
+async def check(servers: Servers, probe: Probe, max_length: int, wait_s: float = 0.0) -> None:
+    """Check that every server has the model being trained, and can load adapters from storage.
 
     Args:
-        max_length: of a sample, here; a server that takes less is told of in the log.
-        wait_s: how long to wait for a server that does not listen yet.
+        max_length: maximum sample length in training; a server with a lower limit is logged.
+        wait_s: time to wait for a server that does not listen yet.
 
     Raises:
         ConfigError: a server has another model.
-        EngineError: it cannot be asked, or does not load adapters.
+        EngineError: a server cannot be reached, or cannot load adapters.
     """
-    for server in found.servers:
-        bases = [each for each in await _models(server, wait_s) if each.get("parent") is None]
+    for server in servers.servers:
+        bases = [entry for entry in await _models(server, wait_s) if entry.get("parent") is None]
         if len(bases) != 1:
-            names = ", ".join(each["id"] for each in bases)
+            names = ", ".join(entry["id"] for entry in bases)
             raise ConfigError(f"{server.name} serves {len(bases)} models ({names}), not one")
         model = str(bases[0]["id"])
         longest = bases[0].get("max_model_len")
@@ -380,30 +386,30 @@ async def check(found: Servers, probe: Probe, max_length: int, wait_s: float = 0
                 longest,
                 max_length,
             )
-        await server.load_adapter(found.name(BASE), found.base)
+        await server.load_adapter(servers.name(BASE), servers.base)
         try:
-            difference = await probe.difference(server, found.name(BASE))
+            difference = await probe.difference(server, servers.name(BASE))
         except RefusedError as error:
             raise ConfigError(f"{error}: is it the model that this server trains?") from error
         if not probe.passes(difference):
             raise ConfigError(
-                f"{server.name} does not have the model that is trained here: log-probabilities of {len(probe.expected)} tokens "
+                f"{server.name} does not have the model being trained: log-probabilities of {len(probe.expected)} tokens "
                 f"differ by {difference:.3g} on average"
             )
         log.info("%s samples: %s; log-probabilities differ by %.2g on average", server.name, model, difference)
 
 
 async def _models(server: VllmServer, wait_s: float) -> list[dict[str, Any]]:
-    """What it serves, once it listens."""
+    """Return the server's models, waiting until it listens."""
     loop = asyncio.get_running_loop()
-    deadline, told = loop.time() + wait_s, False
+    deadline, logged = loop.time() + wait_s, False
     while True:
         try:
             return await server.models()
         except EngineLostError:
             if loop.time() >= deadline:
                 raise
-        if not told:
+        if not logged:
             log.warning("%s does not listen yet; waiting for up to %.0f s", server.name, wait_s)
-            told = True
+            logged = True
         await asyncio.sleep(1.0)
