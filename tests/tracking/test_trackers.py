@@ -150,10 +150,10 @@ def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.Log
     )
     for step in range(20):
         tracker.log(step, {})
-    assert problems == ["4 records wait for it"]
+    assert problems == ["its queue of 4 records is full"]
     with caplog.at_level(logging.WARNING):
         tracker.close("finished", timeout_s=0.2)
-    assert "not through after" in caplog.text
+    assert "not finished after" in caplog.text
     released.set()
 
 

@@ -17,7 +17,7 @@ from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 
-PLACE = "verl_place"
+POSITION = "verl_place"
 """A field of every token: its place in its sequence, counted from 1, so that padding has 0. Exact in float32 below 2**24."""
 
 REFUSED = {
@@ -59,9 +59,9 @@ class Batch:
     """
 
     def __init__(self, data: TensorDict) -> None:
-        there = any(isinstance(of, Tensor) and of.device.type != "cpu" for _, of in data.items())
+        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for _, value in data.items())
         self.data: TensorDict = (
-            data.cpu() if there else data
+            data.cpu() if on_device else data
         )  # verl hands over batches of the host, before anything runs
         check(self.data)
         self._unbound: dict[str, Sequence[Tensor]] = {}
@@ -74,13 +74,13 @@ class Batch:
             weights: of every sequence's targets; default: 1, for verl's losses have masks of their own.
         """
         longest = max(self.lengths)
-        place, ones = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
+        positions, unit_weights = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
         return [
             Sample(
                 input_ids=ids,
                 target_ids=ids.roll(-1),
-                weights=ones[: len(ids)] if weights is None else weights[row],
-                extra={PLACE: place[: len(ids)]},
+                weights=unit_weights[: len(ids)] if weights is None else weights[row],
+                extra={POSITION: positions[: len(ids)]},
                 adapter=adapter,
             )
             for row, ids in enumerate(self.data["input_ids"].values().split(self.lengths))
@@ -92,10 +92,10 @@ class Batch:
         Without dynamic batch sizes it is their number of sequences times the longest one's length: as many short ones fit in.
         """
         if tensordict_utils.get(self.data, "use_dynamic_bsz", default=True):
-            each = tensordict_utils.get(self.data, "max_token_len_per_gpu")
-            if each is None:
+            max_tokens = tensordict_utils.get(self.data, "max_token_len_per_gpu")
+            if max_tokens is None:
                 raise DataError("verl's batch has use_dynamic_bsz=True and no max_token_len_per_gpu")
-            return int(each) * context_parallel
+            return int(max_tokens) * context_parallel
         rows = tensordict_utils.get(self.data, "micro_batch_size_per_gpu")
         if rows is None:
             raise DataError("verl's batch has use_dynamic_bsz=False and no micro_batch_size_per_gpu")
@@ -106,9 +106,9 @@ class Batch:
         mask = self.data["loss_mask"]
         return (mask.values() if mask.is_nested else mask).sum().item()
 
-    def tell(self, **of_engine: float) -> None:
+    def set_engine_values(self, **values: float) -> None:
         """Write into the batch what verl's losses expect of an engine."""
-        tensordict_utils.assign_non_tensor(self.data, **of_engine)
+        tensordict_utils.assign_non_tensor(self.data, **values)
 
     def rows(self, rows: Sequence[int], device: torch.device) -> TensorDict:
         """Some of the batch's sequences, on the device, by copies that nothing waits for.
@@ -117,30 +117,30 @@ class Batch:
         """
         index = torch.tensor(rows)
         offsets: dict[tuple[int, ...], Tensor] = {}  # most fields have the lengths of the tokens
-        found = {}
-        for name, of in self.data.items():
-            if not isinstance(of, Tensor):
-                found[name] = of[index] if of.shape else of  # type: ignore[index]
-            elif not of.is_nested:
-                found[name] = to_device(of[index], device)
+        fields = {}
+        for name, value in self.data.items():
+            if not isinstance(value, Tensor):
+                fields[name] = value[index] if value.shape else value  # type: ignore[index]
+            elif not value.is_nested:
+                fields[name] = to_device(value[index], device)
             else:
-                chosen = [self._parts(name, of)[row] for row in rows]
-                dim = _ragged_dim(of)
+                chosen = [self._parts(name, value)[row] for row in rows]
+                dim = _ragged_dim(value)
                 lengths = tuple(part.shape[dim] for part in chosen)
                 values = to_device(torch.cat(chosen, dim), device)
-                found[name] = nested(values, lengths, offsets.get(lengths), dim)
-                offsets[lengths] = found[name].offsets()
-        return TensorDict(source=found, batch_size=len(rows))
+                fields[name] = nested(values, lengths, offsets.get(lengths), dim)
+                offsets[lengths] = fields[name].offsets()
+        return TensorDict(source=fields, batch_size=len(rows))
 
-    def _parts(self, name: str, of: Tensor) -> Sequence[Tensor]:
+    def _parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if name not in self._unbound:
-            self._unbound[name] = of.unbind()
+            self._unbound[name] = tensor.unbind()
         return self._unbound[name]
 
 
-def _ragged_dim(of: Tensor) -> int:
+def _ragged_dim(tensor: Tensor) -> int:
     """Of a jagged tensor's parts, which dimension differs."""
-    return getattr(of, "_ragged_idx", 1) - 1
+    return getattr(tensor, "_ragged_idx", 1) - 1
 
 
 def nested(values: Tensor, lengths: Sequence[int], offsets: Tensor | None = None, ragged_dim: int = 0) -> Tensor:

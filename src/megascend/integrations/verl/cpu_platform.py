@@ -65,8 +65,8 @@ class _CpuModule(ModuleType):
         """Free and all memory of the host, in bytes."""
         import psutil
 
-        found = psutil.virtual_memory()
-        return found.available, found.total
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def get_device_name(self, device: Any = None) -> str:
         return "CPU"

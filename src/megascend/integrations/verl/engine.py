@@ -78,7 +78,7 @@ class MegascendEngine(BaseEngine):
         self._head: HeadKind = critic_head(self._model_dir) if self.settings.value_model else "lm"
         info = inspect_checkpoint(self._model_dir, self._head)
         self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
-        self._place = self._topology.coordinates(dist.get_rank())
+        self._coordinates = self._topology.coordinates(dist.get_rank())
         self._backend: MegatronBackend | None = None
         self._rates: Rates | None = None
         self._saved: list[Path] = []  # directories of checkpoints, oldest first
@@ -136,7 +136,7 @@ class MegascendEngine(BaseEngine):
     # --- ranks ---
 
     def get_data_parallel_rank(self) -> int:
-        return self._place.data
+        return self._coordinates.data
 
     def get_data_parallel_size(self) -> int:
         return self._topology.data
@@ -145,8 +145,10 @@ class MegascendEngine(BaseEngine):
         return self.backend.groups.device_group("dp")
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        place = self._place
-        return place.tensor == 0 and place.context == 0 and place.pipeline == self._topology.pipeline - 1
+        coordinates = self._coordinates
+        return (
+            coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == self._topology.pipeline - 1
+        )
 
     # --- modes and places ---
 
@@ -221,9 +223,9 @@ class MegascendEngine(BaseEngine):
             raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
         backend, topology = self.backend, self._topology
         batch = Batch(data)
-        of_values = self.settings.value_model
-        entropy = not of_values and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
-        fusable = not (forward_only or of_values or entropy)
+        is_critic = self.settings.value_model
+        entropy = not is_critic and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
+        fusable = not (forward_only or is_critic or entropy)
         weights = losses.cross_entropy_weights(batch, loss_function) if fusable else None
         tokens, cross_entropy = self._agree(batch, weights is not None)
         adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
@@ -237,31 +239,33 @@ class MegascendEngine(BaseEngine):
         if cross_entropy:
             backend.forward_backward(batch.samples(adapter, weights), loss.as_cross_entropy())
         else:
-            of = "values" if of_values else "logprobs"
-            backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, of))
+            loss_input = "values" if is_critic else "logprobs"
+            backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, loss_input))
         loss.collected.send()
         return loss.collected
 
     def _as_verl(self, collected: losses.Collected) -> dict[str, Any]:
-        return collected.as_verl() if self._place.pipeline == self._topology.pipeline - 1 else {}
+        return collected.as_verl() if self._coordinates.pipeline == self._topology.pipeline - 1 else {}
 
     def _forward(
         self, batch: Batch, samples: list[Sample], entropy: bool, loss: losses.BatchLoss | None
     ) -> losses.Collected:
         """Outputs at place t are what there is once the token there has been read."""
         if self.settings.value_model:
-            found = {"values": self.backend.values(samples)}
+            host_outputs = {"values": self.backend.values(samples)}
         else:
             scores = self.backend.forward(samples, entropy=entropy)
-            found = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
-        outputs = {name: to_device(torch.cat(of), self.backend.groups.device) for name, of in found.items()}
+            host_outputs = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+        outputs = {
+            name: to_device(torch.cat(values), self.backend.groups.device) for name, values in host_outputs.items()
+        }
         if loss is not None:
-            loss.of_whole(outputs)
+            loss.evaluate_batch(outputs)
             return loss.collected
         collected = losses.Collected()
-        of_rows = {name: of.split(batch.lengths) for name, of in outputs.items()}
+        row_outputs = {name: values.split(batch.lengths) for name, values in outputs.items()}
         no_loss = torch.ones(())  # as verl's engines have it
-        collected.add(losses.Evaluated(range(len(samples)), of_rows, no_loss, {}))
+        collected.add(losses.Evaluated(range(len(samples)), row_outputs, no_loss, {}))
         return collected
 
     def _agree(self, batch: Batch, cross_entropy: bool) -> tuple[float, bool]:
@@ -274,12 +278,17 @@ class MegascendEngine(BaseEngine):
             The tokens that are trained, and whether the loss is a cross entropy on all ranks' batches.
         """
         backend = self.backend
-        mine = (self._place.data, batch.trained_tokens(), batch.token_budget(self._topology.context), cross_entropy)
-        told = gather_objects(mine, "world", backend.groups, "verl's batch")
-        tokens = sum({data: tokens for data, tokens, _, _ in told}.values())
-        backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in told))
-        batch.tell(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
-        return tokens, tokens > 0 and all(of for _, _, _, of in told)
+        local = (
+            self._coordinates.data,
+            batch.trained_tokens(),
+            batch.token_budget(self._topology.context),
+            cross_entropy,
+        )
+        gathered = gather_objects(local, "world", backend.groups, "verl's batch")
+        tokens = sum({data: tokens for data, tokens, _, _ in gathered}.values())
+        backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in gathered))
+        batch.set_engine_values(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
+        return tokens, tokens > 0 and all(flag for _, _, _, flag in gathered)
 
     # --- weights ---
 

@@ -26,7 +26,7 @@ from verl.workers.utils.losses import sft_loss
 
 from megascend.batch.losses import Loss, LossInputs
 from megascend.errors import LossFunctionError
-from megascend.integrations.verl.batches import PLACE, Batch, nested
+from megascend.integrations.verl.batches import POSITION, Batch, nested
 from megascend.kernels.host_copy import HostCopy, to_device
 
 VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -50,7 +50,7 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     masks = mask.values().float()
     if bool(masks[mask.offsets()[:-1]].any()) or not bool(((masks >= 0) & masks.isfinite()).all()):
         return None
-    return [each.roll(-1) for each in masks.split(batch.lengths)]
+    return [row_mask.roll(-1) for row_mask in masks.split(batch.lengths)]
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class Collected:
         self._differences: list[Tensor] = []
         self._copy: HostCopy | None = None
 
-    def add(self, found: Evaluated, difference: Tensor | None = None) -> None:
+    def add(self, evaluated: Evaluated, difference: Tensor | None = None) -> None:
         """Of one micro batch.
 
         Args:
             difference: of verl's gradient from the one that the model was given.
         """
-        for name, tensors in found.outputs.items():
-            self._outputs.setdefault(name, {}).update(zip(found.rows, tensors, strict=True))
-        self._losses.append(found.loss.detach().float().reshape(()))
-        append_to_dict(self.metrics, dict(found.metrics))
+        for name, tensors in evaluated.outputs.items():
+            self._outputs.setdefault(name, {}).update(zip(evaluated.rows, tensors, strict=True))
+        self._losses.append(evaluated.loss.detach().float().reshape(()))
+        append_to_dict(self.metrics, dict(evaluated.metrics))
         if difference is not None:
             self._differences.append(difference)
 
@@ -118,9 +118,9 @@ class Collected:
                 "a token's): megascend's integration is for verl 0.9.1. The step was taken with that mean"
             )
         outputs = {}
-        for name, of in self._outputs.items():
-            ordered = [of[row] for row in sorted(of)]
-            outputs[name] = nested(torch.cat(ordered), [len(each) for each in ordered])
+        for name, rows in self._outputs.items():
+            ordered = [rows[row] for row in sorted(rows)]
+            outputs[name] = nested(torch.cat(ordered), [len(tensor) for tensor in ordered])
         return {"model_output": outputs, "loss": losses, "metrics": self.metrics}
 
 
@@ -145,70 +145,74 @@ class BatchLoss:
         self._outputs: tuple[str, ...] = ("log_probs", "entropy")
         self.collected = Collected()
 
-    def as_loss(self, entropy: bool, of: Literal["logprobs", "values"] = "logprobs") -> Loss:
+    def as_loss(self, entropy: bool, quantity: Literal["logprobs", "values"] = "logprobs") -> Loss:
         """For ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
-        self._outputs = ("values",) if of == "values" else ("log_probs", "entropy")
-        return Loss("verl", self._values, entropy=entropy, reduction="sum", of=of)
+        self._outputs = ("values",) if quantity == "values" else ("log_probs", "entropy")
+        return Loss("verl", self._values, entropy=entropy, reduction="sum", of=quantity)
 
     def as_cross_entropy(self) -> Loss:
         """The same for a function that is a cross entropy, of samples with :func:`cross_entropy_weights`."""
         return Loss("verl's sft_loss", self._cross_entropy, is_cross_entropy=True)
 
-    def of_whole(self, outputs: Mapping[str, Tensor]) -> None:
+    def evaluate_batch(self, outputs: Mapping[str, Tensor]) -> None:
         """verl's loss of the whole batch at once, without gradients, from all sequences' outputs, one after the other."""
         rows = list(range(len(self._batch.lengths)))
-        found = self._call(rows, outputs)
-        self.collected.add(found)
+        evaluated = self._call(rows, outputs)
+        self.collected.add(evaluated)
 
     def _values(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        given = [of for of in (logprobs, inputs.entropy) if of is not None]
-        found, gradients = self._evaluate(given, inputs)
-        self.collected.add(found)
+        tensors = [tensor for tensor in (logprobs, inputs.entropy) if tensor is not None]
+        evaluated, gradients = self._evaluate(tensors, inputs)
+        self.collected.add(evaluated)
         values = logprobs * 0.0
-        for of, gradient in zip(given, gradients, strict=True):
-            values = values + gradient * of / self._parallel
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            values = values + gradient * tensor / self._parallel
         return values
 
     def _cross_entropy(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        found, (gradient,) = self._evaluate([logprobs], inputs)
-        of_verl = gradient * (self._tokens / self._parallel)
-        self.collected.add(found, (of_verl + inputs.weights).abs().max())
+        evaluated, (gradient,) = self._evaluate([logprobs], inputs)
+        verl_gradient = gradient * (self._tokens / self._parallel)
+        self.collected.add(evaluated, (verl_gradient + inputs.weights).abs().max())
         return -logprobs
 
-    def _evaluate(self, given: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
+    def _evaluate(self, tensors: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
         """verl's function on a micro batch, and its gradient for each token of ``given``, 0 for padding."""
         rows = sorted(inputs.members)
         length = sum(self._batch.lengths[row] for row in rows)
-        at = self._places(rows, length, inputs)
-        whole = [self._whole(of, at, length, inputs) for of in given]
-        found = self._call(rows, dict(zip(self._outputs, whole, strict=False)))
-        depends = found.loss.requires_grad
-        parts = torch.autograd.grad(found.loss, whole, allow_unused=True) if depends else [None] * len(whole)
-        gradients = [torch.zeros_like(of) if part is None else part for of, part in zip(whole, parts, strict=True)]
-        return found, [torch.cat([of, of.new_zeros(1)])[at] for of in gradients]
+        indices = self._token_indices(rows, length, inputs)
+        full = [self._full_sequences(tensor, indices, length, inputs) for tensor in tensors]
+        evaluated = self._call(rows, dict(zip(self._outputs, full, strict=False)))
+        depends = evaluated.loss.requires_grad
+        parts = torch.autograd.grad(evaluated.loss, full, allow_unused=True) if depends else [None] * len(full)
+        gradients = [
+            torch.zeros_like(tensor) if part is None else part for tensor, part in zip(full, parts, strict=True)
+        ]
+        return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
-    def _places(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
+    def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
         """int64 [n], where each token is among the ``length`` of the micro batch's sequences in verl's order; padding: behind."""
-        begins, end = {}, 0
+        starts, end = {}, 0
         for row in rows:
-            begins[row], end = end, end + self._batch.lengths[row]
+            starts[row], end = end, end + self._batch.lengths[row]
         assert inputs.extra is not None
-        place = inputs.extra[PLACE].long() - 1
-        begin = to_device(torch.tensor([begins[member] for member in inputs.members]), place.device)
-        return torch.where(place < 0, length, begin[inputs.sample] + place)
+        position = inputs.extra[POSITION].long() - 1
+        start = to_device(torch.tensor([starts[member] for member in inputs.members]), position.device)
+        return torch.where(position < 0, length, start[inputs.sample] + position)
 
-    def _whole(self, values: Tensor, at: Tensor, length: int, inputs: LossInputs) -> Tensor:
+    def _full_sequences(self, values: Tensor, indices: Tensor, length: int, inputs: LossInputs) -> Tensor:
         """[length], all tokens of the micro batch's sequences in verl's order, to be differentiated by."""
-        whole = values.new_zeros(length + 1).index_copy_(0, at, values.detach())[:length]
+        full = values.new_zeros(length + 1).index_copy_(0, indices, values.detach())[:length]
         if self._context > 1:
-            whole = inputs.reduce_context(whole)
-        return whole.detach().requires_grad_()
+            full = inputs.reduce_context(full)
+        return full.detach().requires_grad_()
 
     def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> Evaluated:
         """verl's function on the sequences ``rows``, of whose outputs ``outputs`` has all tokens, one after the other."""
         lengths = [self._batch.lengths[row] for row in rows]
         data = self._batch.rows(rows, self._device)
         offsets = data["input_ids"].offsets()
-        seen = {name: nested(of, lengths, offsets) for name, of in outputs.items()}
-        loss, metrics = self._function(model_output=seen, data=data, dp_group=self._group)
-        return Evaluated(rows, {name: of.detach().split(lengths) for name, of in outputs.items()}, loss, metrics)
+        nested_outputs = {name: nested(tensor, lengths, offsets) for name, tensor in outputs.items()}
+        loss, metrics = self._function(model_output=nested_outputs, data=data, dp_group=self._group)
+        return Evaluated(
+            rows, {name: tensor.detach().split(lengths) for name, tensor in outputs.items()}, loss, metrics
+        )

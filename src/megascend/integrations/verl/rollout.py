@@ -56,9 +56,9 @@ def stop_tokens(model: HFModelConfig) -> tuple[int, ...]:
     Raises:
         ConfigError: there is none.
     """
-    given = getattr(model.generation_config, "eos_token_id", None)
-    found = [*(given if isinstance(given, list) else [given]), getattr(model.tokenizer, "eos_token_id", None)]
-    ids = tuple(dict.fromkeys(int(one) for one in found if one is not None))
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    candidates = [*(eos if isinstance(eos, list) else [eos]), getattr(model.tokenizer, "eos_token_id", None)]
+    ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
     if not ids:
         raise ConfigError(f"{model.local_path}: neither its generation config nor its tokenizer has an end of sequence")
     return ids
@@ -108,9 +108,9 @@ class ServerAdapter(base.BaseRollout):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
         self._settings = settings_of(self.config)
-        own, place = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
-        self.replica_rank = own if replica_rank == -1 else replica_rank
-        self.is_leader_rank = place == 0
+        replica_index, replica_worker = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
+        self.replica_rank = replica_index if replica_rank == -1 else replica_rank
+        self.is_leader_rank = replica_worker == 0
         self._delivery: Delivery | None = None
 
     async def resume(self, tags: list[str]) -> None:

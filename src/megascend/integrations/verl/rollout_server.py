@@ -27,9 +27,9 @@ from weightwire.vllm.contract import STAGING
 START_S = 900.0
 """How long a vLLM may take to start, in seconds."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-PLAIN = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
+FIXED = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
 """Parameters of a request that must have one of these values."""
-TAKEN = {*PLAIN, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
+SUPPORTED = {*FIXED, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
 
 
 class RolloutServer:
@@ -134,37 +134,37 @@ class RolloutServer:
             ]
             raise ConfigError(f"rollout {request_id}: {', '.join(named)}: only text is supported")
         prompt = [int(token) for token in prompt_ids]
-        (found,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
-        steps = self._steps.get(found.first_version), self._steps.get(found.last_version)
+        (response,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
+        steps = self._steps.get(response.first_version), self._steps.get(response.last_version)
         return TokenOutput(
-            token_ids=list(found.tokens),
-            log_probs=list(found.logprobs) if sampling_params.get("logprobs") else None,
+            token_ids=list(response.tokens),
+            log_probs=list(response.logprobs) if sampling_params.get("logprobs") else None,
             stop_reason="completed",
             num_preempted=0,
             extra_fields={"global_steps": steps[1], "min_global_steps": steps[0], "max_global_steps": steps[1]},
         )
 
-    def _sampling(self, prompt: int, asked: Mapping[str, Any]) -> Sampling:
+    def _sampling(self, prompt: int, params: Mapping[str, Any]) -> Sampling:
         settings = self._settings
-        for name, value in asked.items():
-            if name not in TAKEN:
+        for name, value in params.items():
+            if name not in SUPPORTED:
                 raise ConfigError(f"sampling parameter {name}={value!r}: not supported with the rollout megascend")
-            if name in PLAIN and value not in PLAIN[name]:
+            if name in FIXED and value not in FIXED[name]:
                 raise ConfigError(
-                    f"sampling parameter {name}={value!r}: the rollout megascend has {PLAIN[name][0]:g} only"
+                    f"sampling parameter {name}={value!r}: the rollout megascend has {FIXED[name][0]:g} only"
                 )
         room = settings.max_model_len - prompt
         if room < 1:
             raise EngineError(
                 f"a prompt of {prompt} tokens leaves no room: sequences have at most {settings.max_model_len}"
             )
-        wanted = asked.get("max_tokens", asked.get("max_new_tokens", settings.response_length))
-        stop = () if asked.get("ignore_eos", settings.ignore_eos) else self._stop
+        max_tokens = params.get("max_tokens", params.get("max_new_tokens", settings.response_length))
+        stop = () if params.get("ignore_eos", settings.ignore_eos) else self._stop
         return Sampling(
-            max_tokens=min(int(wanted), room),
-            temperature=float(asked.get("temperature", 1.0)),
-            stop_token_ids=(*stop, *(asked.get("stop_token_ids") or ())),
-            seed=asked.get("seed"),
+            max_tokens=min(int(max_tokens), room),
+            temperature=float(params.get("temperature", 1.0)),
+            stop_token_ids=(*stop, *(params.get("stop_token_ids") or ())),
+            seed=params.get("seed"),
         )
 
     # --- weights: what a Delivery asks of an engine ---

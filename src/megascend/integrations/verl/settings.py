@@ -106,7 +106,7 @@ def translate(
     )
 
 
-def check(place: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
+def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
     """One line for each of ``values`` that has no rule, or whose rule refuses it.
 
     Args:
@@ -116,10 +116,10 @@ def check(place: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> l
     for name in values:
         rule, value = rules.get(name), _plain(values[name])
         if rule is None:
-            problems.append(f"{place}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
+            problems.append(f"{prefix}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
         elif rule.only is not None and value not in rule.only:
-            allowed = " or ".join(repr(each) for each in rule.only)
-            problems.append(f"{place}.{name}={value!r}: {rule.why}; it must be {allowed}")
+            allowed = " or ".join(repr(allowed_value) for allowed_value in rule.only)
+            problems.append(f"{prefix}.{name}={value!r}: {rule.why}; it must be {allowed}")
     return problems
 
 
@@ -141,8 +141,8 @@ def _problems(
         ("model.lora", table.LORA, _part(model, "lora")),
         ("checkpoint", table.CHECKPOINT, checkpoint),
     )
-    for place, rules, values in sections:
-        yield from check(place, rules, values)
+    for prefix, rules, values in sections:
+        yield from check(prefix, rules, values)
     if model.get("hf_config_path") not in (None, model.get("path")):
         yield f"model.hf_config_path={model['hf_config_path']!r}: the configuration must be the one in model.path"
     if _is_value_model(model) and _part(model, "lora").get("rank"):
@@ -242,5 +242,5 @@ def _lora(lora: Mapping[str, Any]) -> Lora | None:
     if isinstance(names, str):
         targets: Any = names if names == "all-linear" else (names,)
     else:
-        targets = tuple(dict.fromkeys(each for name in names for each in TARGETS.get(name, (name,))))
+        targets = tuple(dict.fromkeys(target for name in names for target in TARGETS.get(name, (name,))))
     return Lora(rank=lora["rank"], alpha=lora.get("alpha", 32), dropout=lora.get("dropout", 0.0), targets=targets)

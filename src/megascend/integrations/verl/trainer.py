@@ -36,17 +36,17 @@ ENGINE = "megatron"
 class _SharedPool(RayResourcePool):
     """Other processes on the devices of another pool: its placement groups, which are made once."""
 
-    def __init__(self, of: RayResourcePool) -> None:
+    def __init__(self, pool: RayResourcePool) -> None:
         super().__init__(
-            process_on_nodes=of.store,
-            use_gpu=of.use_gpu,
-            name_prefix=of.name_prefix,
-            max_colocate_count=of.max_colocate_count,
+            process_on_nodes=pool.store,
+            use_gpu=pool.use_gpu,
+            name_prefix=pool.name_prefix,
+            max_colocate_count=pool.max_colocate_count,
         )
-        self._of = of
+        self._owner = pool
 
     def get_placement_groups(self, *arguments: Any, **named: Any) -> list[Any]:
-        return self._of.get_placement_groups(*arguments, **named)
+        return self._owner.get_placement_groups(*arguments, **named)
 
 
 class _Pools(ResourcePoolManager):
@@ -57,8 +57,8 @@ class _Pools(ResourcePoolManager):
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()
-        for name, of in self.shared.items():
-            self.resource_pool_dict[name] = _SharedPool(self.resource_pool_dict[of])
+        for name, owner in self.shared.items():
+            self.resource_pool_dict[name] = _SharedPool(self.resource_pool_dict[owner])
 
 
 class SeparateRolesTrainer(PPOTrainerSync):
@@ -100,12 +100,12 @@ class SeparateRolesTrainer(PPOTrainerSync):
     def _reference(self) -> Any:
         """The reference model's workers; verl's own set-up makes none beside an actor that samples, too."""
         name = str(Role.RefPolicy)
-        made = RayClassWithInitArgs(
+        worker_class = RayClassWithInitArgs(
             cls=ray.remote(ActorRolloutRefWorker), config=self.config.actor_rollout_ref, role=name
         )
         group = RayWorkerGroup(
             resource_pool=self.resource_pool_manager.get_resource_pool(Role.RefPolicy),
-            ray_cls_with_init=create_colocated_worker_cls(class_dict={name: made}),
+            ray_cls_with_init=create_colocated_worker_cls(class_dict={name: worker_class}),
             device_name=self.config.trainer.device,
         )
         workers = group.spawn(prefix_set={name})[name]
