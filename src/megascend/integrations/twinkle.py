@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m megascend.integrations.twinkle [--as-it-is] SCRIPT [ARGUMENTS]
 
-runs an unmodified twinkle program. On a CPU, which twinkle does not support, the process is bootstrapped and its ranks connect over
-Gloo first. On NPUs twinkle calls MindSpeed itself. A program can call :func:`prepare` instead, before it creates its first model.
+runs an unmodified twinkle program. On a CPU, which twinkle does not support, the process is bootstrapped and its ranks connect
+over Gloo first. On NPUs twinkle calls MindSpeed itself. A program can call :func:`prepare` instead, before its first model.
 """
 
 from __future__ import annotations

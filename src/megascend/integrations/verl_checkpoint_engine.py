@@ -10,10 +10,10 @@ In verl's configuration, below ``actor_rollout_ref.rollout``::
         megascend: {transport: nccl, timeout_s: 300}
 
 Each update creates a group of the master (actor rank 0) and all rollout workers, without the default process group or guessed
-ports. A bucket's digest and version are verified before its tensors are passed to the engine; every wait has a deadline, and errors
-name the member that is missing or lost. With ``stage: true`` a worker first receives and verifies the whole update, which takes the
-memory of the model once more, so that a failing sender cannot leave an engine with half an update. verl's manager pauses and resumes
-the engines; a failed update leaves them paused, as with verl's own checkpoint engines.
+ports. A bucket's digest and version are verified before its tensors are passed to the engine; every wait has a deadline, and
+errors name the member that is missing or lost. With ``stage: true`` a worker first receives and verifies the whole update, which
+takes the memory of the model once more, so that a failing sender cannot leave an engine with half an update. verl's manager
+pauses and resumes the engines; a failed update leaves them paused, as with verl's own checkpoint engines.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_verl_does_not_carry_on_without_the_engine(folder: Path) -> None:
     done = python(["-c", "import megatron.core, verl; print('carried on')"], folder)
     assert done.returncode == 1
     assert "carried on" not in done.stdout
-    assert "VERL_ENGINE_VENDOR=megascend: the engine cannot be had" in done.stderr
+    assert "VERL_ENGINE_VENDOR=megascend: the engine cannot be used" in done.stderr
 
 
 def test_without_the_vendor_nothing_is_prepared(folder: Path) -> None:

@@ -1,13 +1,13 @@
-"""verl's loss functions on megascend's micro batches.
+"""Run verl's loss functions on megascend's micro batches.
 
-verl's value at place t of a sequence is that of token t + 1. Its losses take whole sequences of a micro batch and give one
-number, divided by the global batch's tokens and multiplied by the data parallel size. Megascend's take the tokens of a rank and
-give a value for each. So verl's loss is differentiated here, with respect to each log-probability and entropy, and the products
-of these gradients with what they belong to are the values: their sum has the same gradient.
+In verl, position t of a sequence has the value of token t + 1. Its losses take whole sequences of a micro batch and return one
+number, divided by the global batch's tokens and multiplied by the data parallel size. megascend's losses take the tokens of a
+rank and return one value per token. So verl's loss is differentiated here with respect to each log-probability and entropy, and
+each token's value is the product of gradient and input: their sum has the same gradient.
 
-verl's loss for supervised fine-tuning is a weighted cross entropy, whose gradient is known before the log-probabilities are: it
-is formed with the logits at hand, and they are computed once instead of twice (:func:`cross_entropy_weights`). verl's function is
-called all the same, for its number, and its gradient must be that.
+verl's SFT loss is a weighted cross entropy, whose gradient is known before the log-probabilities. It is computed together with
+the logits, which are then computed once instead of twice (:func:`cross_entropy_weights`). verl's function is still called for
+its value, and its gradient is compared.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megascend.kernels.host_copy import HostCopy, to_device
 VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 LARGEST_DIFFERENCE = 1e-3
-"""Of a gradient of verl's loss from that of the cross entropy, whose largest is about 1."""
+"""Tolerance between the gradients of verl's loss and of the cross entropy, which are about 1 at most."""
 
 
 def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tensor] | None:
-    """The weight of each target, by sequence, if ``function`` is verl's ``sft_loss`` and a cross entropy on this batch.
+    """Return target weights by sequence if ``function`` is verl's ``sft_loss`` and a cross entropy on this batch, else None.
 
-    It shifts the mask of all sequences of a micro batch at once. So a sequence whose first token has a mask would train the last
-    place of the one before it, whichever that is; such batches are left to verl's function itself.
+    verl shifts the concatenated mask of a micro batch, so an unmasked first token trains the last position of the preceding
+    sequence, whichever that is. Such batches are left to verl's function.
     """
     settings = function.keywords if isinstance(function, partial) and not function.args else {}
     inner = function.func if isinstance(function, partial) and settings.keys() <= {"config"} else function
@@ -55,13 +55,13 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What verl's function made of sequences.
+    """Result of verl's loss function on some sequences.
 
     Attributes:
-        rows: which of the batch's.
-        outputs: by name, each of these sequences' values, on the device.
-        loss: verl's number.
-        metrics: verl's.
+        rows: indices of the sequences in the batch.
+        outputs: output name to the values of each sequence, on the device.
+        loss: verl's loss.
+        metrics: verl's metrics.
     """
 
     rows: Sequence[int]
@@ -71,10 +71,10 @@ class Evaluated:
 
 
 class Collected:
-    """What a batch's micro batches gave on a rank that sees outputs, in the order in which they ran.
+    """Results of a batch's micro batches in execution order, on a rank of the last pipeline stage.
 
     Attributes:
-        metrics: by name, each micro batch's.
+        metrics: metric name to the values of the micro batches.
     """
 
     def __init__(self) -> None:
@@ -85,10 +85,10 @@ class Collected:
         self._copy: HostCopy | None = None
 
     def add(self, evaluated: Evaluated, difference: Tensor | None = None) -> None:
-        """Of one micro batch.
+        """Add the result of one micro batch.
 
         Args:
-            difference: of verl's gradient from the one that the model was given.
+            difference: maximum difference between verl's gradient and the one applied.
         """
         for name, tensors in evaluated.outputs.items():
             self._outputs.setdefault(name, {}).update(zip(evaluated.rows, tensors, strict=True))
@@ -98,15 +98,15 @@ class Collected:
             self._differences.append(difference)
 
     def send(self) -> None:
-        """Start copying to the host what :meth:`as_verl` reads there."""
+        """Start the copy to the host that :meth:`as_verl` reads."""
         if self._losses:
             self._copy = HostCopy(torch.stack([*self._losses, *self._differences]))
 
     def as_verl(self) -> dict[str, Any]:
-        """``forward_backward_batch``'s answer: sequences in the order of the batch.
+        """Return the result of ``forward_backward_batch``, with sequences in the order of the batch.
 
         Raises:
-            LossFunctionError: verl's sft_loss has another gradient than the cross entropy that was trained.
+            LossFunctionError: the gradient of verl's sft_loss is not that of the cross entropy applied.
         """
         if self._copy is None:
             self.send()
@@ -128,12 +128,12 @@ class BatchLoss:
     """verl's loss function on the micro batches of one batch.
 
     Args:
-        batch: of this data parallel rank.
-        function: verl's.
-        group: its data parallel group, which verl hands to losses.
-        device: of the tensors that losses see.
-        context_parallel, data_parallel: sizes.
-        tokens: the sum of all data parallel ranks' loss masks.
+        batch: batch of this data parallel rank.
+        function: verl's loss function.
+        group: data parallel group, an argument of verl's losses.
+        device: device of the losses' tensors.
+        context_parallel, data_parallel: group sizes.
+        tokens: sum of the loss masks of all data parallel ranks.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class BatchLoss:
         self.collected = Collected()
 
     def as_loss(self, entropy: bool, quantity: Literal["logprobs", "values"] = "logprobs") -> Loss:
-        """For ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
+        """Return the Loss for ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
         self._outputs = ("values",) if quantity == "values" else ("log_probs", "entropy")
         return Loss("verl", self._values, entropy=entropy, reduction="sum", of=quantity)
 
     def as_cross_entropy(self) -> Loss:
-        """The same for a function that is a cross entropy, of samples with :func:`cross_entropy_weights`."""
+        """Return the Loss for a function that is a cross entropy, of samples with :func:`cross_entropy_weights`."""
         return Loss("verl's sft_loss", self._cross_entropy, is_cross_entropy=True)
 
     def evaluate_batch(self, outputs: Mapping[str, Tensor]) -> None:
-        """verl's loss of the whole batch at once, without gradients, from all sequences' outputs, one after the other."""
+        """Evaluate verl's loss on the whole batch, without gradients, from the concatenated outputs of all sequences."""
         rows = list(range(len(self._batch.lengths)))
         evaluated = self._call(rows, outputs)
         self.collected.add(evaluated)
@@ -176,7 +176,7 @@ class BatchLoss:
         return -logprobs
 
     def _evaluate(self, tensors: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
-        """verl's function on a micro batch, and its gradient for each token of ``given``, 0 for padding."""
+        """Evaluate verl's function on a micro batch; return also its gradients for each of ``tensors``, 0 for padding."""
         rows = sorted(inputs.members)
         length = sum(self._batch.lengths[row] for row in rows)
         indices = self._token_indices(rows, length, inputs)
@@ -190,7 +190,7 @@ class BatchLoss:
         return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
     def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
-        """int64 [n], where each token is among the ``length`` of the micro batch's sequences in verl's order; padding: behind."""
+        """Return each token's index, int64 [n], in the micro batch's ``length`` tokens in verl's order, ``length`` for padding."""
         starts, end = {}, 0
         for row in rows:
             starts[row], end = end, end + self._batch.lengths[row]
@@ -200,14 +200,14 @@ class BatchLoss:
         return torch.where(position < 0, length, start[inputs.sample] + position)
 
     def _full_sequences(self, values: Tensor, indices: Tensor, length: int, inputs: LossInputs) -> Tensor:
-        """[length], all tokens of the micro batch's sequences in verl's order, to be differentiated by."""
+        """Scatter values to all tokens of the micro batch in verl's order, [length], as a leaf that requires gradients."""
         full = values.new_zeros(length + 1).index_copy_(0, indices, values.detach())[:length]
         if self._context > 1:
             full = inputs.reduce_context(full)
         return full.detach().requires_grad_()
 
     def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> Evaluated:
-        """verl's function on the sequences ``rows``, of whose outputs ``outputs`` has all tokens, one after the other."""
+        """Call verl's function on the sequences ``rows``, whose concatenated outputs are ``outputs``."""
         lengths = [self._batch.lengths[row] for row in rows]
         data = self._batch.rows(rows, self._device)
         offsets = data["input_ids"].offsets()

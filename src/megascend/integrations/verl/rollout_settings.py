@@ -1,4 +1,4 @@
-"""verl's settings of a rollout as those of the rollout ``megascend``, or a ConfigError that names those that cannot be. Pure."""
+"""Translate verl's rollout settings to the rollout ``megascend``, or raise ConfigError naming the unsupported ones. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megascend.integrations.verl.settings import PRECISIONS, check
 from megascend.integrations.verl.settings_table import READ_BY_VERL, Rule, mapped, no_effect, only
 
 NAME = "megascend"
-"""The value of ``actor_rollout_ref.rollout.name`` that asks for this rollout."""
+"""Value of ``actor_rollout_ref.rollout.name`` that selects this rollout."""
 
 _PLAIN = (
     "responses are sampled from the whole distribution, which is the one that the trainer's log-probabilities are of"
@@ -111,21 +111,21 @@ _OFF = {"prometheus": "enable", "mtp": "enable", "qat": "enable", "disaggregatio
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """One replica's engine.
+    """Settings of one replica's engine.
 
     Attributes:
-        vllm_python: the interpreter that vLLM is started with; None: the local engine, of transformers.
-        options: of vLLM.
+        vllm_python: interpreter for vLLM; None: the local engine, based on transformers.
+        options: vLLM options.
         host: address under which the engine reaches the trainer.
-        timeout_s: deadline of a request, and of each step of an update, in seconds.
-        precision: of the engine's weights.
-        seed: of the first replica; each has its own.
-        response_length: longest response, in tokens.
-        max_model_len: longest sequence, in tokens.
-        rows: most sequences at a time.
-        tensor_parallel: workers of the engine, and trainer ranks of a replica.
-        ignore_eos: responses do not end by themselves.
-        eager: vLLM compiles nothing.
+        timeout_s: deadline of a request, and of each phase of an update, in seconds.
+        precision: precision of the engine's weights.
+        seed: seed of the first replica; each replica adds its number.
+        response_length: maximum response length in tokens.
+        max_model_len: maximum sequence length in tokens.
+        rows: maximum number of concurrent sequences.
+        tensor_parallel: workers of the engine, and trainer ranks per replica.
+        ignore_eos: continue responses past the end token.
+        eager: run vLLM without compilation.
     """
 
     vllm_python: str | None
@@ -143,10 +143,10 @@ class RolloutSettings:
 
 
 def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
-    """verl's ``rollout``, as a mapping that holds mappings.
+    """Translate verl's ``rollout`` section, a mapping of mappings.
 
     Raises:
-        ConfigError: what cannot be, all of it, each by its name.
+        ConfigError: unsupported settings; the message names all of them.
     """
     options = (rollout.get("engine_kwargs") or {}).get(NAME) or {}
     problems = [*_problems(rollout, options)]

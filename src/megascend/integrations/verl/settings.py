@@ -1,4 +1,4 @@
-"""verl's settings as megascend's, or a ConfigError that names those that cannot be. Pure: no torch, no verl."""
+"""Translate verl's settings to megascend's, or raise ConfigError naming the unsupported ones. Pure: no torch, no verl."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ TARGETS = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's names of layers, and Hugging Face's; what is not among them is taken for Hugging Face's already."""
+"""Megatron layer names to Hugging Face names; other names are assumed to be Hugging Face names already."""
 
 STATE = frozenset({"model", "optimizer", "extra"})
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a backend is constructed with, and what the engine itself goes by.
+    """Settings of the backend and of the engine.
 
     Attributes:
-        value_model: a critic.
-        forward_only: no optimizer, no gradients.
-        lora: the one adapter's; None: the model itself is trained.
-        adapter_path: where that adapter starts from.
-        merge: a weight sync sends the adapter merged into the model.
-        hf_model: a checkpoint has a Hugging Face directory beside it.
-        async_save: saving does not wait until the checkpoint is complete.
+        value_model: True for a critic.
+        forward_only: no optimizer and no gradients.
+        lora: settings of the adapter; None: full fine-tuning.
+        adapter_path: initial weights of the adapter, or None.
+        merge: weight syncs send the adapter merged into the model.
+        hf_model: checkpoints include a Hugging Face directory.
+        async_save: save without waiting for completion.
     """
 
     parallel: Parallel
@@ -73,14 +73,14 @@ def translate(
     checkpoint: Mapping[str, Any] | None,
     platform: str,
 ) -> EngineSettings:
-    """verl's four configurations as one.
+    """Translate verl's four configurations.
 
     Args:
-        optimizer: None for an engine that only runs forward.
+        optimizer: None for a forward-only engine.
         platform: cpu, cuda or npu.
 
     Raises:
-        ConfigError: settings that megascend does not have, or has no rule for; all of them, each by its name.
+        ConfigError: settings that are unsupported or have no rule; the message names all of them.
     """
     optimizer, checkpoint = optimizer or {}, checkpoint or {}
     problems = [*_problems(model, engine, optimizer, checkpoint), *_offload(engine, platform)]
@@ -107,10 +107,10 @@ def translate(
 
 
 def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
-    """One line for each of ``values`` that has no rule, or whose rule refuses it.
+    """List the problems of ``values``: settings without a rule, and values that their rule refuses.
 
     Args:
-        place: what stands before their names: ``engine``.
+        prefix: prefix of their names, such as ``engine``.
     """
     problems = []
     for name in values:
@@ -177,7 +177,7 @@ def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dictionaries of any kind (omegaconf has its own) as Python's."""
+    """Convert lists and dictionaries, such as OmegaConf's, to Python's."""
     if isinstance(value, Mapping) and type(value).__name__ in ("dict", "DictConfig"):
         return dict(value)
     return list(value) if type(value).__name__ in ("tuple", "ListConfig") else value

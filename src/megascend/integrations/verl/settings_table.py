@@ -1,7 +1,7 @@
-"""What becomes of each of verl's settings: a table of rules, pure. Of verl 0.9.1.
+"""Table of rules for verl's settings (verl 0.9.1). Pure data.
 
-Every field of verl's dataclasses, and every key of its free dictionaries that is known, has one rule. What has none is refused,
-so that a setting of a newer verl is not passed over.
+Every field of verl's dataclasses, and every known key of its free-form dictionaries, has a rule. Settings without one are
+refused, so that those of a newer verl are not silently ignored.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 VENDOR = "megascend"
-"""The value of ``VERL_ENGINE_VENDOR`` that asks for megascend's engine."""
+"""Value of ``VERL_ENGINE_VENDOR`` that selects megascend's engine."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one setting.
+    """Rule for one setting.
 
     Attributes:
-        why: where it goes, why it has no effect, or why it is refused.
-        only: the values that are allowed; None: all of them.
+        why: megascend's setting, or the reason why it has no effect or is refused.
+        only: allowed values; None: any.
     """
 
     why: str
@@ -27,17 +27,17 @@ class Rule:
 
 
 def mapped(to: str) -> Rule:
-    """Its value goes to megascend's setting ``to``."""
+    """Return the rule of a setting that maps to megascend's setting ``to``."""
     return Rule(to)
 
 
 def no_effect(why: str) -> Rule:
-    """Any value is taken, and changes nothing here."""
+    """Return the rule of a setting that is accepted and ignored."""
     return Rule(why)
 
 
 def only(*values: Any, why: str) -> Rule:
-    """Refused unless it is one of ``values``."""
+    """Return the rule of a setting that is refused unless it is one of ``values``."""
     return Rule(why, values)
 
 

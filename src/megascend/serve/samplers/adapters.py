@@ -16,7 +16,7 @@ from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, t
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
-from megascend.serve.tenancy import samples_of
+from megascend.serve.tenancy import sampling_line
 
 BASE = "base"
 """Prefix of a tenant's command queue for the model without an adapter."""
@@ -69,7 +69,7 @@ class Samplers:
             if future is not None:
                 return future
         label = f"{name}:request:{number}" if name and number is not None else self._service.new_label("sample")
-        owner = f"{tenant}:samples" if session is None else samples_of(session)
+        owner = f"{tenant}:samples" if session is None else sampling_line(session)
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
         self._service.check_answers(tenant)
