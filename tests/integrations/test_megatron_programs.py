@@ -51,9 +51,9 @@ def run(program: str, arguments: list[str], folder: Path) -> str:
         program,
         *arguments,
     ]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    completed = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return completed.stdout
 
 
 def page_arguments() -> list[str]:

@@ -32,8 +32,8 @@ def run(command: dict) -> None:
     """As the process that was asked for."""
     log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, own in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, own)
+    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
     os.environ.update(command["variables"])
     sys.argv = ["megascend", *command["arguments"]]
     runpy.run_module("megascend.cli.main", run_name="__main__", alter_sys=True)

@@ -26,7 +26,7 @@ def run_service(settings: ServeConfig, folder: Path, before: Callable[[], None])
     before()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     address = folder / "address"
-    serve(settings, keys, lambda found: address.write_text(found) and None, (folder / "stop").exists)
+    serve(settings, keys, lambda url: address.write_text(url) and None, (folder / "stop").exists)
 
 
 def nothing() -> None:
@@ -110,7 +110,7 @@ def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8, se
     }  # fmt: skip
 
 
-def written(path: Path, job: dict[str, Any]) -> Path:
+def write_json(path: Path, job: dict[str, Any]) -> Path:
     """A job as a file."""
     path.write_text(json.dumps(job))
     return path

@@ -269,8 +269,8 @@ def test_an_answer_stays_with_its_request_if_that_is_not_covered(tmp_path) -> No
 
 def test_the_end_of_a_session_removes_its_rows_and_leaves_out_those_that_come_later(tmp_path) -> None:
     database = StateDatabase(tmp_path / "state")
-    others = [StoredRow("sampler", "p", {"path": None}, parent="s"), StoredRow("sequence", "q", {}, parent="s")]
-    database.write([SESSION, MODEL, *others, saved("a", 1), answer(1), StoredRow("session", "another", {})])
+    late_rows = [StoredRow("sampler", "p", {"path": None}, parent="s"), StoredRow("sequence", "q", {}, parent="s")]
+    database.write([SESSION, MODEL, *late_rows, saved("a", 1), answer(1), StoredRow("session", "another", {})])
     assert database.write([Removal("session", "s"), Removal("session", "s"), request(1), saved("b", 2)]) == ["a", "b"]
     database.close()
     assert [row.name for row in rows_of(tmp_path / "state")] == ["another"]

@@ -53,21 +53,21 @@ def steps_of(server: Served) -> list[float]:
 
 def train(server: Served, model: str, first: int, count: int) -> list[Any]:
     """Gradients and steps number ``first``, ``first + 1``, ... and their answers."""
-    found = []
+    answers = []
     for number in range(first, first + 2 * count, 2):
         names = [
             server.alice.forward_backward(model, number, number % 7),
             server.alice.optim_step(model, number + 1, number * 1.0),
         ]
-        found += [server.alice.fetch(name) for name in names]
-    return found
+        answers += [server.alice.fetch(name) for name in names]
+    return answers
 
 
 def test_what_was_promised_is_done_and_what_was_answered_is_answered_the_same(disks) -> None:
     with disks(durable_steps=100) as first:
         model = first.alice.model()
         answers = train(first, model, 1, 2)
-        first.backend.held.clear()  # from now on nothing is done, as if the server had been killed then
+        first.backend.gate.clear()  # from now on nothing is done, as if the server had been killed then
         names = [first.alice.forward_backward(model, 5, 3), first.alice.optim_step(model, 6, 5.0)]
         early = first.alice.optim_step(model, 8, 7.0)
         with disks(storage_of(first), durable_steps=100) as second:
@@ -110,7 +110,9 @@ def wait_for_saves(server: Served, count: int) -> None:
     saves, durability = storage_of(server) / NAME / "saves", server.service.durability
 
     def there() -> bool:
-        return len(list(saves.glob("s-*"))) == count and not any(each.saving for each in durability._models.values())
+        return len(list(saves.glob("s-*"))) == count and not any(
+            progress.saving for progress in durability._models.values()
+        )
 
     wait_until(there)
     server.client.portal.call(durability.durable)
@@ -138,8 +140,8 @@ def test_what_a_client_saved_is_not_saved_again_and_what_it_loaded_is_what_it_wa
         sampler = first.alice.ask("save_weights_for_sampler", sampling)["sampling_session_id"]
         assert first.alice.get(f"training_runs/{model}/checkpoints/weights/kept", "DELETE").status_code == 204
         with disks(storage_of(first)) as second:
-            found = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
-            assert found == [{"type": "save_weights", "path": path}, refused, missing]
+            answers = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
+            assert answers == [{"type": "save_weights", "path": path}, refused, missing]
             assert second.alice.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
             (left,) = second.alice.get("checkpoints").json()["checkpoints"]
             assert second.alice.get(f"samplers/{sampler}").json()["model_path"] == left["tinker_path"]
@@ -193,7 +195,7 @@ def test_what_never_came_is_given_up_once(disks) -> None:
         late = first.alice.optim_step(model, 2, 1.0)
         first.tick(200)
         failure = first.alice.fetch(late)
-        assert "did not come" in failure["error"]
+        assert "did not arrive" in failure["error"]
         with disks(storage_of(first)) as second:
             assert second.alice.fetch(late) == failure
             train(second, model, 3, 1)
@@ -202,10 +204,10 @@ def test_what_never_came_is_given_up_once(disks) -> None:
 
 def test_sessions_that_ended_stay_ended(disks) -> None:
     with disks(durable_steps=1) as first:
-        gone, unloaded = first.alice.model(), first.alice.model()
-        train(first, gone, 1, 1)
+        ended, unloaded = first.alice.model(), first.alice.model()
+        train(first, ended, 1, 1)
         wait_for_saves(first, 1)
-        first.alice.post(f"sessions/{gone.partition(':')[0]}/finish")
+        first.alice.post(f"sessions/{ended.partition(':')[0]}/finish")
         first.alice.ask("unload_model", {"model_id": unloaded})
         wait_for_saves(first, 0)
         with disks(storage_of(first)) as second:
@@ -301,12 +303,12 @@ def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:
 
 def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:
     settings = ServeConfig(model=tmp_path, storage=tmp_path / "storage", durable=True)
-    tenants, made = keys_of(settings, {})
-    assert made is not None
+    tenants, key = keys_of(settings, {})
+    assert key is not None
     again, none = keys_of(settings, {})
     assert none is None
     assert again == tenants
-    assert Keys(again).tenant(made.encode()) == "local"
+    assert Keys(again).tenant(key.encode()) == "local"
     (file,) = (tmp_path / "storage").iterdir()
-    assert made not in file.read_text()
+    assert key not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600

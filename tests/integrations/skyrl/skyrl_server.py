@@ -28,18 +28,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run(command: list[str], folder: Path) -> str:
     """A program's output, once it has ended well."""
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout
 
 
 @contextmanager
@@ -97,11 +97,11 @@ def _end_group(group: int, patience_s: float = 10) -> list[str]:
 
     deadline = time.monotonic() + patience_s
     while True:
-        left = [each for each in psutil.process_iter() if _in_group(each.pid, group)]
+        left = [process for process in psutil.process_iter() if _in_group(process.pid, group)]
         if not left:
             return []
         if time.monotonic() > deadline:
-            names = [" ".join(each.cmdline()) for each in left]
+            names = [" ".join(process.cmdline()) for process in left]
             os.killpg(group, signal.SIGKILL)
             return names
         time.sleep(0.2)

@@ -76,15 +76,17 @@ def waits_of(engine: Any) -> Iterator[Counter[str]]:
             waits.mark(on_device(engine.backend.engine))
             yield waits.found
         return
-    found: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message))
+    waits.update(
+        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchronizing" in str(warning.message)
+    )
 
 
 def on_device(engine: Any) -> Iterator[torch.Tensor]:
@@ -116,30 +118,30 @@ def main(path: str, out: str) -> None:
     linear_logprobs.chunks = counted
     sft = partial(sft_loss, config=None)
     cases = {"sft_loss": (sft, 0), "another": (own_loss, 0), "sft_loss, first trained": (sft, 1)}
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for (name, (loss, first)), tokens in itertools.product(cases.items(), (64, 12)):
         engine.initialize()
         for _ in range(2):  # the first step makes what later ones have
-            given = batch(tokens, first)
+            data = batch(tokens, first)
             projections.clear()
             with waits_of(engine) as waits, engine.train_mode():
-                output = engine.train_batch(given, loss)
+                output = engine.train_batch(data, loss)
             engine.lr_scheduler_step()
-        found[f"{name}, {tokens}"] = {
+        report[f"{name}, {tokens}"] = {
             "waits": dict(waits),
             "micro batches": len(output["loss"]),
             "projections": len(projections),
             "loss": sum(output["loss"]),
             "norm": output["metrics"]["grad_norm"],
-            "log_probs": [each.tolist() for each in output["model_output"]["log_probs"].unbind()],
+            "log_probs": [row.tolist() for row in output["model_output"]["log_probs"].unbind()],
         }
     losses.sft_loss = changed
     try:
         engine.train_batch(batch(64), partial(changed, config=None))
     except LossFunctionError as error:
-        found["changed"] = str(error)
+        report["changed"] = str(error)
     with open(out, "w") as file:
-        json.dump(found, file, indent=1)
+        json.dump(report, file, indent=1)
 
 
 main(*sys.argv[1:])

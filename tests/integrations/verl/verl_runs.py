@@ -25,8 +25,8 @@ FP32 = "+engine.override_transformer_config.params_dtype=float32"
 def environment(**more: str) -> dict[str, str]:
     """For a process that imports verl on this machine's CPU; ``vendor`` megascend unless ``more`` says otherwise."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return {**os.environ, **own, **more}
+    variables = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, **variables, **more}
 
 
 def python(
