@@ -44,7 +44,7 @@ def settings(bench, run: str, platform: str) -> list[str]:
 
 
 def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monkeypatch) -> None:
-    """verl's default, ``flash``, switches every other kernel off."""
+    """Check verl's default, ``flash``: it switches every other kernel off."""
     fused = "engine.override_transformer_config.attention_backend=fused"
     without(monkeypatch, "flash_attn")
     assert all(fused in settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megascend"))

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def run(program: str, arguments: list[str], folder: Path) -> str:
-    """What ``program`` of a copy of the checkout writes on two ranks; it must end well."""
+    """Run ``program`` of a copy of the checkout on two ranks; return its output."""
     tree = folder / "megatron-lm"
     shutil.copytree(CHECKOUT, tree, ignore=shutil.ignore_patterns(".git", "docs"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -57,7 +57,7 @@ def run(program: str, arguments: list[str], folder: Path) -> str:
 
 
 def page_arguments() -> list[str]:
-    """The arguments of ``pretrain_gpt.py`` on the page."""
+    """Return the arguments of ``pretrain_gpt.py`` in the docs."""
     (command,) = re.findall(r"pretrain_gpt\.py \\\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
     return command.replace("\\\n", " ").split()
 

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs/integrations/megatron.md"
 
 
 def page_start() -> tuple[str, list[str]]:
-    """The program of the page, and the words of the command that starts it."""
+    """Return the docs' program, and the words of its command."""
     text = PAGE.read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)

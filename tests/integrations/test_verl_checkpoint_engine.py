@@ -18,7 +18,7 @@ OK, SENDER_RESULT, RECEIVER_RESULT = ["ok", None], ["ok", 6], ["ok", NAMES]
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What tests/integrations/verl_updates.py has to say; verl's import takes most of the time."""
+    """Run tests/integrations/verl_updates.py once (verl's import takes most of the time); return its report."""
     if not PYTHON.exists():
         pytest.skip(
             f"no verl: {PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"

@@ -78,7 +78,7 @@ def answer(engine: CheckpointEngine, method: str, arguments: dict[str, Any]) -> 
 
 
 async def send(engine: Any, version: int, stamp: int | None = None, die_after: int | None = None) -> int:
-    """Returns how many tensors were taken from the generator."""
+    """Send tensors; return the names taken from the generator."""
     names = []
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,7 +93,7 @@ async def send(engine: Any, version: int, stamp: int | None = None, die_after: i
 
 
 async def receive(engine: Any, version: int, flip: bool = False, stage: bool = False) -> list[str]:
-    """Returns the names, each of which came as the sender's tensor; ``*`` marks one that did not."""
+    """Return the received names; ``*`` marks a tensor that differs from the sender's."""
     engine._stage = stage
     if flip:
         receive_bucket, seen = engine._transport.receive, []
@@ -142,7 +142,7 @@ class Workers:
         return answers
 
     def connect(self, absent: int | None = None) -> list[Any]:
-        """What ``CheckpointEngineManager.build_process_group`` does."""
+        """Do the same as ``CheckpointEngineManager.build_process_group``."""
         cls = CheckpointEngineRegistry.get("megascend")
         metadata = [value for _, value in self.call([("prepare", {})] * len(self.pipes))]
         topology = cls.build_topology(ACTORS, ROLLOUTS, metadata)

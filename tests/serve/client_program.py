@@ -19,7 +19,7 @@ from tinker import types  # noqa: E402
 
 
 def result(value: Any) -> Any:
-    """What newer clients give a future of, and older ones at once."""
+    """Return the result of a future, which older clients return directly."""
     return value.result() if hasattr(value, "result") else value
 
 
@@ -36,7 +36,7 @@ def datum(tokens: list[int], inputs: dict[str, Any]) -> types.Datum:
 
 
 def weighted(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
-    """A custom loss whose gradient has both signs."""
+    """Compute a custom loss whose gradient has both signs."""
     loss = sum(
         (value.square() * 0.01 + value * (0.2 if index % 2 else -0.3)).sum() for index, value in enumerate(logprobs)
     )
@@ -44,7 +44,7 @@ def weighted(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[st
 
 
 def step(client: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """One forward_backward and one step of the optimizer, both sent before either is waited for."""
+    """Send a forward_backward and an optimizer step before waiting for either."""
     adam = types.AdamParams(**settings["adam"])
     if settings["loss"] == "custom":
         output = client.forward_backward_custom(

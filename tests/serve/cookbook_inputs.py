@@ -60,7 +60,7 @@ def write_dataset(folder: Path, rows: Sequence[Any], name: str = "default") -> N
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
-    """A byte pair encoding of about 400 tokens, learned from the texts."""
+    """Train a byte pair encoding of about 400 tokens on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

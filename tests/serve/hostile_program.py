@@ -42,7 +42,7 @@ class Attacker:
                 return response.json()
 
     def send(self, attack: str, path: str, **options: Any) -> None:
-        """A request whose answer is counted by status, and by its future's category if it has one."""
+        """Send a request; count its answer by status, and by its future's category if any."""
         response = self.http.request(options.pop("method", "POST"), path, **options)
         result = str(response.status_code)
         if response.status_code == 200 and "request_id" in response.json():
@@ -50,7 +50,7 @@ class Attacker:
         self.answers[attack][result] += 1
 
     def train(self, attack: str, model: str | None = None, loss: str = "cross_entropy", **inputs: Any) -> None:
-        """A forward_backward of one sample and a step, of its own model in the right order, or of another's."""
+        """Send a forward_backward of one sample and a step, of its own model in order, or of another's."""
         inputs = {"target_tokens": [5, 6, 7], "weights": [1.0, 1.0, 1.0]} | inputs
         tensors = {name: {"data": value, "dtype": TENSORS[name]} for name, value in inputs.items()}
         datum = {"model_input": {"chunks": [{"tokens": [4, 5, 6]}]}, "loss_fn_inputs": tensors}

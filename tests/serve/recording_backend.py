@@ -32,7 +32,7 @@ PROJECTIONS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", 
 
 
 class Result:
-    """What forward_backward, forward and optimizer_step return here."""
+    """Return values of forward_backward, forward and optimizer_step."""
 
     def __init__(self, adapters: Mapping[str, Any], logprobs: Sequence[torch.Tensor] = ()) -> None:
         self.adapters, self.logprobs = adapters, list(logprobs)
@@ -162,7 +162,7 @@ class Caller:
         return self.client.request(method, f"/api/v1/{path}", headers=self.headers)
 
     def ask(self, path: str, body: Any) -> Any:
-        """What a request's future gives in the end."""
+        """Send a request and return the answer of its future."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return self.fetch(response.json()["request_id"])
@@ -173,13 +173,13 @@ class Caller:
         return response.json()
 
     def model(self, rank: int = 4) -> str:
-        """A new session's new model."""
+        """Create a model in a new session."""
         session = self.post("create_session", {"tags": []}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
         return self.ask("create_model", body)["model_id"]
 
     def forward_backward(self, model: str, number: int | None, *targets: int, **changes: Any) -> str:
-        """The name of the future of a forward_backward with one sample."""
+        """Send a forward_backward of one sample; return its request id."""
         response = self.post("forward_backward", train_body(model, number, *targets, **changes))
         assert response.status_code == 200, response.text
         return response.json()["request_id"]
@@ -193,7 +193,7 @@ class Caller:
 def train_body(
     model: str, number: int | None, *targets: int, loss: str = "cross_entropy", **inputs: Any
 ) -> dict[str, Any]:
-    """A request in JSON with one sample."""
+    """Build a JSON request with one sample."""
     tensors = {"target_tokens": {"data": list(targets), "dtype": "int64", "shape": [len(targets)]}}
     tensors |= {name: {"data": value, "dtype": "float32"} for name, value in inputs.items()}
     chunk = {"type": "encoded_text", "tokens": [1] * len(targets)}
@@ -217,7 +217,7 @@ class Served:
 
 @contextmanager
 def served(storage: Path, **settings: Any) -> Iterator[Served]:
-    """A service on a backend that records, in this process."""
+    """Run a service on a RecordingBackend in this process."""
     config = ServeConfig(model=storage, storage=storage, window_ms=0, **settings)
     base = ServedModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
     backend, clock, inbox = RecordingBackend(), Clock(), Inbox(0, config.batch_tokens)

@@ -25,7 +25,7 @@ SAVE_EVERY, NEW_EVERY = 11, 40
 
 
 def batch(seed: int, step: int, vocabulary: int) -> list[types.Datum]:
-    """The same data for the same step of a job."""
+    """Return the data of a step, the same for the same job."""
     chance = random.Random(f"{seed}/{step}")
     data = []
     for _ in range(chance.choice((1, 2, 3))):

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -77,7 +77,7 @@ class RestartedServer:
             )
 
     def answers(self, path: str) -> bool:
-        """Whether it answers with 200: ``/healthz``, or ``/readyz`` when all is as it was."""
+        """Check whether a health path answers 200; ``/readyz`` does once recovery has finished."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", path)

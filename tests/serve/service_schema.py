@@ -168,7 +168,7 @@ def operations(ids: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[
 
 
 def description(ids: Mapping[str, Sequence[str]]) -> Schema:
-    """The OpenAPI document."""
+    """Build the OpenAPI document."""
     paths: dict[str, Schema] = {}
     for (method, path), (body, answer) in operations(ids).items():
         operation: Schema = {"responses": {"4XX": _content(REFUSED)}}

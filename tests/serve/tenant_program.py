@@ -39,7 +39,7 @@ def batch(chance: random.Random, vocabulary: int, policy: bool) -> list[types.Da
 
 
 def terms_size(datum: types.Datum, logprobs: Any) -> float:
-    """The sum of the absolute values of what a loss adds up, whose rounding its own grows with."""
+    """Return the sum of the absolute terms of a loss, which bounds its rounding error."""
     inputs = {name: value.data for name, value in datum.loss_fn_inputs.items()}
     if "weights" in inputs:
         return sum(abs(weight * logprob) for weight, logprob in zip(inputs["weights"], logprobs, strict=True))

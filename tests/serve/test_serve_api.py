@@ -20,7 +20,7 @@ def here(tmp_path: Path) -> Iterator[Served]:
 
 
 def steps(here: Served) -> list[Any]:
-    """What was run of steps."""
+    """Return the backend calls of steps."""
     return [call[:2] for call in here.backend.calls if call[0] in ("forward_backward", "optimizer_step", "discard")]
 
 

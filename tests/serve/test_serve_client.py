@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_ranks import KEYS, service, training_job, written
+from serve_ranks import KEYS, service, training_job, write_json
 
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
@@ -97,7 +97,7 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
         job["steps"] = [
             {**step, "adam": {**step["adam"], "learning_rate": 1e-3 * (number + 1)}} for step in job["steps"]
         ]
-        jobs.append(written(tmp_path / f"job-{number}.json", job))
+        jobs.append(write_json(tmp_path / f"job-{number}.json", job))
 
     def answer(number: int, name: str) -> Path:
         return tmp_path / f"{name}-{number}.json"
@@ -148,7 +148,7 @@ def compare_with_reference(
         run: the client's program; default: with the client that is installed here.
     """
     job = training_job(url, model)
-    job_file, answer_file = written(folder / "job.json", job), folder / "answer.json"
+    job_file, answer_file = write_json(folder / "job.json", job), folder / "answer.json"
     if run is None:
         completed = run_forked(HERE / "client_program.py", job_file, answer_file, variables=environment())
     else:
@@ -163,7 +163,7 @@ def compare_with_reference(
 
 
 def largest_differences(answer: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Of log-probabilities and losses (relative above 1) from the reference's, and of the sampler's from the trainer's."""
+    """Compute differences of log-probabilities and losses (relative above 1) to the reference, and of sampler to trainer."""
     pairs = list(zip(answer["steps"], expected["steps"], strict=True))
     trained = [
         max_difference(logprobs, reference_logprobs)
@@ -184,12 +184,12 @@ def largest_differences(answer: dict[str, Any], expected: dict[str, Any]) -> dic
 
 
 def max_difference(values: Sequence[float], references: Sequence[float]) -> float:
-    """The largest difference of two lists."""
+    """Return the largest difference of two lists."""
     return max(abs(value - reference_value) for value, reference_value in zip(values, references, strict=True))
 
 
 def reference(job: Path, answer: dict[str, Any], settings: ServeConfig, folder: Path) -> dict[str, Any]:
-    """What the same steps are in transformers, from the adapter that the client began with."""
+    """Run the same steps in transformers, from the client's initial adapter."""
     start = CheckpointPath.parse(answer["start"]).directory(settings.storage, "alice")
     completed = run_reference(HERE / "tinker_reference.py", job, start, folder / "reference.json")
     assert completed.returncode == 0, completed.stderr

@@ -54,7 +54,7 @@ def rows_of(path: Path) -> list[StoredRow]:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Path, list[int]]:
-    """A database with the batches as a server leaves it that was killed: all of them in the log. Where each ends there."""
+    """Build a database as left by a killed server, with all batches in the log; return also where each one ends."""
     (tmp_path / "live").mkdir()
     database, ends = StateDatabase(tmp_path / "live" / "state"), []
     for batch in BATCHES:
@@ -70,7 +70,7 @@ def log_of(path: Path) -> Path:
 
 
 def copied(path: Path, log: bytes, name: str = "copy") -> Path:
-    """The database in a directory of its own, with another log."""
+    """Copy the database to another directory, with another log."""
     folder = path.parent.with_name(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_a_log_behind_which_an_older_one_lies_is_read(killed, tmp_path) -> None:
 
 
 def read_or_refused(path: Path, rows: list[StoredRow]) -> bool:
-    """Whether damage was reported; otherwise all rows must be as they were."""
+    """Check whether damage is reported; otherwise all rows must be unchanged."""
     try:
         same = rows_of(path) == rows
     except CheckpointError:

@@ -28,7 +28,7 @@ from megascend.serve.store.recovery import NAME
 
 @pytest.fixture
 def disks(tmp_path: Path) -> Callable[[Path | None], AbstractContextManager[Served]]:
-    """Starts a server on a copy of another one's files as they are now, or on none."""
+    """Return a function that starts a server on a copy of another one's files, or on none."""
     count = iter(range(100))
 
     def start(killed: Path | None = None, **settings: Any) -> AbstractContextManager[Served]:
@@ -218,7 +218,7 @@ def test_sessions_that_ended_stay_ended(disks) -> None:
 
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int | None], None]]:
-    """Sets how large a file of this process may become, as a disk without room does; None: as before."""
+    """Return a function that limits the file size of this process, as a full disk would; None: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size: int | None) -> None:

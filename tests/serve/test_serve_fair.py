@@ -21,7 +21,7 @@ def saved(caller: Caller, count: int) -> list[str]:
 
 
 def sampled(caller: Caller, path: str | None, token: int = 5) -> Any:
-    """The answer to a request to sample from a checkpoint, or from the model itself."""
+    """Send a request to sample from a checkpoint, or from the base model."""
     body: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [token]}]}, "sampling_params": {"max_tokens": 2}}
     return caller.post("asample", body if path is None else {**body, "model_path": path})
 
@@ -99,7 +99,7 @@ def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
-    """Of the model itself, too, which all tenants may sample from."""
+    """Check fairness for the base model, too, which all tenants may sample from."""
     with served(tmp_path) as here:
         here.backend.sampling.clear()
         many = [sampled(here.alice, None) for _ in range(200)]

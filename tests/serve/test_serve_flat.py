@@ -24,7 +24,7 @@ CONTAINERS = (dict, list, set, deque, OrderedDict)
 
 
 def live(here: Served, *, ends: str) -> None:
-    """A session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
+    """Run a session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
     caller = here.alice
     model = caller.model()
     session = model.partition(":")[0]
@@ -61,7 +61,7 @@ def live(here: Served, *, ends: str) -> None:
 
 
 async def drop_cancelled_timers() -> None:
-    """asyncio keeps a timer that was cancelled until its time comes, or until most are: 30 s of requests that were waited for."""
+    """Drop cancelled timers, which asyncio otherwise keeps until their time or until most are cancelled: 30 s of requests."""
     loop = asyncio.get_running_loop()
     loop._scheduled[:] = sorted(timer for timer in loop._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
     loop._timer_cancelled_count = 0  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def count_objects() -> Counter[str]:
 
 
 def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
-    """What there is more of than `before` and does not go away: a thread may still be leaving its last call."""
+    """Return objects that exist more often than in `before`, also after a while: a thread may be in its last call."""
     deadline = time.monotonic() + within_s
     while True:
         now = count_objects()

@@ -86,7 +86,7 @@ def check(answer: Any) -> None:
 
 
 def finished(here: Served, answer: Any) -> None:
-    """What a request promised comes, and is not an error of the server's."""
+    """Check that a promised answer arrives, and is no server error."""
     if answer.status_code == 200 and answer.headers.get("content-type") == "application/json":
         name = answer.json().get("request_id") if isinstance(answer.json(), dict) else None
         response = here.alice.post("retrieve_future", {"request_id": name}) if isinstance(name, str) else None

@@ -33,7 +33,7 @@ LAYOUTS = {
 def start_clients(
     folder: Path, model: Path, url: str, steps: dict[str, int] | None
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """A client program for each tenant; it takes so many steps, or goes on until the file ``enough`` is there."""
+    """Start a client program per tenant, which takes a number of steps, or continues until the file ``enough`` exists."""
     clients = {}
     folder.mkdir(exist_ok=True)
     for number, (name, key) in enumerate(KEYS.items()):
@@ -54,7 +54,7 @@ def start_clients(
 
 
 def results_of(folder: Path, clients: dict[str, subprocess.Popen[bytes]]) -> dict[str, dict[str, Any]]:
-    """What each client wrote in the end."""
+    """Return the results that each client wrote."""
     end = time.monotonic() + DEADLINE_S
     for name, client in clients.items():
         code = client.wait(max(1.0, end - time.monotonic()))

@@ -92,7 +92,7 @@ class Tenant:
         return self.numbered("optim_step", adam_params={"learning_rate": 1e-3, "eps": 1e-3})
 
     def train(self, rank: int) -> list[float]:
-        """The losses of a few steps of a new model."""
+        """Train a new model for a few steps; return its losses."""
         assert self.create(rank)["type"] == "create_model"
         losses = []
         for seed in range(STEPS):

@@ -78,7 +78,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def browser_page(**options: Any) -> Iterator[Any]:
-    """A page in a browser; everything that it complains of, and every request to another server, fails the test."""
+    """Open a page in a browser; any console complaint, and any request to another server, fails the test."""
     from playwright.sync_api import sync_playwright
 
     complaints: list[str] = []

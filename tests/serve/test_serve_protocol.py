@@ -27,7 +27,7 @@ IDS = {"checkpoint_id": "weights/one"}
 
 
 def calls_of_the_client() -> set[tuple[str, str]]:
-    """(method, path under /api/v1) of every call in the client's package, with names in the place of ids."""
+    """List (method, path under /api/v1) of every call in the client's package, with names in place of ids."""
     tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
     calls = set()
     for file in Path(tinker.__file__).parent.rglob("*.py"):

@@ -89,7 +89,7 @@ def scalars(field: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def bodies(draw: Any) -> bytes:
-    """A message as bytes; every third with some of them changed."""
+    """Generate a message as bytes, corrupted in a third of the cases."""
     content = bytearray(draw(messages()).SerializeToString())
     if draw(st.integers(0, 2)) == 0:
         for _ in range(draw(st.integers(1, 3))):
@@ -112,7 +112,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def names(address: str) -> dict[str, list[str]]:
-    """A session with a model, a checkpoint, a sampler and a future, made now: other requests may have ended earlier ones."""
+    """Create a session with a model, a checkpoint, a sampler and a future: other requests may have ended earlier ones."""
     with httpx.Client(base_url=f"{address}/api/v1", headers={"X-API-Key": KEYS["alice"]}) as client:
 
         def post(path: str, body: Any) -> Any:
@@ -192,7 +192,7 @@ def ask(address: str, method: str, path: str, mode: Any, media_type: str, exampl
 
 
 def check_promise(client: httpx.Client, name: Any) -> None:
-    """What was promised comes, and does not fail for a fault of the server's."""
+    """Check that a promised answer arrives, and is no server error."""
     if isinstance(name, str):
         response = client.post("/api/v1/retrieve_future", json={"request_id": name})
         assert response.status_code in (200, 408, 410), response.text

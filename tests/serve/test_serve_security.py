@@ -41,7 +41,7 @@ def here(tmp_path: Path) -> Iterator[Served]:
 
 
 def routes(here: Served) -> set[tuple[str, str]]:
-    """(method, path under /api/v1) of all that needs a key."""
+    """List (method, path under /api/v1) of all routes that need a key."""
     served_routes = {(m, r.path) for r in here.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
     return {
         (m, path.removeprefix("/api/v1/"))
@@ -60,7 +60,7 @@ OWNED_ROUTES = {
 
 
 def requests_for(ids: dict[str, str], caller_session: str) -> list[tuple[str, str, Any]]:
-    """(method, path, body) of a request to every route that names something, with other tenants' ids.
+    """Build (method, path, body) of a request to every route that takes ids, with another tenant's ids.
 
     Args:
         caller_session: a session of the caller.
@@ -431,7 +431,7 @@ def shared_bytes(first: bytes, second: bytes) -> int:
 
 
 def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None:
-    """Of 200 keys the first and the last, and of wrong ones such whose digest begins as that of a known key does."""
+    """Compare the first and last of 200 keys, and wrong keys whose digests share a prefix with a valid one."""
     valid_keys = [f"tml-known-{number}" for number in range(200)]
     lookup = keys.Keys({keys.digest_of(key): f"t{number}" for number, key in enumerate(valid_keys)})
     assert len({instructions(lambda key=key: lookup.tenant(key)) for key in valid_keys}) == 1

@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 
 @contextmanager
 def listening(storage: Path, **settings) -> Iterator[str]:
-    """The address of a server, on a backend that records."""
+    """Yield the address of a server on a RecordingBackend."""
     config = ServeConfig(model=storage, storage=storage, port=0, window_ms=0, **settings)
     base = ServedModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
     inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
@@ -48,7 +48,7 @@ def listening(storage: Path, **settings) -> Iterator[str]:
 
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a server with little patience, but enough for who does not dawdle on a busy machine."""
+    """Set short timeouts, but long enough for a fast client on a busy machine."""
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     monkeypatch.setattr(connections, "WRITE_S", 0.5)
     monkeypatch.setattr(reading, "TIMEOUT_S", 2.0)
@@ -67,7 +67,7 @@ def connected(address: str, buffer: int | None = None) -> socket.socket:
 
 
 def rest(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Read until the server closes the connection."""
     received = b""
     try:
         while part := client.recv(65536):
@@ -78,7 +78,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def status_of(client: socket.socket, request: bytes) -> int:
-    """The status of the answer to a request, which is read to its end: an object in JSON."""
+    """Send a request, read its JSON answer to the end and return the status."""
     client.sendall(request)
     received = b""
     while not received.endswith(b"}"):
@@ -211,7 +211,7 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
+    ("connection_codes", "expected"),
     [
         ("a- a- b-", 0),  # the oldest idle one of who has most
         ("a+ a- a- b-", 1),

@@ -117,7 +117,7 @@ class Served:
         return load_file(directory / "adapter_model.safetensors")
 
     def figures(self) -> dict[str, float]:
-        """What the server counts, by name and labels."""
+        """Return the server's metrics by name and labels."""
         lines = re.findall(r"^(megascend_\S+) (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
         return {name: float(value) for name, value in lines}
 
@@ -135,7 +135,7 @@ def served(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
 
 
 class Counted:
-    """What the server has counted since this was made."""
+    """Increase of the server's metrics since construction."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._before = served, served.figures()
@@ -197,7 +197,7 @@ def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -
 
 @contextlib.contextmanager
 def attacked_by(served: Served, models: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A tenant that sends anything, until the block ends, and one that trains and trains, which is given."""
+    """Run a hostile tenant until the block ends, and yield one that keeps training."""
     folder, stop = served.folder, served.folder / "stop"
     job = {"url": served.url, "key": KEYS["mallory"], "model": str(served.settings.model), "others": models}
     (folder / "hostile.json").write_text(json.dumps(job))

@@ -39,7 +39,7 @@ REQUEST = SampleRequest(
 
 
 def choice(index: int, tokens: list[int], finish_reason: str) -> dict[str, Any]:
-    """As vLLM 0.32 writes it; the second likeliest token is token 9, the likeliest the one that was drawn."""
+    """Build a choice as vLLM 0.32 does: the sampled token is the likeliest, token 9 the second."""
     top = [{f"token_id:{token}": -0.5, "token_id:9": -1.5, "token_id:8": -2.5} for token in tokens]
     prompt = [
         None,
@@ -294,7 +294,7 @@ def test_an_address_that_is_none(address) -> None:
 
 
 def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str | None = None) -> tuple[Any, str]:
-    """What ``call`` returns or raises, of a server that answers so, and what it was sent."""
+    """Return the result or error of ``call`` on a server with this answer, and the request it received."""
 
     async def main() -> tuple[Any, str]:
         request_parts: list[bytes] = []

@@ -125,7 +125,7 @@ async def token(pool: Pool) -> int:
 
 
 def text_of(pool: Pool) -> str:
-    """The pool's metrics as Prometheus reads them."""
+    """Return the pool's metrics as Prometheus reads them."""
     registry = CollectorRegistry()
     registry.register(pool)
     return generate_latest(registry).decode()

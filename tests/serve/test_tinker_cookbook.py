@@ -39,7 +39,7 @@ class Here:
         self.folder, self.url = folder, url
 
     def run(self, recipe: str, name: str, **settings: Any) -> list[dict[str, Any]]:
-        """What a recipe logged at its steps; its log is the folder's ``name``."""
+        """Run a recipe; return the metrics of its steps from the log folder ``name``."""
         log = self.folder / name
         values = {"model_name": MODEL, "log_path": log, **settings}
         completed = subprocess.run(
@@ -69,7 +69,7 @@ class Here:
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
     def checkpoint(self, name: str) -> str:
-        """The state that a recipe saved last."""
+        """Return the last state that a recipe saved."""
         return json.loads((self.folder / name / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
 
 
@@ -120,7 +120,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 @pytest.fixture(scope="module")
 def taught(here: Here) -> list[dict[str, Any]]:
-    """What sl_loop logged; its state knows how answers look, and guesses them."""
+    """Run sl_loop; return its metrics. Its final state knows the format of answers, and guesses them."""
     return here.run("sl_loop", "taught", batch_size=8, learning_rate=1e-2, save_every=0)
 
 

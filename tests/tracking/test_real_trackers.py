@@ -27,7 +27,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Steps 1 and 2, and in what is another process to the tracker 3 and 4; the ids of both."""
+    """Log steps 1 and 2, then 3 and 4 as if in another process; return both run ids."""
     ids = []
     for last_step, outcome in ((0, "stopped"), (2, "finished")):
         trackers = Trackers({tracker: {}}, output, CONFIG, last_step)

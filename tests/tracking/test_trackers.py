@@ -41,7 +41,7 @@ class RecordingTracker:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingTracker]]:
-    """The trackers called ``kept`` that were opened."""
+    """List the opened trackers named ``kept``."""
     trackers: list[RecordingTracker] = []
 
     def open_kept(run: TrackedRun) -> RecordingTracker:

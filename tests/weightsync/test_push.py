@@ -132,7 +132,7 @@ OLD = {"old": torch.arange(5.0)}
 def pushes_that_fail(
     checkpoint: Path, tmp_path: Path, parallel: Parallel, world_size: int, fault: Any, names: int = 2
 ) -> Any:
-    """A push during which ``fault(engines, number)`` was applied, an optimizer step, and a push after it was taken back.
+    """Push with ``fault(engines, number)`` applied, take an optimizer step, and push again without the fault.
 
     Returns:
         The message on every rank.

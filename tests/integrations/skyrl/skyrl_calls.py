@@ -55,7 +55,7 @@ def adam(rate: float) -> types.OptimStepInput:
 
 
 def train(on: MegascendBackend, tenants: list[str]) -> dict[str, list[float]]:
-    """Sums of the losses of every step, by tenant; all tenants' requests in one batch. The models are removed again."""
+    """Train all tenants in shared batches; return the summed losses of every step by tenant. Removes the models."""
     for name in tenants:
         on.create_model(name, TENANTS[name])
     losses: dict[str, list[float]] = {name: [] for name in tenants}

@@ -21,7 +21,7 @@ DEADLINE_S = 600
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a program: our source, and this interpreter's own programs first."""
+    """Return a program's environment: our source, and this interpreter's scripts first in PATH."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1", **more}
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """A program's output, once it has ended well."""
+    """Run a program that must succeed; return its output."""
     completed = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -44,7 +44,7 @@ def run(command: list[str], folder: Path) -> str:
 
 @contextmanager
 def served(folder: Path, **backend: Any) -> Iterator[str]:
-    """The server's address, over a model in ``folder``. At the end its whole group of processes has ended with it.
+    """Yield the address of a server for a model in ``folder``; its whole process group is ended with it.
 
     Args:
         backend: settings of ``--backend-config`` beside fp32 on the CPU.

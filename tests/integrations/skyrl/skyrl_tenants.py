@@ -34,7 +34,7 @@ def batch(name: str, step: int) -> list[types.Datum]:
 
 
 def models(address: str, model: str, names: list[str]) -> dict[str, tinker.TrainingClient]:
-    """A new adapter for each tenant, in a session of the tenant's own."""
+    """Create an adapter for each tenant, in separate sessions."""
     clients = {name: tinker.ServiceClient(base_url=address, api_key="tml-any") for name in names}
     return {
         name: client.create_lora_training_client(base_model=model, rank=RANKS[name], seed=ord(name[0]))
@@ -59,7 +59,7 @@ def adam(name: str) -> types.AdamParams:
 
 
 def loss(client: tinker.TrainingClient) -> float:
-    """Of ann's first batch, without training."""
+    """Compute losses of ann's first batch, without training."""
     return client.forward(batch("ann", 0), "cross_entropy").result().metrics["loss:sum"]
 
 
@@ -83,7 +83,7 @@ def checkpoints(client: tinker.TrainingClient, service: tinker.ServiceClient) ->
 
 
 def refusal(client: tinker.TrainingClient) -> str:
-    """What the client is told of a target for one token too few."""
+    """Return the client's error for targets that are one token short."""
     ids = sequences("ann", 0)[0]
     bad = types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def batch_sizes() -> list[int]:
-    """How many models shared the batch of every command that has run."""
+    """Record the number of models in the batch of every finished command."""
     return []
 
 

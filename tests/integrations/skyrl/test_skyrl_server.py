@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
     ids=["1", "TP2", "DP2"],
 )
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the tenants saw, and where the server's files are."""
+    """Run the tenants; return their report, with the folder of the server's files."""
     folder = tmp_path_factory.mktemp("skyrl")
     new_model = [sys.executable, "-m", "megascend.cli.main", "new-model", "model", "--arch", "qwen3"]
     run([*new_model, "--hidden", "64", "--layers", "2"], folder)  # with a tokenizer, which the client loads

@@ -40,7 +40,7 @@ def test_losses_and_norms_are_those_of_transformers(folder: Path, dp: int, tp: i
 
 
 def test_without_mending_one_rank_has_a_norm_that_is_too_large_by_the_tokens(folder: Path) -> None:
-    """What docs/integrations/twinkle.md says of twinkle alone. If this fails, twinkle has mended it: so must the page."""
+    """Check what docs/integrations/twinkle.md says of unpatched twinkle. If this fails, twinkle has fixed it: update the docs."""
     program = folder / "bf16.py"
     source = (
         (HERE / "twinkle_sft.py")

@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """A program's output, once it has ended well."""
+    """Run a program that must succeed; return its output."""
     completed = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -29,7 +29,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def launched(ranks: int, *arguments: str) -> list[str]:
-    """A program for twinkle on so many ranks, as docs/integrations/twinkle.md starts it."""
+    """Build the command of a twinkle program on some ranks, as in docs/integrations/twinkle.md."""
     torchrun = [
         "-m",
         "torch.distributed.run",

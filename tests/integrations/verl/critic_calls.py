@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def sequences() -> list[dict[str, Any]]:
-    """What verl and the reference train on: the value at a place stands before the token that follows it."""
+    """Build the data of verl and of the reference; the value at a position precedes the next token."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for prompt, response in LENGTHS:
@@ -38,7 +38,7 @@ def sequences() -> list[dict[str, Any]]:
 
 
 def batch(part: slice = slice(None)) -> Any:
-    """What a data parallel rank gets that has this part of the sequences."""
+    """Build a data parallel rank's batch from its sequences."""
 
     def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
@@ -80,7 +80,7 @@ def engine_of(path: str) -> Any:
 
 
 def loss_of_verl() -> Any:
-    """verl's own value loss."""
+    """Compute verl's own value loss."""
     settings = SimpleNamespace(cliprange_value=0.2, loss_agg_mode="token-mean", loss_scale_factor=None)
     return partial(value_loss, settings)
 

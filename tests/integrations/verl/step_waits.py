@@ -57,40 +57,40 @@ def batch(tokens: int, first: int = 0) -> Any:
 
 
 def own_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """The same number as verl's sft_loss, which megascend knows nothing of."""
+    """Compute the same loss as verl's sft_loss, as a function that megascend does not recognize."""
     return sft_loss(None, model_output, data, dp_group)
 
 
 def changed(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """What another verl's sft_loss might be."""
+    """Compute a loss that a changed sft_loss of verl might be."""
     loss, metrics = sft_loss(config, model_output, data, dp_group)
     return 1.1 * loss, metrics
 
 
 @contextmanager
 def waits_of(engine: Any) -> Iterator[Counter[str]]:
-    """Where the host waits for the device in the block, and how often; complete after it."""
+    """Yield a counter of the places where the host waits for the device in the block; complete after it."""
     if get_device_name() == "cpu":
         with HostWaits(ON_CPU) as waits:
             waits.watch(TensorDict, "to")
             waits.mark(on_device(engine.backend.engine))
             yield waits.found
         return
-    waits: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield waits
+            yield counts
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits.update(
+    counts.update(
         f"{warning.filename}:{warning.lineno}" for warning in caught if "synchronizing" in str(warning.message)
     )
 
 
 def on_device(engine: Any) -> Iterator[torch.Tensor]:
-    """What the model and its optimizer keep there."""
+    """Yield the tensors of model and optimizer on the device."""
     for parameter in engine.bare_chunks[0].parameters():
         yield from (parameter, parameter.main_grad)
     for state in engine.optimizer.parameter_states():

@@ -84,7 +84,7 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, torch.Tenso
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, torch.Tensor]:
+def calls(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "found.safetensors")
 
 

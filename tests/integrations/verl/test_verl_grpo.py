@@ -63,7 +63,7 @@ LAYOUTS = {
 
 
 def writing_below(folder: Path) -> list[int]:
-    """Processes whose output goes to a file there: a vLLM's, whatever they are called."""
+    """List processes whose output goes to a file below a folder: vLLM's, whatever their names."""
     numbers = []
     for number in psutil.pids():
         with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ REFERENCE = ["actor_rollout_ref.actor.use_kl_loss=True"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, prompts and a reward."""
+    """Create a random model, prompts and a reward."""
     directory = tmp_path_factory.mktemp("ppo")
     write_prompts(directory)
     command = ["-m", "megascend", "new-model", "qwen3", "--arch", "qwen3", "--hidden", "64", "--layers", "2"]
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, name: str, ranks: int, steps: int, *settings: str) -> dict[int, dict[str, float]]:
-    """The figures of a run's steps; one of a name that was there resumes."""
+    """Run training; return the metrics of its steps. A run of an existing name resumes."""
     log = folder / f"{name}.jsonl"
     log.unlink(missing_ok=True)
     command = grpo_command(folder, name, ranks, steps, *critic_settings(folder), *settings)
@@ -48,7 +48,7 @@ def mean(steps: dict[int, dict[str, float]], name: str, chosen: Any) -> float:
 
 
 def rises(steps: dict[int, dict[str, float]]) -> None:
-    """The reward rises, the critic's loss falls, and its values become the rewards."""
+    """Check that the reward rises, the critic's loss falls, and its values approach the rewards."""
     assert sorted(steps) == list(range(1, STEPS + 1))
     first, last = (1, 2, 3), (STEPS - 2, STEPS - 1, STEPS)
     print({name: [round(steps[step][name], 4) for step in steps] for name in (REWARD, "critic/vf_loss")})

@@ -76,7 +76,7 @@ def test_losses_and_norms_are_those_of_transformers(folder: Path, layout: str) -
 
 @pytest.fixture
 def killed(folder: Path) -> Path:
-    """A run of two ranks that was killed after its checkpoint of step 4."""
+    """Check a run of two ranks that was killed after its checkpoint of step 4."""
     name = "killed"
     log = folder / "killed.jsonl"
     command = sft_command(folder, "qwen3", name, 2, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")

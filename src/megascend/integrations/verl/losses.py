@@ -190,7 +190,7 @@ class BatchLoss:
         return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
     def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
-        """Return each token's index, int64 [n], in the micro batch's ``length`` tokens in verl's order, ``length`` for padding."""
+        """Return token indices, int64 [n], into the micro batch's ``length`` tokens in verl's order; ``length`` for padding."""
         starts, end = {}, 0
         for row in rows:
             starts[row], end = end, end + self._batch.lengths[row]
