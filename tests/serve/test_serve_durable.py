@@ -19,7 +19,7 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve import operations
 from megascend.serve.api.keys import Keys
-from megascend.serve.api.wire import Datum, Span, TrainRequest
+from megascend.serve.api.wire import Datum, ProvenanceSpan, TrainRequest
 from megascend.serve.server import keys_of
 from megascend.serve.store import durability, recovery
 from megascend.serve.store.database import StoredRow
@@ -168,7 +168,7 @@ def test_a_request_that_failed_fails_again_though_its_reason_is_gone(disks, monk
 
 def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_them(disks) -> None:
     result = SampleResult([SampledSequence([7, 8], [-1.0, -2.0], "stop"), SampledSequence([9], [-3.0], "stop")])
-    spans = [Span("one", 0, 1, False), Span("one", 0, 1, True)], [Span("one", 0, 2, True)]
+    spans = [ProvenanceSpan("one", 0, 1, False), ProvenanceSpan("one", 0, 1, True)], [ProvenanceSpan("one", 0, 2, True)]
     inputs = {"target_tokens": np.array([7, 8]), "advantages": np.ones(2, np.float32)}
     datum = Datum(np.array([5, 7]), inputs, *spans)
     with disks() as first:

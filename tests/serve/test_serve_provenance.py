@@ -11,14 +11,14 @@ from recording_backend import served
 from megascend.errors import DataError
 from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve.api import wire
-from megascend.serve.api.wire import Span
+from megascend.serve.api.wire import ProvenanceSpan
 from megascend.serve.samplers.sequences import KEEP_S, Sequences
 from megascend.serve.samples import loss_of, samples_of, with_recorded
 from megascend.serve.tenancy import Session
 
 PROMPT, TOKENS, LOGPROBS = [3, 4, 5], [7, 8, 9, 10], [-1.0, -2.0, -3.0, -4.0]
-TOKEN_SPANS = [Span("one", 0, 3, False), Span("one", 0, 3, True)]
-TARGET_SPANS = [Span("one", 1, 2, False), Span("one", 0, 4, True)]
+TOKEN_SPANS = [ProvenanceSpan("one", 0, 3, False), ProvenanceSpan("one", 0, 3, True)]
+TARGET_SPANS = [ProvenanceSpan("one", 1, 2, False), ProvenanceSpan("one", 0, 4, True)]
 
 
 class Clock:
@@ -59,15 +59,24 @@ def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() 
         (datum(target_spans=[]), "needs the provenance"),
         (datum(target_spans=TARGET_SPANS[1:]), "covers 4 target_tokens of 6"),
         (datum(token_spans=[]), "covers 0 tokens of 6"),
-        (datum(target_spans=[Span("one", 1, 2, False), Span("three", 0, 4, True)]), "no sequence 'three'"),
         (
-            datum(target_spans=[Span("one", 2, 2, False), Span("one", 0, 4, True)]),
+            datum(target_spans=[ProvenanceSpan("one", 1, 2, False), ProvenanceSpan("three", 0, 4, True)]),
+            "no sequence 'three'",
+        ),
+        (
+            datum(target_spans=[ProvenanceSpan("one", 2, 2, False), ProvenanceSpan("one", 0, 4, True)]),
             "has 3 tokens of its prompt; .* names 4",
         ),
-        (datum(target_spans=[Span("one", 0, 2, False), Span("two", 0, 4, True)]), "has 1 sampled tokens; .* names 4"),
-        (datum(target_spans=[Span("one", 0, 7, False), Span("one", 0, -1, True)]), "covers 6"),
+        (
+            datum(target_spans=[ProvenanceSpan("one", 0, 2, False), ProvenanceSpan("two", 0, 4, True)]),
+            "has 1 sampled tokens; .* names 4",
+        ),
+        (datum(target_spans=[ProvenanceSpan("one", 0, 7, False), ProvenanceSpan("one", 0, -1, True)]), "covers 6"),
         (datum(target_tokens=[0, 0, 7, 8, 8, 10]), r"target_tokens\[4\] is 8, .* has 9"),
-        (datum(token_spans=[Span("one", 0, 2, False), Span("one", 0, 4, True)]), r"tokens\[2\] is 5, .* has 7"),
+        (
+            datum(token_spans=[ProvenanceSpan("one", 0, 2, False), ProvenanceSpan("one", 0, 4, True)]),
+            r"tokens\[2\] is 5, .* has 7",
+        ),
         (datum(advantages=[0, 1, 1, 1, 1, 1]), "not sampled"),
         (datum(advantages=[1.0]), "of one shape"),
         (datum(weights=[1.0]), "weights"),
@@ -122,8 +131,8 @@ def test_provenance_is_what_the_client_wrote() -> None:
     client_request = types.ForwardBackwardRequest(forward_backward_input=inside, model_id="m", seq_id=1)
     body = conversion.forward_backward_request_to_proto(client_request).SerializeToString()
     (read_datum,) = wire.train_request_of_protobuf(body, 10).data
-    assert read_datum.token_spans == [Span("a", 0, 2, False), Span("a", 0, 1, True)]
-    assert read_datum.target_spans == [Span("a", 1, 1, False), Span("a", 0, 2, True)]
+    assert read_datum.token_spans == [ProvenanceSpan("a", 0, 2, False), ProvenanceSpan("a", 0, 1, True)]
+    assert read_datum.target_spans == [ProvenanceSpan("a", 1, 1, False), ProvenanceSpan("a", 0, 2, True)]
     assert wire.train_request_of_protobuf(body + b"\x1a\x04\x1a\x00\x22\x00", 10).problem is not None
 
 

@@ -87,7 +87,9 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         if not self.is_master:
             return {}
         if self._listener is None:
-            self._listener = Listener(self._host or _node_address())
+            import ray
+
+            self._listener = Listener(self._host or ray.util.get_node_ip_address().strip("[]"))
         return {"host": self._listener.host, "port": self._listener.port, "token": uuid.uuid4().hex}
 
     @classmethod
@@ -231,9 +233,3 @@ def _current_device(transport: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, getattr(torch, kind).current_device())
-
-
-def _node_address() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address().strip("[]")

@@ -177,7 +177,7 @@ class Checkpoints:
             except RequestRefusedError:
                 if owner == tenant:
                     raise
-                continue
+                continue  # another tenant's damaged record is not this one's problem
             if record is not None and (owner == tenant or record.public):
                 return record, path.directory(self.root, owner)
         raise RequestRefusedError(f"no such checkpoint: {path}", 404)

@@ -78,6 +78,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
                 f"your checkpoints take {used} bytes; {service.settings.limits.storage_bytes} are allowed"
             )
     except (RequestRefusedError, ConfigError) as error:
+        # A failed future and not a refusal: the request has a number, which must have its turn.
         return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
@@ -207,10 +208,11 @@ def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future
         adam = adam_of(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None
     except ConfigError as error:
-        adam, problem = Adam(), str(error)
+        adam, problem = Adam(), str(error)  # fails in its turn, which drops the accumulated gradients
 
     def answer(step: Any) -> dict[str, Any]:
         model.steps += 1
+        # With a loss scale (fp16), a skipped step is normal: the scale was too large and has been lowered.
         if step.skipped and step.loss_scale == 1.0:
             raise ConfigError("the gradient was not finite: the step was skipped, and nothing was changed")
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}

@@ -14,7 +14,7 @@ from megascend.batch.losses import BUILT_IN, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float
-from megascend.serve.api.wire import Datum, Span
+from megascend.serve.api.wire import Datum, ProvenanceSpan
 from megascend.serve.samplers.sequences import RecordedSequence
 
 
@@ -47,7 +47,7 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
     return replace(datum, inputs={**datum.inputs, "logprobs": logprobs, "weights": weights * sampled})
 
 
-def _iterate_spans(spans: Sequence[Span], count: int, field: str, find: Callable[[str], RecordedSequence]):
+def _iterate_spans(spans: Sequence[ProvenanceSpan], count: int, field: str, find: Callable[[str], RecordedSequence]):
     """Yield (slice of the field, span, tokens, log-probabilities or None) for each span; spans must cover ``count`` positions."""
     if sum(span.length for span in spans) != count or any(min(span.length, span.offset) < 0 for span in spans):
         raise DataError(f"the provenance covers {sum(span.length for span in spans)} {field} of {count}")

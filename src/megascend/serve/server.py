@@ -49,7 +49,7 @@ def serve(
     from megascend.serve.scheduler.runner import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        servers = vllm_servers(settings, backend)
+        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter work()
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, settings.batch_tokens, None, lambda outcomes: None, generate)
@@ -208,7 +208,7 @@ def http_server(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
     thread.start()
-    while not server.started:
+    while not server.started:  # uvicorn has no event to wait for
         thread.join(0.01)
         if not thread.is_alive():
             raise ConfigError("the HTTP server did not start; see its messages above")
@@ -222,7 +222,7 @@ def http_server(
     try:
         yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
     finally:
-        if service.vllm is not None:
+        if service.vllm is not None:  # while the loop still runs
             asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
         server.should_exit = True
         inbox.close()

@@ -172,7 +172,10 @@ class Service:
     def create_model(self, session: Session, body: CreateModel) -> Future:
         """Create a new adapter; a repeated number of the session returns the same future."""
         lora_settings = body.lora
-        self._check_base(body.base_model)
+        if body.base_model not in (*self.base.names, str(self.base.path)):
+            raise ConfigError(
+                f"base_model {body.base_model[:200]!r} is not served here; this server has {self.base.names[0]!r}"
+            )
         targets = self.base.targets(
             attention=lora_settings.train_attn, mlp=lora_settings.train_mlp, output=lora_settings.train_unembed
         )
@@ -245,10 +248,6 @@ class Service:
             self.unload(model, internal=True)
         self.futures.forget_fetched(sampling_line(session))
         self.durability.note_session_end(session)
-
-    def _check_base(self, name: str) -> None:
-        if name not in self.base.names and name != str(self.base.path):
-            raise ConfigError(f"base_model {name[:200]!r} is not served here; this server has {self.base.names[0]!r}")
 
     def _count_models(self) -> None:
         self._inbox.set_models(len(self.tenancy.models))
@@ -363,7 +362,7 @@ class Service:
         for outcome in outcomes:
             future = self.futures.by_number(outcome.number)
             if future is None or self.durability.defers(future, outcome):
-                continue
+                continue  # None: ended and dropped meanwhile
             self.end(future, outcome)
             ended.append(future)
         self.figures.count_batch(ended)
@@ -394,10 +393,11 @@ class Service:
             except (TimeoutError, asyncio.TimeoutError):
                 self._touch_session(future)
                 return future
-        future.retrieved = future.retrieved or self.clock()
+        future.retrieved = future.retrieved or self.clock()  # retries do not extend the retention
         return future
 
     def _touch_session(self, future: Future) -> None:
+        # A client that waits for a long step is alive, even if its heartbeats are late.
         model = self.tenancy.models.get(future.model or "")
         if model is not None and model.session in self.tenancy.sessions:
             self.tenancy.sessions[model.session].last_heard = self.clock()

@@ -112,7 +112,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def grpo_command(folder: Path, name: str, ranks: int, steps: int, *settings: str) -> list[str]:
-    """Return the command of verl's GRPO with Ray: eight responses to each of eight prompts a step, sampled by megascend's rollout."""
+    """Return the command of verl's GRPO with Ray: eight responses to each of eight prompts a step, by megascend's rollout."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         *("-m", "verl.trainer.main_ppo", "model_engine=megatron", "algorithm.adv_estimator=grpo"),

@@ -20,7 +20,7 @@ REPEATED = "cpu:gloo,cpu:gloo"
 
 def register() -> None:
     """Register the platform with verl, and patch torch to accept verl's backend string for it."""
-    PlatformRegistry.register(platform="cpu")(CpuPlatform)
+    PlatformRegistry.register(platform="cpu")(VerlCpuPlatform)
     init = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class _CpuModule(ModuleType):
         return "CPU"
 
 
-class CpuPlatform(PlatformBase):
+class VerlCpuPlatform(PlatformBase):
     """Platform of ranks on this host's CPUs, with Gloo."""
 
     _module = _CpuModule("cpu")

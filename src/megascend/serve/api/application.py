@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from megascend.serve.api.bodies import CancelFuture, CreateSampler, RetrieveFutures, SamplerTarget, WithMetadata
 from megascend.serve.api.catalogue import catalogue_routes
-from megascend.serve.api.guard import Audit, Guard, Handler, Json
+from megascend.serve.api.guard import Audit, Handler, Json, RequestGuard
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.page import ServiceGauges, show_page, status
 from megascend.serve.api.reading import LARGE, read_body, read_json
@@ -73,7 +73,7 @@ class Api:
         self._samplers = Samplers(service, service.settings.max_samplers, submit)
         storage = service.settings.storage
         self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
-        self._guard = Guard(service, keys, self.audit)
+        self._guard = RequestGuard(service, keys, self.audit)
 
     def routes(self) -> list[Route]:
         """List the routes of the API, health, metrics and status page."""
@@ -150,6 +150,7 @@ class Api:
         most = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
+            # in a thread, like all parsing of large bodies: it would block the event loop
             train_request = await asyncio.to_thread(train_request_of_protobuf, body, most)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
@@ -197,7 +198,7 @@ class Api:
         future = await self.service.wait(tenant, body.get("request_id"), LONG_POLL_S)
         if future.ended is None:
             pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
-            return Json(pending, 408)
+            return Json(pending, 408)  # on which clients poll again
         if future.failure is not None:
             return Json({"error": future.failure.message, "category": future.failure.category})
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):

@@ -204,6 +204,7 @@ async def archive(service: Service, request: Request, tenant: str) -> Response:
         download.close()
         raise
     parts = iter(partial(packed.read, 2**18), b"")
+    # The response owns the resources now: the handler returns long before the archive has been sent.
     return _Download(download, parts, headers)
 
 

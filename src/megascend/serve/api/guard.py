@@ -78,7 +78,7 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 log = logging.getLogger("megascend.serve")
 
 
-class Guard:
+class RequestGuard:
     """Authenticates requests and passes them to their handlers.
 
     Args:
@@ -100,7 +100,7 @@ class Guard:
                 tenant = self.tenant(request)
             except RequestRefusedError as error:
                 return self.refusal(error)
-            request.scope[OWNER] = tenant
+            request.scope[OWNER] = tenant  # tells the connection limits whose connection this is
             self._open[tenant] += 1
             try:
                 with self._bodies.reserve(tenant) as body:
@@ -123,9 +123,9 @@ class Guard:
             self._check_open(tenant)
             if request.method != "POST":  # changes no durable state
                 return await handler(request, tenant)
-            await durability.writable()
+            await durability.writable()  # before the handler, which would already have had its effect
             response = await handler(request, tenant)
-            await durability.durable()
+            await durability.durable()  # the response is a promise: sent only when a restart would keep it
             return response
         except MegascendError as error:
             refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)

@@ -36,7 +36,7 @@ class Keys:
         """Return the tenant of ``key``, or None, in constant time for any key."""
         digest = hashlib.sha256(key.encode("utf-8", "replace") if isinstance(key, str) else key).digest()
         owner = None
-        for stored, name in self._tenants.items():
+        for stored, name in self._tenants.items():  # no break: the time must not depend on which key matches
             if hmac.compare_digest(stored, digest):
                 owner = name
         return owner

@@ -15,7 +15,7 @@ from megascend.serve.errors import RequestRefusedError
 
 
 @dataclass(frozen=True)
-class Span:
+class ProvenanceSpan:
     """Tokens [offset, offset + length) of a recorded sequence's prompt or of its sampled tokens.
 
     Attributes:
@@ -28,7 +28,7 @@ class Span:
     sampled: bool
 
 
-def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
+def spans_of_message(datum: Any) -> tuple[list[ProvenanceSpan], list[ProvenanceSpan]]:
     """Read the provenance spans of a protobuf ``Datum``'s tokens and targets; none from older clients."""
     available = datum.DESCRIPTOR.fields_by_name
     fields = ("model_input_spans", "loss_fn_input_spans")
@@ -36,12 +36,12 @@ def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
     return spans[0], spans[1]
 
 
-def _span(message: Any) -> Span:
+def _span(message: Any) -> ProvenanceSpan:
     kind = message.WhichOneof("span")
     if kind is None:
         raise DataError("a provenance span has neither prompt_tokens nor sampled_tokens")
     part = getattr(message, kind)
-    return Span(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
+    return ProvenanceSpan(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
 
 
 Schema = Mapping[int, "Schema | None"]
@@ -138,8 +138,8 @@ class Datum:
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
-    token_spans: Sequence[Span] = ()
-    target_spans: Sequence[Span] = ()
+    token_spans: Sequence[ProvenanceSpan] = ()
+    target_spans: Sequence[ProvenanceSpan] = ()
 
 
 @dataclass(frozen=True)
@@ -317,6 +317,7 @@ def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) 
     datums, opened = [], 0
     for index, datum in enumerate(data):
         try:
+            # from the shapes alone, before anything is allocated
             opened += sum(math.prod(abs(int(size)) for size in shape) for shape in sparse_shapes(datum))
             if opened > MAX_DENSE:
                 raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")

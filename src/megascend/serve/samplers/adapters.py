@@ -115,7 +115,7 @@ class Samplers:
     def _load(self, tenant: str, text_of_path: str) -> _Loaded:
         """Return a saved adapter, loading it if necessary."""
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
-        key = (str(record.path), record.saved)
+        key = (str(record.path), record.saved)  # with its time, as a checkpoint may be overwritten under its name
         loaded = self._loaded.get(key)
         self._yield_to_waiting(key, tenant if loaded is None else loaded.tenant)
         if loaded is None:
@@ -127,13 +127,12 @@ class Samplers:
         return loaded
 
     def _yield_to_waiting(self, key: tuple[str, float], owner: str) -> None:
-        """Refuse to use an adapter beyond its owner's share while another tenant waits, so that it becomes evictable.
+        """Refuse (429) an adapter beyond its owner's share while another tenant waits, so that it becomes evictable.
+
+        An adapter is beyond the share if its owner has used that many others more recently.
 
         Args:
             owner: tenant whose limit the adapter counts to.
-
-        Raises:
-            RequestRefusedError: 429, the owner has used its full share of other adapters more recently.
         """
         now, holders = self._service.clock(), {loaded.tenant for loaded in self._loaded.values()}
         self._waiting = {
@@ -160,11 +159,7 @@ class Samplers:
         self._submit_command(Create(future.number, loaded.adapter, None, directory, False))
 
     def _make_room(self, tenant: str) -> None:
-        """Evict the least recently used idle adapter if a limit is reached.
-
-        Raises:
-            RequestRefusedError: 429, all evictable adapters are in use.
-        """
+        """Evict the least recently used idle adapter if a limit is reached; refuse (429) if none is idle."""
         count, tenant_limit = (
             Counter(loaded.tenant for loaded in self._loaded.values()),
             self._service.settings.limits.samplers,

@@ -70,6 +70,7 @@ class VllmSampling:
         operation: Coroutine[Any, Any, Any]
         if isinstance(command, Create):
             assert command.path is not None
+            # absolute, because vLLM has another working directory
             self._directories[command.adapter] = str(Path(command.path).absolute())
             operation = self._do_nothing()  # a server loads it with the first request that needs it
         elif isinstance(command, Remove):
@@ -138,7 +139,7 @@ class Servers:
         return f"{self.prefix}-{adapter}"
 
 
-class _Server:
+class _PooledServer:
     """One server and the adapters loaded on it."""
 
     def __init__(self, client: VllmServer) -> None:
@@ -151,7 +152,7 @@ class _Server:
         if task is None:
             task = self._loading[name] = asyncio.create_task(self.client.load_adapter(name, directory))
         try:
-            await asyncio.shield(task)
+            await asyncio.shield(task)  # a cancelled request must not cancel the load that others wait for
         except BaseException:
             if task.done() and self._loading.get(name) is task:
                 del self._loading[name]
@@ -182,7 +183,7 @@ class Pool:
 
     def __init__(self, servers: Servers, ends: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._servers, self._remote_name, self._ends = (
-            [_Server(server) for server in servers.servers],
+            [_PooledServer(server) for server in servers.servers],
             servers.name,
             tuple(ends),
         )

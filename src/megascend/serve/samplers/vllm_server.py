@@ -182,7 +182,11 @@ def result_of(request: SampleRequest, answer: Mapping[str, Any]) -> SampleResult
             pairs = zip(entries, request.prompt, strict=True)
             prompt = tuple(None if entry is None else float(entry[str(token)]["logprob"]) for entry, token in pairs)
         if count := request.topk_prompt_logprobs:
-            top = tuple(None if entry is None else _likeliest(_prompt_logprobs(entry), count) for entry in entries)
+            by_token = [
+                None if entry is None else {int(token): float(v["logprob"]) for token, v in entry.items()}
+                for entry in entries
+            ]
+            top = tuple(None if values is None else _likeliest(values, count) for values in by_token)
     return SampleResult(samples, prompt, top)
 
 
@@ -201,10 +205,6 @@ def _sequence(request: SampleRequest, choice: Mapping[str, Any]) -> SampledSeque
         entries = details["top_logprobs"][: len(tokens)]
         top = tuple(_likeliest({_token(text): float(v) for text, v in entry.items()}, count) for entry in entries)
     return SampledSequence(tokens, logprobs, "length" if request.params.max_tokens == 0 else reason, top)
-
-
-def _prompt_logprobs(entry: Mapping[str, Any]) -> dict[int, float]:
-    return {int(token): float(details["logprob"]) for token, details in entry.items()}
 
 
 def _likeliest(values: Mapping[int, float], count: int) -> TopLogprobs:

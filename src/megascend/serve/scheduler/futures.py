@@ -107,6 +107,7 @@ class Futures:
     def get(self, name: str, tenant: str) -> Future | None:
         """Return a tenant's future; None if it is unknown, dropped or another tenant's."""
         future = self._by_name.get(name)
+        # The same answer for another tenant's future as for none, so that names cannot be probed.
         return future if future is not None and future.tenant == tenant else None
 
     def by_number(self, number: int) -> Future | None:
@@ -164,7 +165,7 @@ class Futures:
 
     def _end(self, future: Future, succeeded: bool) -> None:
         if future.ended is not None:
-            return
+            return  # the first outcome counts
         future.ended = self._clock()
         account = self._accounts[future.tenant]
         account.tokens -= future.tokens
@@ -218,6 +219,7 @@ class Futures:
             account.bytes -= future.size
         if not account.answers and not account.tokens:
             del self._accounts[future.tenant]
+        # Its name may be in use by a newer future: that of a request sent again after this one was dropped.
         if self._by_name.get(future.name) is future:
             del self._by_name[future.name]
             self.completions.drop(future.name)

@@ -75,6 +75,7 @@ class Inbox:
                 self._changed.wait_for(self._complete, max(0.0, end - time.monotonic()))
             elif 0 < ready < self._max_tokens:
                 self._wait_for_expected(ready)
+            # Polled on every turn: `stopped` reads a signal handler's flag, and a handler cannot take this lock to notify.
             if self._closed or self._stopped():
                 return None
             commands, self._commands = self._commands, []

@@ -103,7 +103,7 @@ def _turn(
         assert inbox is not None
         return inbox.take(wait=idle, ready=ready)
 
-    commands = backend.from_rank_0(take)
+    commands = backend.from_rank_0(take)  # also the heartbeat that detects a lost rank
     if commands is None:
         return False
     outcomes = runner.add(commands)
@@ -154,7 +154,7 @@ class CommandRunner:
         outcomes: list[Outcome] = []
         for command in commands:
             if isinstance(command, Remove) and command.adapter in self._sampled_from():
-                self._removals.append(command)
+                self._removals.append(command)  # the slices still to come read its weights
             elif isinstance(command, Remove):
                 outcomes += self._remove(command)
             elif isinstance(command, Cancel):
@@ -222,6 +222,7 @@ class CommandRunner:
         self._waits.start()
         self._queue.run_unit()
         finished = {adapter: self._take_finished(adapter) for adapter in models}
+        # A unit is one batch, so every adapter with a finished command was in it.
         batch_adapters = sum(1 for pairs in finished.values() if pairs)
         outcomes: list[Outcome] = []
         for adapter, pairs in finished.items():
@@ -286,6 +287,7 @@ class CommandRunner:
 
     def _take_samples(self) -> list[Respond]:
         """Take up to ``SAMPLES_AT_ONCE`` responses of adapters without pending training commands."""
+        # An adapter with other commands has to wait for them: its own load may be among them.
         ready = [
             command for adapter, line in self._to_sample.items() if adapter not in self._running for command in line
         ]

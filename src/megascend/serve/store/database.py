@@ -110,6 +110,7 @@ class StateDatabase:
 
     def _open(self) -> None:
         run = self._connection.execute
+        # locking_mode first: set before WAL mode, WAL needs no shared-memory file.
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             run(f"PRAGMA {pragma}")
         run(f"PRAGMA journal_size_limit = {LOG_BYTES}")
@@ -184,6 +185,7 @@ class StateDatabase:
             )
         fields = json.dumps(row.values, separators=(",", ":"))
         content = (row.kind, row.name, parent, row.number, fields, row.body)
+        # An upsert and not REPLACE, which would delete the row and, by cascade, its children.
         run(
             "INSERT INTO rows (kind, name, parent, number, fields, body, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (kind, name) DO UPDATE SET parent = excluded.parent, number = excluded.number, "

@@ -167,6 +167,7 @@ class DurableState(Durability):
         if future.kind == "optim_step":
             progress.steps += 1
         progress.clean = future.kind == "optim_step" or (progress.clean and future.kind != "forward_backward")
+        # A load is saved at once: its files may be changed or deleted before a restart repeats it.
         loaded = future.kind == "load_weights" and not self.restoring
         due = (
             progress.steps >= self._steps
@@ -185,7 +186,7 @@ class DurableState(Durability):
 
         def then(succeeded: bool) -> None:
             progress.saving -= 1
-            if self._models.get(model.name) is not progress:
+            if self._models.get(model.name) is not progress:  # the model was removed meanwhile
                 shutil.rmtree(self._saves / directory, ignore_errors=True)
             elif succeeded:
                 deferred, progress.deferred = progress.deferred, None
@@ -194,7 +195,7 @@ class DurableState(Durability):
                 self._note_save(model, directory, following)
             else:
                 log.error("%s could not be saved; retrying after its next step", model.name)
-                progress.steps = self._steps
+                progress.steps = self._steps  # due again with the next step
                 self._refuse(model, progress)
 
         label = self._service.new_label("keep_model")
@@ -213,6 +214,7 @@ class DurableState(Durability):
 
     def defers(self, future: Future, outcome: Outcome) -> bool:
         progress = self._models.get(future.model or "")
+        # The client learns of a load only once its state is saved: until then a restart could not repeat it.
         if progress is None or future.kind != "load_weights" or outcome.error is not None or not progress.saving:
             return False
         progress.deferred = (future, outcome)

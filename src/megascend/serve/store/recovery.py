@@ -52,7 +52,7 @@ def keep_state(service: Service) -> None:
         )
     folder, saves = storage / NAME, storage / NAME / "saves"
     make_directory(saves)
-    folder.chmod(0o700)
+    folder.chmod(0o700)  # the database has the tenants' training data
     start = time.monotonic()
     resources = ExitStack()
     resources.callback(os.close, _lock(folder))
@@ -85,6 +85,7 @@ def _lock(folder: Path) -> int:
     end = time.monotonic() + LOCK_S
     while True:
         try:
+            # flock, which the kernel releases however the process ends
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if time.monotonic() > end:
@@ -182,6 +183,7 @@ class Recovery:
             else:
                 first = BY_PATH[path](self._service, row.values["tenant"], body)
         except MegascendError as error:
+            # Without a save the load never completed, so no client relies on the model.
             if save is None and path == "load_weights":
                 log.warning("%s begins with a checkpoint that cannot be loaded any more: %s", row.name, error)
                 self._state.note_lost(row.name)
