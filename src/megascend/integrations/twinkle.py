@@ -96,7 +96,7 @@ def mend_twinkle() -> list[str]:
             "save(merge_lora=True) does not fail on the missing settings of the merged adapter",
         ),
     ]
-    if MegatronStrategy.wrap_model is not _wrap_model:
+    if MegatronStrategy.wrap_model is not _wrap_model:  # else patched already
         for change in mended:
             patch(*change)
     return [f"{name}: {why}" for _, name, _, why in mended]

@@ -170,7 +170,7 @@ class Delivery:
         bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
         manifest = Manifest(version, specs, bucket_bytes, self._digest, adapter)
         update.name = self._listener.new_group([f"trainer {self._owner}", *members])
-        offers, first = {}, 1
+        offers, first = {}, 1  # rank 0 of the group is the trainer
         for name in names:
             offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
@@ -229,7 +229,7 @@ class Delivery:
         """Choose the transport of an update, or check the configured one against the members' devices."""
         here = Location.of(self._device)
         try:
-            if self._transport == AUTO:
+            if self._transport == AUTO:  # an engine that does not report its location is taken to be on the CPU
                 return choose(here, {name: at or Location("cpu") for name, at in members.items()})
             check(self._transport, here, {name: at for name, at in members.items() if at is not None})
         except TransportError as error:
@@ -246,7 +246,7 @@ class Delivery:
             workers=workers,
             transport=update.transport,
             timeout_s=self._timeout_s,
-            lease_s=2 * self._timeout_s + MARGIN_S,
+            lease_s=2 * self._timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
             manifest=manifest,
             options=self._options,
         )

@@ -162,7 +162,7 @@ class WeightSync:
                     raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
                 with _timed(seconds, "verify"):
                     self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
-            except BaseException:
+            except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
                 if self._groups.rank == 0:
                     self._sending.drop(update)
                 raise

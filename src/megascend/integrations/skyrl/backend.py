@@ -6,6 +6,7 @@ Its class path is ``megascend.integrations.skyrl.backend:MegascendBackend`` (see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -118,9 +119,7 @@ class MegascendBackend(AbstractBackend):
                 valid.append(pass_of(batch, index))
             except (ConfigError, DataError) as error:
                 results[request] = _failed(error)
-        outcomes = self._ranks.run(
-            [lambda number, request_pass=request_pass: command(request_pass, number) for request_pass in valid]
-        )
+        outcomes = self._ranks.run([partial(command, request_pass) for request_pass in valid])
         for request_pass, outcome in zip(valid, outcomes, strict=True):
             if outcome.error is not None:
                 results[request_pass.request] = _failed(outcome.error)
@@ -193,11 +192,7 @@ class MegascendBackend(AbstractBackend):
                 results[request] = _failed(error)
                 continue
             names.append(request)
-            commands.append(
-                lambda number, sample_request=sample_request, line=adapter or BASE: Respond(
-                    number, line, sample_request
-                )
-            )
+            commands.append(partial(Respond, adapter=adapter or BASE, request=sample_request))
         for request, outcome in zip(names, self._ranks.run(commands), strict=True):
             results[request] = _answer(outcome)
         return results

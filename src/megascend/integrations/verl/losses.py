@@ -164,8 +164,9 @@ class BatchLoss:
         tensors = [tensor for tensor in (logprobs, inputs.entropy) if tensor is not None]
         evaluated, gradients = self._evaluate(tensors, inputs)
         self.collected.add(evaluated)
-        values = logprobs * 0.0
+        values = logprobs * 0.0  # in the graph even if verl's loss depends on no input
         for tensor, gradient in zip(tensors, gradients, strict=True):
+            # verl scales its loss by the data parallel size, for gradients that are averaged; here they are summed
             values = values + gradient * tensor / self._parallel
         return values
 
@@ -187,6 +188,7 @@ class BatchLoss:
         gradients = [
             torch.zeros_like(tensor) if part is None else part for tensor, part in zip(full, parts, strict=True)
         ]
+        # padding has the index of the appended 0
         return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
     def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
@@ -201,6 +203,7 @@ class BatchLoss:
 
     def _full_sequences(self, values: Tensor, indices: Tensor, length: int, inputs: LossInputs) -> Tensor:
         """Scatter values to all tokens of the micro batch in verl's order, [length], as a leaf that requires gradients."""
+        # one more slot, which takes all padding
         full = values.new_zeros(length + 1).index_copy_(0, indices, values.detach())[:length]
         if self._context > 1:
             full = inputs.reduce_context(full)

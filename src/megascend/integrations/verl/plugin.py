@@ -33,6 +33,7 @@ def install() -> None:
 
         register()
     megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
+    # verl loads plugins while it is imported itself, before its registries exist.
     after_import("verl.workers.engine", _register_engine)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)

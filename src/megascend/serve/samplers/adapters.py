@@ -160,27 +160,20 @@ class Samplers:
 
     def _make_room(self, tenant: str) -> None:
         """Evict the least recently used idle adapter if a limit is reached; refuse (429) if none is idle."""
-        count, tenant_limit = (
+        count, limit = (
             Counter(loaded.tenant for loaded in self._loaded.values()),
             self._service.settings.limits.samplers,
         )
-        if count[tenant] < tenant_limit and len(self._loaded) < self._most:
+        at_limit = count[tenant] >= limit
+        if not at_limit and len(self._loaded) < self._most:
             return
-        evictable = (
-            {tenant}
-            if count[tenant] >= tenant_limit
-            else {other for other in count if count[other] >= max(count[tenant], 1)}
-        )
+        evictable = {tenant} if at_limit else {other for other in count if count[other] >= max(count[tenant], 1)}
         idle = (key for key, loaded in self._loaded.items() if loaded.pending == 0 and loaded.tenant in evictable)
         key = next(idle, None)
         if key is None:
             if not count[tenant]:
                 self._waiting[tenant] = self._service.clock()
-            occupied = (
-                f"{tenant_limit} saved models of yours"
-                if count[tenant] >= tenant_limit
-                else f"{self._most} saved models"
-            )
+            occupied = f"{limit} saved models of yours" if at_limit else f"{self._most} saved models"
             raise RequestRefusedError(
                 f"{occupied} are being sampled from (limits.samplers, max_samplers); try again later", 429
             )

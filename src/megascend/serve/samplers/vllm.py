@@ -182,11 +182,8 @@ class Pool:
     """
 
     def __init__(self, servers: Servers, ends: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        self._servers, self._remote_name, self._ends = (
-            [_PooledServer(server) for server in servers.servers],
-            servers.name,
-            tuple(ends),
-        )
+        self._servers = [_PooledServer(server) for server in servers.servers]
+        self._remote_name, self._ends = servers.name, tuple(ends)
         self._availability = Availability(len(self._servers), clock)
         self._pending = [0] * len(self._servers)
         self._answered: Counter[int] = Counter()
