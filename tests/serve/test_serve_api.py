@@ -175,7 +175,7 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
     ("changes", "why"),
     [
         ({"weights": [float("nan")]}, "must be finite"),
-        ({"weights": [1.0, 2.0]}, "one shape"),
+        ({"weights": [1.0, 2.0]}, "the same shape"),
         ({"advantages": [1.0]}, "'advantages' is unknown"),
         ({"loss": "ppo"}, "'logprobs' is missing"),
         ({"loss": "stable_reinforce"}, "needs the provenance"),

@@ -59,7 +59,7 @@ def test_totals_have_no_names_and_a_tenant_sees_its_own_things_only(here) -> Non
     refused, failed = alices_status["errors"]  # newest first
     assert (refused["kind"], refused["ago_s"], refused["category"]) == ("create_model", 7, "user")
     assert "<b>x</b>" in refused["message"]
-    assert (failed["kind"], failed["model"], "one shape" in failed["message"]) == (
+    assert (failed["kind"], failed["model"], "the same shape" in failed["message"]) == (
         "forward_backward",
         alices_model,
         True,

@@ -109,7 +109,7 @@ def test_adapters_merged_and_alone(parity_folder, tmp_path):
             with megascend.WeightSync(backend, served) as sync:
                 merged, factors = sync.push(1, "a"), sync.push(1, "a", alone=True)
                 again = sync.push(2, "a", alone=True)
-                with pytest.raises(ConfigError, match="no adapter 'b'; there are: a"):
+                with pytest.raises(ConfigError, match="unknown adapter 'b'; loaded: a"):
                     sync.push(3, "b")
                 with pytest.raises(ConfigError, match="name the adapter"):
                     sync.push(3, alone=True)

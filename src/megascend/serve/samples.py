@@ -34,7 +34,7 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
         raise DataError("stable_reinforce takes target_tokens and advantages of one shape [n]")
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     if weights.shape != targets.shape:
-        raise DataError(f"weights {list(weights.shape)}, target_tokens {list(targets.shape)}: must have one shape")
+        raise DataError(f"weights {list(weights.shape)}, target_tokens {list(targets.shape)}: must have the same shape")
     for region, _, tokens, _ in _iterate_spans(datum.token_spans, len(datum.tokens), "tokens", find):
         _check_equal(datum.tokens[region], tokens, "tokens", region)
     logprobs, sampled = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, np.float32)
@@ -87,7 +87,7 @@ def with_ratio_mask(datum: Datum) -> Datum:
     weights = datum.inputs.get("weights", np.ones(mask.shape, np.float32))
     if not mask.shape == advantages.shape == weights.shape:
         raise DataError(
-            f"sequence_ratio_mask {list(mask.shape)}, advantages {list(advantages.shape)}: must have one shape"
+            f"sequence_ratio_mask {list(mask.shape)}, advantages {list(advantages.shape)}: must have the same shape"
         )
     if np.any(advantages[mask == 0] != 0):
         raise DataError("gspo: tokens masked by sequence_ratio_mask must have advantage 0")
@@ -116,7 +116,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         why = {
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
         }.get(name, "")
-        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; there are: {', '.join(supported)}")
+        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; supported: {', '.join(supported)}")
     numbers: dict[str, float] = {}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,7 +125,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         if key in ("clip_low_threshold", "clip_high_threshold"):
             key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
         if not np.isfinite(number) or number < 0:
-            raise ConfigError(f"loss_fn_config: {key[:60]!r} cannot be {str(value)[:40]}")
+            raise ConfigError(f"loss_fn_config: {key[:60]!r} is {str(value)[:40]}, out of range")
         numbers[str(key)] = number
     return replace(BUILT_IN[name], reduction="sum").with_settings(**numbers)
 
@@ -151,8 +151,8 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
     ]
     if mismatches or len(targets) != len(datum.tokens):
         raise DataError(
-            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(mismatches)}: all must have one length, "
-            "and all inputs of the loss one shape"
+            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(mismatches)}: all must have the same length, "
+            "and all inputs of the loss the same shape"
         )
     if targets.ndim == 2 and (
         not 1 <= targets.shape[1] <= MAX_COLUMNS or (targets.shape[1] > 1 and loss.name == "gspo")

@@ -122,9 +122,9 @@ def check_tracker_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in _entries:
             alike = get_close_matches(name, _entries, 1)
-            advice = f", did you mean {alike[0]}?" if alike else ";"
+            advice = f", did you mean {alike[0]}?" if alike else "."
             raise ConfigError(
-                f"trackers: there is no {name!r}{advice} there are {', '.join(_entries)}. Register yours on every rank "
+                f"trackers: unknown tracker {name!r}{advice} Available: {', '.join(_entries)}. Register your own on every rank "
                 "(megascend.register_tracker; a run file names the module under plugins)"
             )
 

@@ -197,7 +197,7 @@ class WeightSync:
             problem = ConfigError("push(alone=True): name the adapter")
         elif adapter is not None and adapter not in self._backend.adapters:
             names = ", ".join(self._backend.adapters) or "none"
-            problem = ConfigError(f"push: there is no adapter {adapter!r}; there are: {names}")
+            problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
 
     def _describe(self, adapter: str | None, alone: bool) -> Source:
@@ -273,8 +273,8 @@ def check_transport(transport: str, device_type: str) -> None:
         raise ConfigError(f"WeightSync: {error} (transport {AUTO!r} chooses one)") from error
     if device_type not in possible and "cpu" not in possible:
         raise ConfigError(
-            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}; for "
-            f"{device_type} there are: {', '.join(transports_for(device_type))} (transport {AUTO!r} chooses one)"
+            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}; "
+            f"available for {device_type}: {', '.join(transports_for(device_type))} (transport {AUTO!r} chooses one)"
         )
 
 
