@@ -151,8 +151,8 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
     ]
     if mismatches or len(targets) != len(datum.tokens):
         raise DataError(
-            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(mismatches)}: all must have the same length, "
-            "and all inputs of the loss the same shape"
+            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(mismatches)}: all must have the "
+            "same length, and all inputs of the loss the same shape"
         )
     if targets.ndim == 2 and (
         not 1 <= targets.shape[1] <= MAX_COLUMNS or (targets.shape[1] > 1 and loss.name == "gspo")
