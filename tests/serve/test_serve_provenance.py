@@ -44,8 +44,8 @@ def datum(token_spans=TOKEN_SPANS, target_spans=TARGET_SPANS, **changes) -> wire
 
 def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() -> None:
     find = partial(recorded(Clock()).find, "alice", "s")
-    sent = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
-    (sample,) = samples_of(with_recorded(sent, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
+    client_datum = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
+    (sample,) = samples_of(with_recorded(client_datum, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
     assert sample.old_logprobs.tolist() == [0, 0, *LOGPROBS]
     assert sample.weights.tolist() == [0, 0, 1, 0.5, 1, 1]
     assert "weights" not in datum().inputs

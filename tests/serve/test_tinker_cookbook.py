@@ -176,18 +176,18 @@ def test_reinforcement_learning(here, taught, loss) -> None:
     assert_risen(reinforced(here, loss))
 
 
-@pytest.mark.parametrize("ahead", [None, 1], ids=["in step", "one step ahead"])
-def test_math_with_stable_reinforce(here, taught, ahead) -> None:
+@pytest.mark.parametrize("steps_ahead", [None, 1], ids=["in step", "one step ahead"])
+def test_math_with_stable_reinforce(here, taught, steps_ahead) -> None:
     settings = {"env": "gsm8k", "groups_per_batch": 8, "group_size": 8, "learning_rate": 3e-4, "max_tokens": 12}
     settings |= {"max_steps": 16, "eval_every": 0, "save_every": 0, "load_checkpoint_path": here.checkpoint("taught")}
-    settings |= {} if ahead is None else {"max_steps_off_policy": ahead}
-    steps = here.run("math_rl.train", f"math-{ahead}", **settings)
+    settings |= {} if steps_ahead is None else {"max_steps_off_policy": steps_ahead}
+    steps = here.run("math_rl.train", f"math-{steps_ahead}", **settings)
     rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
-    print_curve(f"math_rl, {ahead or 0} steps ahead, reward", rewards)
+    print_curve(f"math_rl, {steps_ahead or 0} steps ahead, reward", rewards)
     last = sum(rewards[-3:]) / 3
     assert last > rewards[0] + 0.15
     assert last > 0.85
-    if ahead is None:  # sampler and trainer have the same weights, and say the same of the same tokens
+    if steps_ahead is None:  # sampler and trainer have the same weights, and say the same of the same tokens
         assert max(abs(step["optim/kl_sample_train_v1"]) for step in steps if "optim/kl_sample_train_v1" in step) < 1e-5
 
 
