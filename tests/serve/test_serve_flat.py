@@ -133,7 +133,7 @@ class Clock:
 
 @pytest.fixture
 def retained() -> futures.Futures:
-    return futures.Futures(Clock(), 3600.0, most_bytes=10 * 2**20 + 2**16)
+    return futures.Futures(Clock(), 3600.0, max_bytes=10 * 2**20 + 2**16)
 
 
 def answered(retained: futures.Futures, number: int, size: int = 2**20, tenant: str = "alice", **values: Any) -> Any:

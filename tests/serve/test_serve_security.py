@@ -25,7 +25,7 @@ from megascend.serve import server, tenancy
 from megascend.serve.api import keys, reading, wire
 from megascend.serve.api.application import ABSENT
 from megascend.serve.api.bodies import LONGEST_S
-from megascend.serve.api.catalogue import MOST_DOWNLOADS
+from megascend.serve.api.catalogue import MAX_DOWNLOADS
 from megascend.serve.api.reading import MAX_CONTAINERS
 from megascend.serve.checkpoints import new_session
 from megascend.serve.errors import RequestRefusedError
@@ -230,8 +230,8 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
 
 
 def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
-    monkeypatch.setattr(futures, "MOST_KEPT", 3)
-    monkeypatch.setattr(tenancy, "MOST_SAMPLERS", 2)
+    monkeypatch.setattr(futures, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(tenancy, "MAX_SAMPLERS", 2)
     session = here.alice.post("create_session", {}).json()["session_id"]
     for number in (0, 1, 2, 2):
         here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number})
@@ -336,14 +336,14 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
     model = here.alice.model()
     here.alice.ask("save_weights", {"model_id": model, "path": "one"})
     where = f"training_runs/{model}/checkpoints/weights/one/archive"
-    for _ in range(2 * MOST_DOWNLOADS):
+    for _ in range(2 * MAX_DOWNLOADS):
         assert here.alice.get(where).status_code == 200
     assert here.service.downloads["alice"] == 0, "what was sent does not count"
     monkeypatch.setattr("megascend.serve.api.catalogue.pack", lambda directory: 1 / 0)
     assert here.alice.get(where).status_code == 500
     assert here.service.downloads["alice"] == 0
     monkeypatch.undo()
-    here.service.downloads["alice"] = MOST_DOWNLOADS
+    here.service.downloads["alice"] = MAX_DOWNLOADS
     assert here.alice.get(where).status_code == 429
     here.service.downloads["alice"] = 0
     assert here.alice.get(where).status_code == 200

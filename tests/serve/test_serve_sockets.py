@@ -142,7 +142,7 @@ def test_what_is_no_http_is_refused(address) -> None:
 
 
 def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     with listening(tmp_path) as address, ExitStack() as stack:
         idle = []
@@ -156,7 +156,7 @@ def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, mon
 
 def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
     """The same address, as behind a proxy: connections that are idle, and such that wait for an answer."""
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     bobs = {"X-API-Key": KEYS["bob"]}
     with listening(tmp_path) as address, ExitStack() as stack:
         api = f"{address}/api/v1"

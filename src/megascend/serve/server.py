@@ -200,7 +200,7 @@ def http_server(
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(
-        application, http=bounded(_most_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
+        application, http=bounded(_max_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
         access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
         proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
@@ -229,17 +229,17 @@ def http_server(
         thread.join(10)
 
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 
 
-def _most_connections() -> int:
+def _max_connections() -> int:
     """Return the maximum number of connections, after raising this process's limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = MOST_CONNECTIONS + 1024
+    required = MAX_CONNECTIONS + 1024
     if soft != resource.RLIM_INFINITY and soft < required:
         soft = required if hard == resource.RLIM_INFINITY else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MOST_CONNECTIONS, soft - 512))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - 512))
 
 
 def _listen(settings: ServeConfig) -> socket.socket:

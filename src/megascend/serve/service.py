@@ -329,9 +329,9 @@ class Service:
     def check_answers(self, tenant: str) -> None:
         """Raise 429 if a tenant has too many answers that it has not fetched."""
         if self.futures.full(tenant):
-            most = self.settings.limits.answer_bytes
+            limit = self.settings.limits.answer_bytes
             raise RequestRefusedError(
-                f"your answers take more than {most} bytes (limits.answer_bytes); fetch some first", 429
+                f"your answers take more than {limit} bytes (limits.answer_bytes); fetch some first", 429
             )
 
     # --- commands and their outcomes ---

@@ -11,7 +11,7 @@ from megascend.serve.errors import RequestRefusedError
 
 T = TypeVar("T")
 
-MOST_SAMPLERS = 4096
+MAX_SAMPLERS = 4096
 """Maximum number of samplers of a session."""
 
 
@@ -76,7 +76,7 @@ class Session:
 
     def add_sampler(self, name: str, path: str | None) -> None:
         """Add a sampler; evict the oldest beyond the limit."""
-        while len(self.samplers) >= MOST_SAMPLERS and name not in self.samplers:
+        while len(self.samplers) >= MAX_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
             self.clones.pop(oldest, None)

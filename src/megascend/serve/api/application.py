@@ -147,14 +147,14 @@ class Api:
     # --- training ---
 
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
-        most = self.service.settings.limits.samples
+        max_samples = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
             # in a thread, like all parsing of large bodies: it would block the event loop
-            train_request = await asyncio.to_thread(train_request_of_protobuf, body, most)
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
-            train_request = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
+            train_request = await asyncio.to_thread(train_request_of_json, body, max_samples, forward_only=forward_only)
         future = train(self.service, tenant, train_request)
         self.service.durability.note_request(future, path, body, train_request.number)
         return _pending_answer(future)

@@ -52,7 +52,7 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-MOST_DOWNLOADS = 4
+MAX_DOWNLOADS = 4
 """Concurrent downloads per tenant: each holds a temporary file until its client has read it."""
 
 Listing = Callable[[Service, Request, str], Awaitable[Response]]
@@ -100,7 +100,7 @@ def _checkpoint(record: Record) -> dict[str, Any]:
     }
 
 
-def _window(request: Request, most: int = 1000) -> tuple[int, int]:
+def _window(request: Request, max_limit: int = 1000) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
     numbers = []
     for name, default in (("offset", "0"), ("limit", "20")):
@@ -108,7 +108,7 @@ def _window(request: Request, most: int = 1000) -> tuple[int, int]:
         if not value.isascii() or not value.isdecimal() or len(value) > 9:
             raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
         numbers.append(int(value))
-    return numbers[0], min(numbers[1], most)
+    return numbers[0], min(numbers[1], max_limit)
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
@@ -189,8 +189,8 @@ async def keep_for(service: Service, request: Request, tenant: str) -> Response:
 async def archive(service: Service, request: Request, tenant: str) -> Response:
     """Answer with the checkpoint's files as one archive (tar, gzip)."""
     record, directory = service.checkpoints.find(tenant, _path(request), public=True)
-    if service.downloads[tenant] >= MOST_DOWNLOADS:
-        raise RequestRefusedError(f"{MOST_DOWNLOADS} of your archives are being sent; wait for one to finish", 429)
+    if service.downloads[tenant] >= MAX_DOWNLOADS:
+        raise RequestRefusedError(f"{MAX_DOWNLOADS} of your archives are being sent; wait for one to finish", 429)
     download = ExitStack()
     service.downloads[tenant] += 1
     download.callback(service.downloads.subtract, [tenant])

@@ -136,10 +136,10 @@ class RequestGuard:
         return self.refusal(refused)
 
     def _check_open(self, tenant: str) -> None:
-        most = self._service.settings.limits.requests
-        if self._open[tenant] > most:
+        limit = self._service.settings.limits.requests
+        if self._open[tenant] > limit:
             raise RequestRefusedError(
-                f"{most} requests of yours are in progress (limits.requests); wait for some first", 429
+                f"{limit} requests of yours are in progress (limits.requests); wait for some first", 429
             )
 
     def tenant(self, request: Request) -> str:

@@ -43,13 +43,13 @@ class Samplers:
 
     Args:
         service: the service.
-        most: maximum number of adapters. An idle one is evicted, least recently used first: one of the tenant's own if the tenant
+        max_adapters: maximum number of adapters. An idle one is evicted, least recently used first: one of the tenant's own if the tenant
             is at its limit, else one of a tenant that has at least as many.
         submit: takes commands.
     """
 
-    def __init__(self, service: Service, most: int, submit: Callable[[Command], None]) -> None:
-        self._service, self._most, self._submit_command = service, most, submit
+    def __init__(self, service: Service, max_adapters: int, submit: Callable[[Command], None]) -> None:
+        self._service, self._max_adapters, self._submit_command = service, max_adapters, submit
         self._loaded: OrderedDict[tuple[str, float], _Loaded] = OrderedDict()
         self._waiting: dict[str, float] = {}  # time of the last refusal, of tenants without any adapter
         self._count = 0
@@ -140,7 +140,7 @@ class Samplers:
         }
         if not self._waiting.keys() - {owner}:
             return
-        share = max(1, self._most // len(holders | self._waiting.keys()))
+        share = max(1, self._max_adapters // len(holders | self._waiting.keys()))
         owned = [entry for entry, loaded in self._loaded.items() if loaded.tenant == owner]
         if len(owned) >= share and key not in owned[-share:]:
             raise RequestRefusedError(
@@ -165,7 +165,7 @@ class Samplers:
             self._service.settings.limits.samplers,
         )
         at_limit = count[tenant] >= limit
-        if not at_limit and len(self._loaded) < self._most:
+        if not at_limit and len(self._loaded) < self._max_adapters:
             return
         evictable = {tenant} if at_limit else {other for other in count if count[other] >= max(count[tenant], 1)}
         idle = (key for key, loaded in self._loaded.items() if loaded.pending == 0 and loaded.tenant in evictable)
@@ -173,7 +173,7 @@ class Samplers:
         if key is None:
             if not count[tenant]:
                 self._waiting[tenant] = self._service.clock()
-            occupied = f"{limit} saved models of yours" if at_limit else f"{self._most} saved models"
+            occupied = f"{limit} saved models of yours" if at_limit else f"{self._max_adapters} saved models"
             raise RequestRefusedError(
                 f"{occupied} are being sampled from (limits.samplers, max_samplers); try again later", 429
             )

@@ -49,8 +49,8 @@ class PromptTargets:
         values[self.cells < 0] = 0
         if self.sparse is None:
             return values, None
-        places = np.repeat(np.arange(len(values)), np.diff(self.sparse["crow"]))
-        return values[places, self.sparse["col"]], {**self.sparse, "shape": np.array(values.shape)}
+        row_of_value = np.repeat(np.arange(len(values)), np.diff(self.sparse["crow"]))
+        return values[row_of_value, self.sparse["col"]], {**self.sparse, "shape": np.array(values.shape)}
 
 
 def targets_of(value: Any) -> PromptTargets | None:
@@ -280,9 +280,9 @@ class SampleAnswer:
         return answer.SerializeToString()
 
 
-def _pairs(places: Sequence[Sequence[Any] | None] | None) -> int:
+def _pairs(positions: Sequence[Sequence[Any] | None] | None) -> int:
     """Count the numbers in (token, log-probability) pairs; each tuple costs as much as two more."""
-    return sum(4 * len(pairs) for pairs in places or () if pairs is not None)
+    return sum(4 * len(pairs) for pairs in positions or () if pairs is not None)
 
 
 def _reason(sequence: SampledSequence) -> str:

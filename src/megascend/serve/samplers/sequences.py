@@ -41,14 +41,14 @@ class Sequences:
 
     Args:
         clock: monotonic seconds.
-        most_tokens: tokens per tenant, prompts included.
+        max_tokens: tokens per tenant, prompts included.
 
     Attributes:
         on_keep, on_drop: callbacks for a recorded and for a dropped response, called with its name.
     """
 
-    def __init__(self, clock: Callable[[], float], most_tokens: int) -> None:
-        self._clock, self._most = clock, most_tokens
+    def __init__(self, clock: Callable[[], float], max_tokens: int) -> None:
+        self._clock, self._max_tokens = clock, max_tokens
         self._sequences: dict[str, OrderedDict[str, RecordedSequence]] = {}
         self._tokens: dict[str, int] = {}
         self.on_keep: Callable[[str, RecordedSequence], None] = lambda name, sequence: None
@@ -67,7 +67,7 @@ class Sequences:
         sequence.used = self._clock()
         self._sequences.setdefault(tenant, OrderedDict())[name] = sequence
         self._tokens[tenant] = self._tokens.get(tenant, 0) + len(sequence.prompt) + len(sequence.tokens)
-        while self._tokens.get(tenant, 0) > self._most:
+        while self._tokens.get(tenant, 0) > self._max_tokens:
             self._drop(tenant, next(iter(self._sequences[tenant])))
 
     def watch(self, future: Future, session: Session, prompt: np.ndarray) -> None:

@@ -16,9 +16,9 @@ from megascend.serve.errors import Failure
 
 RETRIEVED_S = 120.0
 """Retention of a fetched answer, for a client that lost the response."""
-MOST_KEPT = 16384
+MAX_ANSWERS = 16384
 """Maximum number of answers retained per tenant; beyond it the oldest is dropped, fetched or not."""
-LEAST_BYTES = 2048
+ANSWER_OVERHEAD_BYTES = 2048
 """Bytes charged for an answer in addition to its arrays."""
 
 
@@ -83,11 +83,11 @@ class Futures:
     Args:
         clock: monotonic seconds.
         keep_s: retention of an answer that is not fetched.
-        most_bytes: limit of one tenant's answers; beyond it, fetched answers are dropped, oldest first.
+        max_bytes: limit of one tenant's answers; beyond it, fetched answers are dropped, oldest first.
     """
 
-    def __init__(self, clock: Callable[[], float], keep_s: float, most_bytes: int = 2**62) -> None:
-        self._clock, self._keep_s, self._most_bytes = clock, keep_s, most_bytes
+    def __init__(self, clock: Callable[[], float], keep_s: float, max_bytes: int = 2**62) -> None:
+        self._clock, self._keep_s, self._max_bytes = clock, keep_s, max_bytes
         self._by_number: dict[int, Future] = {}
         self._by_name: dict[str, Future] = {}
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
@@ -128,11 +128,11 @@ class Futures:
         if account is None:
             return False
         for future in list(account.answers.values()):  # oldest first
-            if account.bytes <= self._most_bytes:
+            if account.bytes <= self._max_bytes:
                 break
             if future.retrieved is not None:
                 self._drop(future)
-        return account.bytes > self._most_bytes
+        return account.bytes > self._max_bytes
 
     def pending_by_kind(self) -> Mapping[str, int]:
         """Count pending futures by kind."""
@@ -183,10 +183,10 @@ class Futures:
 
     def _make_room(self, account: Account, future: Future) -> None:
         """Charge a new answer to its tenant; drop the tenant's oldest beyond the limit."""
-        future.size = LEAST_BYTES + getattr(future.answer, "nbytes", 0)
+        future.size = ANSWER_OVERHEAD_BYTES + getattr(future.answer, "nbytes", 0)
         account.answers[future.number] = future
         account.bytes += future.size
-        while len(account.answers) > MOST_KEPT:
+        while len(account.answers) > MAX_ANSWERS:
             self._drop(next(iter(account.answers.values())))
         self.full(future.tenant)
 

@@ -391,18 +391,18 @@ class SampleTurns:
     def __init__(self) -> None:
         self._ledger = Ledger()
 
-    def take(self, ready: Sequence[Respond], most: int) -> list[Respond]:
+    def take(self, ready: Sequence[Respond], max_responses: int) -> list[Respond]:
         """Select requests to run together.
 
         Args:
             ready: requests that may run, in order within each tenant.
-            most: maximum number of responses.
+            max_responses: maximum number of responses.
         """
         queues: dict[str, deque[Respond]] = {}
         for command in ready:
             queues.setdefault(command.tenant, deque()).append(command)
         selected: list[Respond] = []
-        room = most
+        room = max_responses
         while queues:
             heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)

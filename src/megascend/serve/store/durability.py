@@ -30,7 +30,7 @@ from megascend.serve.tenancy import Model, Session
 SAVES = ("save_weights", "save_weights_for_sampler")
 """Requests whose answers are stored, because a replay could find other files. Failures of all requests are stored, because a
 replay might succeed."""
-MOST_BYTES = 256 * 2**20
+SAVE_AFTER_BYTES = 256 * 2**20
 """Bytes of requests after which a model is saved."""
 REQUESTS_PER_STEP = 50
 RETRY_S = 1.0
@@ -172,7 +172,7 @@ class DurableState(Durability):
         due = (
             progress.steps >= self._steps
             or progress.requests >= REQUESTS_PER_STEP * self._steps
-            or progress.bytes >= MOST_BYTES
+            or progress.bytes >= SAVE_AFTER_BYTES
         )
         if loaded or (due and progress.clean and not progress.saving):
             self._save(model, progress)

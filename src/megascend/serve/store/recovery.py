@@ -266,11 +266,11 @@ class Recovery:
             service.submit(OptimizerStep(ticket, model.adapter, Adam(), message))
 
     def _replay(self, model: Model, path: str, body: bytes, number: int) -> Future:
-        service, most = self._service, self._service.settings.limits.samples
+        service, max_samples = self._service, self._service.settings.limits.samples
         if path == "protobuf":
-            return train(service, model.tenant, train_request_of_protobuf(body, most))
+            return train(service, model.tenant, train_request_of_protobuf(body, max_samples))
         if path in ("forward", "forward_backward", "resolved"):
-            request = train_request_of_json(json.loads(body), most, forward_only=path == "forward")
+            request = train_request_of_json(json.loads(body), max_samples, forward_only=path == "forward")
             return train(service, model.tenant, replace(request, resolved=path == "resolved"))
         if path == "missing":
             return service.enqueue_missing(model, number, body.decode())
