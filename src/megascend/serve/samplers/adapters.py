@@ -43,8 +43,8 @@ class Samplers:
 
     Args:
         service: the service.
-        max_adapters: maximum number of adapters. An idle one is evicted, least recently used first: one of the tenant's own if the tenant
-            is at its limit, else one of a tenant that has at least as many.
+        max_adapters: maximum number of adapters. An idle one is evicted, least recently used first: one of the tenant's own if
+            the tenant is at its limit, else one of a tenant that has at least as many.
         submit: takes commands.
     """
 
