@@ -59,7 +59,7 @@ UNHELPFUL: dict[str, str] = {
     "parallel.lr=4": r"parallel\.lr: unknown setting \(value 4\), did you mean optimizer\.lr",
     "engine=fdsp": r"engine: there is no 'fdsp', did you mean fsdp\? there are megatron, single, fsdp",
     "engine=deepspeed": r"engine: there is no 'deepspeed'; there are megatron, single, fsdp",
-    "trackers=[wanb]": r"trackers: there is no 'wanb', did you mean wandb\? there are tensorboard, wandb",
+    "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Available: tensorboard, wandb",
 }
 
 

@@ -44,7 +44,7 @@ def settings(bench, run: str, platform: str) -> list[str]:
 
 
 def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monkeypatch) -> None:
-    """verl's default, ``flash``, switches every other kernel off."""
+    """Check verl's default, ``flash``: it switches every other kernel off."""
     fused = "engine.override_transformer_config.attention_backend=fused"
     without(monkeypatch, "flash_attn")
     assert all(fused in settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megascend"))
@@ -54,20 +54,20 @@ def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monke
 def test_options_of_verls_own_engine(bench) -> None:
     """The third is the second with verl's kernels, too; megascend is asked for none."""
     fusion, kernels = "+engine.override_transformer_config.apply_rope_fusion=True", "model.use_fused_kernels=True"
-    found = {run: settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megatron:kernels")}
-    assert [fusion in each for each in found.values()] == [False, True, True]
-    assert [kernels in each for each in found.values()] == [False, False, True]
-    ours = settings(bench, "megascend", "cuda")
-    assert fusion not in ours
-    assert kernels not in ours
+    commands = {run: settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megatron:kernels")}
+    assert [fusion in command for command in commands.values()] == [False, True, True]
+    assert [kernels in command for command in commands.values()] == [False, False, True]
+    megascend_command = settings(bench, "megascend", "cuda")
+    assert fusion not in megascend_command
+    assert kernels not in megascend_command
 
 
 def test_runs_that_compute_something_else_are_told_apart(bench) -> None:
-    one = bench.Figures(loss=[2.0, 1.0], norm=[3.0, 3.0], tokens=[64, 64])
-    assert bench.disagreement(one, bench.Figures([2.0, 1.01], [3.0, 3.0], [64, 64]), 2e-2) == ""
+    figures = bench.Figures(loss=[2.0, 1.0], norm=[3.0, 3.0], tokens=[64, 64])
+    assert bench.disagreement(figures, bench.Figures([2.0, 1.01], [3.0, 3.0], [64, 64]), 2e-2) == ""
     other = bench.Figures([2.0, 1.03], [3.0, 3.0], [64, 64])
-    assert bench.disagreement(one, other, 2e-2) == "loss of step 2: 1.03, not 1"
-    assert bench.disagreement(one, bench.Figures([2.0, float("nan")], [3.0, 3.0], [64, 64]), 2e-2)
+    assert bench.disagreement(figures, other, 2e-2) == "loss of step 2: 1.03, not 1"
+    assert bench.disagreement(figures, bench.Figures([2.0, float("nan")], [3.0, 3.0], [64, 64]), 2e-2)
 
 
 def test_a_failures_cause_is_what_stands_before_torchruns_report(bench) -> None:

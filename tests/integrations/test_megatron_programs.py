@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def run(program: str, arguments: list[str], folder: Path) -> str:
-    """What ``program`` of a copy of the checkout writes on two ranks; it must end well."""
+    """Run ``program`` of a copy of the checkout on two ranks; return its output."""
     tree = folder / "megatron-lm"
     shutil.copytree(CHECKOUT, tree, ignore=shutil.ignore_patterns(".git", "docs"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -51,13 +51,13 @@ def run(program: str, arguments: list[str], folder: Path) -> str:
         program,
         *arguments,
     ]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    completed = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return completed.stdout
 
 
 def page_arguments() -> list[str]:
-    """The arguments of ``pretrain_gpt.py`` on the page."""
+    """Return the arguments of ``pretrain_gpt.py`` in the docs."""
     (command,) = re.findall(r"pretrain_gpt\.py \\\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
     return command.replace("\\\n", " ").split()
 

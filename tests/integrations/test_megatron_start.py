@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs/integrations/megatron.md"
 
 
 def page_start() -> tuple[str, list[str]]:
-    """The program of the page, and the words of the command that starts it."""
+    """Return the docs' program, and the words of its command."""
     text = PAGE.read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)
@@ -28,12 +28,12 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
     assert command[5] == "torchrun"
     (tmp_path / "plain.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    whole = [sys.executable, "-m", "megascend.cli.main", *command[1:5], *torchrun, *command[6:]]
+    full_command = [sys.executable, "-m", "megascend.cli.main", *command[1:5], *torchrun, *command[6:]]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHDYNAMO_DISABLE")
     env = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        whole,
+    completed = subprocess.run(
+        full_command,
         cwd=tmp_path,
         env=env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -41,7 +41,7 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    losses = [float(number) for number in re.findall(r"step \d loss (\d+\.\d+)", done.stdout)]
+    assert completed.returncode == 0, completed.stderr
+    losses = [float(number) for number in re.findall(r"step \d loss (\d+\.\d+)", completed.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 1

@@ -34,10 +34,10 @@ def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fiel
 
 
 def test_a_request_is_its_own_samples_under_a_sum() -> None:
-    found = pass_of(batch_of("cross_entropy"), 1)
-    assert (found.request, found.model, len(found.samples)) == ("2", "bob", 2)
+    request_pass = pass_of(batch_of("cross_entropy"), 1)
+    assert (request_pass.request, request_pass.model, len(request_pass.samples)) == ("2", "bob", 2)
     logprobs = [torch.tensor([-1.0, -2.0, -3.0])] * 2
-    outputs = found.outputs(logprobs)
+    outputs = request_pass.outputs(logprobs)
     assert outputs[1]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
     assert outputs[1]["elementwise_loss"]["data"] == [1.0, 0.0, 6.0]
 
@@ -69,14 +69,14 @@ def test_a_request_to_sample() -> None:
     batch = SimpleNamespace(
         all_model_inputs=[text] * 2, all_sampling_params=[params] * 2, request_batch_slices=[("1", "ann", 0, 2, True)]
     )
-    found = sample_request_of(batch, 0, "m0-sampler")
-    assert (list(found.prompt), found.num_samples, found.adapter, found.prompt_logprobs) == (
+    request = sample_request_of(batch, 0, "m0-sampler")
+    assert (list(request.prompt), request.num_samples, request.adapter, request.prompt_logprobs) == (
         [1, 2],
         2,
         "m0-sampler",
         True,
     )
-    assert (found.params.seed, found.params.stop, found.params.top_k) == (7, (5, "x"), 3)
+    assert (request.params.seed, request.params.stop, request.params.top_k) == (7, (5, "x"), 3)
 
 
 def test_settings_and_the_engines_command() -> None:

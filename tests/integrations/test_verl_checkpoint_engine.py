@@ -13,18 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("MEGASCEND_VERL_PYTHON") or ROOT / ".venv-verl" / "bin" / "python")
 NAMES = ["embed", "odd", "norm", "none", "scale", "head"]
-OK, SENT, RECEIVED = ["ok", None], ["ok", 6], ["ok", NAMES]
+OK, SENDER_RESULT, RECEIVER_RESULT = ["ok", None], ["ok", 6], ["ok", NAMES]
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What tests/integrations/verl_updates.py has to say; verl's import takes most of the time."""
+    """Run tests/integrations/verl_updates.py once (verl's import takes most of the time); return its report."""
     if not PYTHON.exists():
         pytest.skip(
             f"no verl: {PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
         )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [PYTHON, Path(__file__).with_name("verl_updates.py")],
         capture_output=True,
         text=True,
@@ -32,8 +32,8 @@ def report() -> dict[str, Any]:
         env=environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout[done.stdout.index('{"registered"') :])
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return json.loads(completed.stdout[completed.stdout.index('{"registered"') :])
 
 
 def test_it_is_registered_by_importing_the_module(report: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def test_it_is_registered_by_importing_the_module(report: dict[str, Any]) -> Non
 def test_every_worker_receives_every_tensor(report: dict[str, Any], version: int) -> None:
     """The second update, on the same workers, is staged."""
     assert report[f"connect {version}"] == [OK] * 4
-    assert report[f"update {version}"] == [SENT, SENT, RECEIVED, RECEIVED]
+    assert report[f"update {version}"] == [SENDER_RESULT, SENDER_RESULT, RECEIVER_RESULT, RECEIVER_RESULT]
     assert report[f"finalize {version}"] == [OK] * 4
 
 
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_an_error_before_the_tensor_is_given_out(
         assert "bucket 5: the digest is" in text
     assert sender[0] == "PeerLostError"
     assert "has failed: DigestError" in sender[1]
-    assert other == SENT  # it has exhausted the generator, and so has the sender
+    assert other == SENDER_RESULT  # it has exhausted the generator, and so has the sender
 
 
 def test_another_version_is_refused(report: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def test_a_worker_that_does_not_come_is_named(report: dict[str, Any]) -> None:
 
 
 def test_the_next_update_works_after_failures(report: dict[str, Any]) -> None:
-    assert report["update 6"] == [SENT, SENT, RECEIVED, RECEIVED]
+    assert report["update 6"] == [SENDER_RESULT, SENDER_RESULT, RECEIVER_RESULT, RECEIVER_RESULT]
 
 
 def test_a_sender_that_dies_is_named(report: dict[str, Any]) -> None:

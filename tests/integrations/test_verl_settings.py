@@ -21,7 +21,7 @@ def translated(
 
 
 def test_the_layout_the_optimizer_and_recomputation_are_taken_over() -> None:
-    found = translated(
+    settings = translated(
         engine={
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
@@ -49,14 +49,14 @@ def test_the_layout_the_optimizer_and_recomputation_are_taken_over() -> None:
             "override_optimizer_config": {"adam_eps": 1e-6},
         },
     )
-    parallel, adam = found.parallel, found.adam
+    parallel, adam = settings.parallel, settings.adam
     assert (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) == (2, 4, 3, 5)
     assert (parallel.expert, parallel.expert_tensor, parallel.sequence) == (8, 1, True)
     assert (adam.lr, adam.betas, adam.weight_decay, adam.max_grad_norm, adam.eps) == (3e-4, (0.8, 0.9), 0.2, 0.7, 1e-6)
     assert (adam.distributed, adam.overlap_grad_reduce, adam.overlap_param_gather) == (False, True, False)
-    assert (found.recompute.granularity, found.recompute.layers) == ("full", 3)
-    assert (found.moe.aux_loss, found.moe.aux_loss_coefficient) == ("megatron", 0.5)
-    assert (found.packing, found.seed, found.precision, found.lora) == (False, 7, "bf16", None)
+    assert (settings.recompute.granularity, settings.recompute.layers) == ("full", 3)
+    assert (settings.moe.aux_loss, settings.moe.aux_loss_coefficient) == ("megatron", 0.5)
+    assert (settings.packing, settings.seed, settings.precision, settings.lora) == (False, 7, "bf16", None)
 
 
 @pytest.mark.parametrize(("dtype", "params", "precision"), [
@@ -69,10 +69,10 @@ def test_precision(dtype: str, params: str | None, precision: str) -> None:
 
 def test_lora_targets_are_hugging_faces_layers() -> None:
     lora = {"rank": 4, "alpha": 8, "target_modules": ["linear_qkv", "linear_fc2", "o_proj"], "merge": True}
-    found = translated(model={"lora": lora})
-    assert found.lora is not None
-    assert found.lora.targets == ("q_proj", "k_proj", "v_proj", "down_proj", "o_proj")
-    assert (found.lora.rank, found.lora.alpha, found.merge) == (4, 8.0, True)
+    settings = translated(model={"lora": lora})
+    assert settings.lora is not None
+    assert settings.lora.targets == ("q_proj", "k_proj", "v_proj", "down_proj", "o_proj")
+    assert (settings.lora.rank, settings.lora.alpha, settings.merge) == (4, 8.0, True)
     assert translated(model={"lora": {"rank": 0}}).lora is None
 
 

@@ -78,22 +78,22 @@ def answer(engine: CheckpointEngine, method: str, arguments: dict[str, Any]) -> 
 
 
 async def send(engine: Any, version: int, stamp: int | None = None, die_after: int | None = None) -> int:
-    """Returns how many tensors were taken from the generator."""
-    taken = []
+    """Send tensors; return the names taken from the generator."""
+    names = []
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
         for item in weights(version):
-            if die_after == len(taken):
+            if die_after == len(names):
                 os._exit(9)
-            taken.append(item[0])
+            names.append(item[0])
             yield item
 
     await engine.send_weights(counted(), global_steps=version if stamp is None else stamp)
-    return len(taken)
+    return len(names)
 
 
 async def receive(engine: Any, version: int, flip: bool = False, stage: bool = False) -> list[str]:
-    """Returns the names, each of which came as the sender's tensor; ``*`` marks one that did not."""
+    """Return the received names; ``*`` marks a tensor that differs from the sender's."""
     engine._stage = stage
     if flip:
         receive_bucket, seen = engine._transport.receive, []
@@ -119,13 +119,13 @@ class Workers:
     def __init__(self) -> None:
         context = get_context("fork")
         self.pipes, self.processes = [], []
-        for place in range(ACTORS + ROLLOUTS):
-            ours, theirs = context.Pipe()
-            arguments = theirs, place < ACTORS, place if place < ACTORS else place - ACTORS
+        for index in range(ACTORS + ROLLOUTS):
+            parent_pipe, child_pipe = context.Pipe()
+            arguments = child_pipe, index < ACTORS, index if index < ACTORS else index - ACTORS
             process = context.Process(target=worker, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            child_pipe.close()
+            self.pipes.append(parent_pipe)
             self.processes.append(process)
 
     def call(self, calls: list[tuple[str, dict[str, Any]] | None]) -> list[Any]:
@@ -142,16 +142,16 @@ class Workers:
         return answers
 
     def connect(self, absent: int | None = None) -> list[Any]:
-        """What ``CheckpointEngineManager.build_process_group`` does."""
+        """Do the same as ``CheckpointEngineManager.build_process_group``."""
         cls = CheckpointEngineRegistry.get("megascend")
         metadata = [value for _, value in self.call([("prepare", {})] * len(self.pipes))]
-        both = cls.build_topology(ACTORS, ROLLOUTS, metadata)
+        topology = cls.build_topology(ACTORS, ROLLOUTS, metadata)
         calls = [
-            ("init_process_group", {name: values[place] for name, values in arguments.items()})
-            for arguments in both
-            for place in range(len(arguments["rank"]))
+            ("init_process_group", {name: values[index] for name, values in arguments.items()})
+            for arguments in topology
+            for index in range(len(arguments["rank"]))
         ]
-        return self.call([None if place == absent else call for place, call in enumerate(calls)])
+        return self.call([None if index == absent else call for index, call in enumerate(calls)])
 
     def update(self, version: int, send: dict[str, Any] | None = None, **receive: Any) -> list[Any]:
         sends = ("send", {"version": version, **(send or {})})

@@ -17,7 +17,7 @@ from driving import START_S, vllm_python
 
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
-from megascend.serve.samplers.vllm_check import KEY_VARIABLE
+from megascend.serve.samplers.vllm import KEY_VARIABLE
 from weightwire.vllm.contract import CPU_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))

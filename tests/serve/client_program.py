@@ -18,9 +18,9 @@ import tinker  # noqa: E402
 from tinker import types  # noqa: E402
 
 
-def result(found: Any) -> Any:
-    """What newer clients give a future of, and older ones at once."""
-    return found.result() if hasattr(found, "result") else found
+def result(value: Any) -> Any:
+    """Return the result of a future, which older clients return directly."""
+    return value.result() if hasattr(value, "result") else value
 
 
 def datum(tokens: list[int], inputs: dict[str, Any]) -> types.Datum:
@@ -36,30 +36,32 @@ def datum(tokens: list[int], inputs: dict[str, Any]) -> types.Datum:
 
 
 def weighted(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
-    """A custom loss whose gradient has both signs."""
+    """Compute a custom loss whose gradient has both signs."""
     loss = sum(
         (value.square() * 0.01 + value * (0.2 if index % 2 else -0.3)).sum() for index, value in enumerate(logprobs)
     )
     return loss, {"samples": float(len(data))}
 
 
-def step(client: Any, job: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """One forward_backward and one step of the optimizer, both sent before either is waited for."""
-    adam = types.AdamParams(**wanted["adam"])
-    if wanted["loss"] == "custom":
-        done = client.forward_backward_custom(
-            [datum(*each) for each in job["data"]["cross_entropy"]], weighted
+def step(client: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Send a forward_backward and an optimizer step before waiting for either."""
+    adam = types.AdamParams(**settings["adam"])
+    if settings["loss"] == "custom":
+        output = client.forward_backward_custom(
+            [datum(*row) for row in job["data"]["cross_entropy"]], weighted
         ).result()
         client.optim_step(adam).result()
     else:
-        data = [datum(*each) for each in job["data"][wanted.get("data", wanted["loss"])]]
-        forward_backward = client.forward_backward(data, wanted["loss"], wanted.get("config"))
+        data = [datum(*row) for row in job["data"][settings.get("data", settings["loss"])]]
+        forward_backward = client.forward_backward(data, settings["loss"], settings.get("config"))
         optim = client.optim_step(adam)
-        done, _ = forward_backward.result(), optim.result()
-    logprobs = [output["logprobs"].data for output in done.loss_fn_outputs]
-    told = wanted["loss"] != "custom" or "surrogate_loss:sum" in done.metrics  # older ones give that one in its place
-    loss = done.metrics["loss:sum"] if told else None
-    return {"loss": loss, "logprobs": [list(map(float, each)) for each in logprobs]}
+        output, _ = forward_backward.result(), optim.result()
+    logprobs = [fields["logprobs"].data for fields in output.loss_fn_outputs]
+    has_loss = (
+        settings["loss"] != "custom" or "surrogate_loss:sum" in output.metrics
+    )  # older ones give that one in its place
+    loss = output.metrics["loss:sum"] if has_loss else None
+    return {"loss": loss, "logprobs": [list(map(float, row)) for row in logprobs]}
 
 
 def sampled(service: Any, client: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -68,15 +70,15 @@ def sampled(service: Any, client: Any, job: dict[str, Any]) -> dict[str, Any]:
     params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=3)
     text = types.ModelInput.from_ints(prompt)
     sampling = result(client.save_weights_and_get_sampling_client())
-    found = [sampling.sample(prompt=text, num_samples=2, sampling_params=params).result() for _ in range(2)]
-    of_base = result(service.create_sampling_client(base_model=job["model"]))
-    base = of_base.sample(prompt=text, num_samples=1, sampling_params=params).result().sequences[0]
-    wholes = [prompt + list(map(int, each.tokens)) for each in found[0].sequences]
-    data = [datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * (len(each) - 1)}) for each in wholes]
+    responses = [sampling.sample(prompt=text, num_samples=2, sampling_params=params).result() for _ in range(2)]
+    base_client = result(service.create_sampling_client(base_model=job["model"]))
+    base = base_client.sample(prompt=text, num_samples=1, sampling_params=params).result().sequences[0]
+    sequences = [prompt + list(map(int, row.tokens)) for row in responses[0].sequences]
+    data = [datum(row[:-1], {"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)}) for row in sequences]
     outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
     return {
-        "tokens": [[list(map(int, each.tokens)) for each in response.sequences] for response in found],
-        "logprobs": [list(map(float, each.logprobs)) for each in found[0].sequences],
+        "tokens": [[list(map(int, row.tokens)) for row in response.sequences] for response in responses],
+        "logprobs": [list(map(float, row.logprobs)) for row in responses[0].sequences],
         "trainer": [list(map(float, output["logprobs"].data)) for output in outputs],
         "prompt": [None if v is None else float(v) for v in sampling.compute_logprobs(text).result()],
         "base": [list(map(int, base.tokens)), list(map(float, base.logprobs))],
@@ -90,14 +92,14 @@ def main(job_path: str, result_path: str) -> None:
     client = result(service.create_lora_training_client(base_model=job["model"], rank=job["rank"], seed=1))
     answer: dict[str, Any] = {"version": tinker.__version__, "rank": client.get_info().lora_rank}
     answer["start"] = client.save_state("start").result().path
-    answer["steps"] = [step(client, job, wanted) for wanted in job["steps"]]
+    answer["steps"] = [step(client, job, settings) for settings in job["steps"]]
 
-    data = [datum(*each) for each in job["data"]["cross_entropy"]]
+    data = [datum(*row) for row in job["data"]["cross_entropy"]]
     answer["forward"] = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
     path = client.save_state("end").result().path
     other = result(service.create_training_client_from_state_with_optimizer(path))
     answer["forward of the loaded"] = other.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    answer["both"] = [step(each, job, job["steps"][0]) for each in (client, other)]
+    answer["both"] = [step(row, job, job["steps"][0]) for row in (client, other)]
     answer["sampler path"] = client.save_weights_for_sampler("for-sampling").result().path
 
     answer["sampled"] = sampled(service, client, job)
@@ -112,7 +114,9 @@ def main(job_path: str, result_path: str) -> None:
             answer["failures"].append([type(error).__name__, str(category).lower(), str(error)])
     answer["after"] = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
     rest = service.create_rest_client()
-    answer["checkpoints"] = [found.tinker_path for found in rest.list_checkpoints(client.model_id).result().checkpoints]
+    answer["checkpoints"] = [
+        checkpoint.tinker_path for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints
+    ]
     rest.delete_checkpoint_from_tinker_path(path).result()
     answer["left"] = len(rest.list_checkpoints(client.model_id).result().checkpoints)
     with open(result_path, "w") as file:

@@ -35,8 +35,8 @@ def question(chance: random.Random) -> str:
 
 
 def conversation(chance: random.Random) -> dict[str, Any]:
-    asked = {"role": "user", "content": question(chance) + SUFFIX}
-    return {"messages": [*BEFORE, asked, {"role": "assistant", "content": f"\\boxed{{{chance.randrange(1, 5)}}}"}]}
+    prompt = {"role": "user", "content": question(chance) + SUFFIX}
+    return {"messages": [*BEFORE, prompt, {"role": "assistant", "content": f"\\boxed{{{chance.randrange(1, 5)}}}"}]}
 
 
 def problem(chance: random.Random) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def problem(chance: random.Random) -> dict[str, Any]:
 
 
 def comparison(chance: random.Random) -> dict[str, Any]:
-    asked, wrong = question(chance), chance.choice([1, 2, 4])
+    prompt, wrong = question(chance), chance.choice([1, 2, 4])
     sides = {"chosen": ANSWER, "rejected": wrong}
-    return {side: f"\n\nHuman: {asked}\n\nAssistant: \\boxed{{{number}}}" for side, number in sides.items()}
+    return {side: f"\n\nHuman: {prompt}\n\nAssistant: \\boxed{{{number}}}" for side, number in sides.items()}
 
 
 def write_dataset(folder: Path, rows: Sequence[Any], name: str = "default") -> None:
@@ -60,21 +60,23 @@ def write_dataset(folder: Path, rows: Sequence[Any], name: str = "default") -> N
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
-    """A byte pair encoding of about 400 tokens, learned from the texts."""
+    """Train a byte pair encoding of about 400 tokens on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=letters, show_progress=False),
     )
-    assert made.get_vocab_size() <= 512
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[0], pad_token=special[0]).save_pretrained(folder)
+    assert tokenizer.get_vocab_size() <= 512
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[0]).save_pretrained(
+        folder
+    )
 
 
 def write_inputs(folder: Path) -> None:

@@ -29,11 +29,11 @@ assert threading.active_count() == 1, "a process with threads cannot be forked"
 
 
 def run(command: dict) -> None:
-    """As the process that was asked for."""
+    """Act as the requested process."""
     log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, own in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, own)
+    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
     os.environ.update(command["variables"])
     sys.argv = ["megascend", *command["arguments"]]
     runpy.run_module("megascend.cli.main", run_name="__main__", alter_sys=True)

@@ -37,20 +37,20 @@ class Attacker:
 
     def fetch(self, name: str) -> dict[str, Any]:
         while True:
-            found = self.http.post("/retrieve_future", json={"request_id": name})
-            if found.status_code != 408:
-                return found.json()
+            response = self.http.post("/retrieve_future", json={"request_id": name})
+            if response.status_code != 408:
+                return response.json()
 
-    def send(self, what: str, path: str, **options: Any) -> None:
-        """A request whose answer is counted by status, and by its future's category if it has one."""
-        found = self.http.request(options.pop("method", "POST"), path, **options)
-        told = str(found.status_code)
-        if found.status_code == 200 and "request_id" in found.json():
-            told += " " + self.fetch(found.json()["request_id"]).get("category", "done")
-        self.answers[what][told] += 1
+    def send(self, attack: str, path: str, **options: Any) -> None:
+        """Send a request; count its answer by status, and by its future's category if any."""
+        response = self.http.request(options.pop("method", "POST"), path, **options)
+        result = str(response.status_code)
+        if response.status_code == 200 and "request_id" in response.json():
+            result += " " + self.fetch(response.json()["request_id"]).get("category", "done")
+        self.answers[attack][result] += 1
 
-    def train(self, what: str, model: str | None = None, loss: str = "cross_entropy", **inputs: Any) -> None:
-        """A forward_backward of one sample and a step, of its own model in the right order, or of another's."""
+    def train(self, attack: str, model: str | None = None, loss: str = "cross_entropy", **inputs: Any) -> None:
+        """Send a forward_backward of one sample and a step, of its own model in order, or of another's."""
         inputs = {"target_tokens": [5, 6, 7], "weights": [1.0, 1.0, 1.0]} | inputs
         tensors = {name: {"data": value, "dtype": TENSORS[name]} for name, value in inputs.items()}
         datum = {"model_input": {"chunks": [{"tokens": [4, 5, 6]}]}, "loss_fn_inputs": tensors}
@@ -58,7 +58,7 @@ class Attacker:
         for path, more in (("/forward_backward", body), ("/optim_step", {"model_id": model or self.model})):
             self.number += model is None
             content = json.dumps({**more, "seq_id": self.number if model is None else 1})
-            self.send(f"{what}{path}", path, content=content, headers={"content-type": "application/json"})
+            self.send(f"{attack}{path}", path, content=content, headers={"content-type": "application/json"})
 
     def attack(self) -> None:
         """Everything once."""

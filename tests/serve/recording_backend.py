@@ -18,9 +18,9 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 from megascend.serve.api.application import make_application, sweep
 from megascend.serve.api.keys import Keys, digest_of
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import work
+from megascend.serve.scheduler.runner import work
+from megascend.serve.served_model import ServedModel
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
 
@@ -32,7 +32,7 @@ PROJECTIONS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", 
 
 
 class Result:
-    """What forward_backward, forward and optimizer_step return here."""
+    """Return values of forward_backward, forward and optimizer_step."""
 
     def __init__(self, adapters: Mapping[str, Any], logprobs: Sequence[torch.Tensor] = ()) -> None:
         self.adapters, self.logprobs = adapters, list(logprobs)
@@ -46,8 +46,8 @@ class RecordingBackend:
     def __init__(self) -> None:
         self.adapters: dict[str, Any] = {}
         self.calls: list[tuple[Any, ...]] = []
-        self.held = threading.Event()
-        self.held.set()
+        self.gate = threading.Event()
+        self.gate.set()
         self.sampled: list[list[int]] = []  # the last token of every prompt, of each batch
         self.sampling = threading.Event()
         self.sampling.set()
@@ -67,14 +67,16 @@ class RecordingBackend:
                 raise DataError(f"target_ids {int(sample.target_ids.max())}")
 
     def forward_backward(self, samples: Sequence[Any], loss: Any, logprobs: bool = False) -> Result:
-        self.held.wait(HELD_S)
+        self.gate.wait(HELD_S)
         names = list(dict.fromkeys(sample.adapter for sample in samples))
         self.calls.append(("forward_backward", *((name, _targets(samples, name)) for name in names)))
         losses = {}
         for name in names:
-            mine = [sample for sample in samples if sample.adapter == name]
-            total = sum(float((sample.weights * sample.target_ids).sum()) for sample in mine)
-            losses[name] = AdapterLoss(total, sum(map(len, mine)), sum(map(len, mine)), {"ratio": math.nan, "kl": 0.5})
+            adapter_samples = [sample for sample in samples if sample.adapter == name]
+            total = sum(float((sample.weights * sample.target_ids).sum()) for sample in adapter_samples)
+            losses[name] = AdapterLoss(
+                total, sum(map(len, adapter_samples)), sum(map(len, adapter_samples)), {"ratio": math.nan, "kl": 0.5}
+            )
         return Result(losses, [-sample.target_ids.float() for sample in samples])
 
     def forward(self, samples: Sequence[Any]) -> Result:
@@ -87,15 +89,15 @@ class RecordingBackend:
         """Every response goes on counting from the last token of its prompt."""
         self.sampled.append([request.prompt[-1] for request in requests if request.prompt])
         self.sampling.wait(HELD_S)
-        found = {}
+        results = {}
         for number, request in enumerate(requests):
             if not request.prompt:
-                found[number] = SampleResult(error="the prompt is empty")
+                results[number] = SampleResult(error="the prompt is empty")
                 continue
-            counted = tuple(request.prompt[-1] + 1 + place for place in range(request.params.max_tokens))
+            counted = tuple(request.prompt[-1] + 1 + offset for offset in range(request.params.max_tokens))
             sample = SampledSequence(counted, tuple(-float(token) for token in counted), "length")
-            found[number] = SampleResult((sample,) * request.num_samples)
-        yield found
+            results[number] = SampleResult((sample,) * request.num_samples)
+        yield results
 
     def optimizer_step(self, adapters: Sequence[str], adam: Any = None) -> Result:
         self.calls.append(("optimizer_step", *adapters, adam))
@@ -160,38 +162,38 @@ class Caller:
         return self.client.request(method, f"/api/v1/{path}", headers=self.headers)
 
     def ask(self, path: str, body: Any) -> Any:
-        """What a request's future gives in the end."""
-        made = self.post(path, body)
-        assert made.status_code == 200, made.text
-        return self.fetch(made.json()["request_id"])
+        """Send a request and return the answer of its future."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return self.fetch(response.json()["request_id"])
 
     def fetch(self, name: str) -> Any:
-        found = self.post("retrieve_future", {"request_id": name})
-        assert found.status_code == 200, found.text
-        return found.json()
+        response = self.post("retrieve_future", {"request_id": name})
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def model(self, rank: int = 4) -> str:
-        """A new session's new model."""
+        """Create a model in a new session."""
         session = self.post("create_session", {"tags": []}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
         return self.ask("create_model", body)["model_id"]
 
     def forward_backward(self, model: str, number: int | None, *targets: int, **changes: Any) -> str:
-        """The name of the future of a forward_backward with one sample."""
-        made = self.post("forward_backward", train_body(model, number, *targets, **changes))
-        assert made.status_code == 200, made.text
-        return made.json()["request_id"]
+        """Send a forward_backward of one sample; return its request id."""
+        response = self.post("forward_backward", train_body(model, number, *targets, **changes))
+        assert response.status_code == 200, response.text
+        return response.json()["request_id"]
 
     def optim_step(self, model: str, number: int | None, lr: float = 1e-3) -> str:
-        made = self.post("optim_step", {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": lr}})
-        assert made.status_code == 200, made.text
-        return made.json()["request_id"]
+        response = self.post("optim_step", {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": lr}})
+        assert response.status_code == 200, response.text
+        return response.json()["request_id"]
 
 
 def train_body(
     model: str, number: int | None, *targets: int, loss: str = "cross_entropy", **inputs: Any
 ) -> dict[str, Any]:
-    """A request in JSON with one sample."""
+    """Build a JSON request with one sample."""
     tensors = {"target_tokens": {"data": list(targets), "dtype": "int64", "shape": [len(targets)]}}
     tensors |= {name: {"data": value, "dtype": "float32"} for name, value in inputs.items()}
     chunk = {"type": "encoded_text", "tokens": [1] * len(targets)}
@@ -215,9 +217,9 @@ class Served:
 
 @contextmanager
 def served(storage: Path, **settings: Any) -> Iterator[Served]:
-    """A service on a backend that records, in this process."""
+    """Run a service on a RecordingBackend in this process."""
     config = ServeConfig(model=storage, storage=storage, window_ms=0, **settings)
-    base = BaseModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
+    base = ServedModel(("tiny", "/models/tiny"), Path("/models/tiny"), "Tiny", 512, VOCABULARY, PROJECTIONS)
     backend, clock, inbox = RecordingBackend(), Clock(), Inbox(0, config.batch_tokens)
     service = Service(config, base, inbox, clock)
     if config.durable:
@@ -234,7 +236,7 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
         try:
             yield Served(service, backend, client, clock)
         finally:
-            backend.held.set()
+            backend.gate.set()
             backend.sampling.set()
             inbox.close()
             worker.join(20)

@@ -25,14 +25,14 @@ SAVE_EVERY, NEW_EVERY = 11, 40
 
 
 def batch(seed: int, step: int, vocabulary: int) -> list[types.Datum]:
-    """The same data for the same step of a job."""
+    """Return the data of a step, the same for the same job."""
     chance = random.Random(f"{seed}/{step}")
-    found = []
+    data = []
     for _ in range(chance.choice((1, 2, 3))):
         tokens = [chance.randrange(3, vocabulary) for _ in range(chance.randrange(4, 24))]
         inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
-        found.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
-    return found
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+    return data
 
 
 def train(client: Any, job: dict[str, Any], step: int) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def main(job_path: str, result_path: str) -> None:
         step += 1
         if len(under_way) > step % 3:  # up to three steps are under way
             for passes, optim in under_way:
-                losses += [each.result().metrics["loss:sum"] for each in passes]
+                losses += [future.result().metrics["loss:sum"] for future in passes]
                 optim.result()
             under_way = []
             Path(job["started"]).touch()
@@ -70,7 +70,7 @@ def main(job_path: str, result_path: str) -> None:
         if job["steps"] is None:
             time.sleep(pace.uniform(0, 0.05))
     for passes, optim in under_way:
-        losses += [each.result().metrics["loss:sum"] for each in passes]
+        losses += [future.result().metrics["loss:sum"] for future in passes]
         optim.result()
     path = client.save_state("end").result().path
     with open(result_path, "w") as file:

@@ -21,10 +21,10 @@ HERE = Path(__file__).parent
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class RestartedServer:
@@ -67,15 +67,17 @@ class RestartedServer:
         if self._ranks > 1:
             variables |= {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks)}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self._begun = time.monotonic()
+        self._start_time = time.monotonic()
         for rank in range(self._ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
             self._alive.append(
-                self._ask({"arguments": self._arguments, "variables": variables | own, "log": str(self._log)})
+                self._ask(
+                    {"arguments": self._arguments, "variables": variables | rank_variables, "log": str(self._log)}
+                )
             )
 
     def answers(self, path: str) -> bool:
-        """Whether it answers with 200: ``/healthz``, or ``/readyz`` when all is as it was."""
+        """Check whether a health path answers 200; ``/readyz`` does once recovery has finished."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", path)
@@ -92,14 +94,14 @@ class RestartedServer:
                 assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z", (
                     self._log.read_text()[-4000:]
                 )
-            assert time.monotonic() - self._begun < START_S, f"not there after {START_S} s"
+            assert time.monotonic() - self._start_time < START_S, f"not there after {START_S} s"
             time.sleep(0.05)
         if path == "/readyz":
-            self.back_s.append(time.monotonic() - self._begun)
+            self.back_s.append(time.monotonic() - self._start_time)
 
-    def kill(self, whom: str) -> None:
+    def kill(self, ranks: str) -> None:
         """SIGKILL ``all`` ranks, the ``first`` or the ``last``; the others have to end by themselves."""
-        killed = {"all": self._alive, "first": self._alive[:1], "last": self._alive[-1:]}[whom]
+        killed = {"all": self._alive, "first": self._alive[:1], "last": self._alive[-1:]}[ranks]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         codes = {pid: self._ask({"wait": pid}) for pid in self._alive}

@@ -20,13 +20,13 @@ DEADLINE_S = 400.0
 
 
 def run_service(settings: ServeConfig, folder: Path, before: Callable[[], None]) -> None:
-    """What every rank does."""
+    """Run the server on one rank."""
     from megascend.serve.server import serve
 
     before()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     address = folder / "address"
-    serve(settings, keys, lambda found: address.write_text(found) and None, (folder / "stop").exists)
+    serve(settings, keys, lambda url: address.write_text(url) and None, (folder / "stop").exists)
 
 
 def nothing() -> None:
@@ -41,7 +41,7 @@ def service(
     deadline_s: float = DEADLINE_S,
     before: Callable[[], None] = nothing,
 ) -> Iterator[str]:
-    """The address of a service that runs in here.
+    """Yield the address of a service that runs in the block.
 
     Args:
         deadline_s: after which its ranks are killed, and the test fails.
@@ -72,7 +72,7 @@ def service(
 
 
 def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8, seed: int = 5) -> dict[str, Any]:
-    """Data and steps for client_program.py: every loss, weights of both signs and 0, several targets of a position."""
+    """Build data and steps for client_program.py: every loss, weights of both signs and 0, several targets per position."""
     chance = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -110,7 +110,7 @@ def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8, se
     }  # fmt: skip
 
 
-def written(path: Path, job: dict[str, Any]) -> Path:
-    """A job as a file."""
+def write_json(path: Path, job: dict[str, Any]) -> Path:
+    """Write a job as a JSON file."""
     path.write_text(json.dumps(job))
     return path

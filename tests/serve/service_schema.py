@@ -23,7 +23,7 @@ def maybe(schema: Schema) -> Schema:
 
 
 TEXT: Schema = {"type": "string", "maxLength": 40}
-WHOLE: Schema = {"type": "integer", "minimum": 0, "maximum": 2**40}
+COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**40}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 TOKENS = array({"type": "integer", "minimum": -2, "maximum": 120}, 8)
@@ -32,9 +32,9 @@ TENSOR = obj(
     ["data", "dtype"],
     data=array(NUMBER, 8),
     dtype={"enum": ["int64", "float32"]},
-    shape=maybe(array(WHOLE, 3)),
-    sparse_crow_indices=maybe(array(WHOLE, 4)),
-    sparse_col_indices=maybe(array(WHOLE, 4)),
+    shape=maybe(array(COUNT, 3)),
+    sparse_crow_indices=maybe(array(COUNT, 4)),
+    sparse_col_indices=maybe(array(COUNT, 4)),
 )
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce"]
 INPUTS = obj(["target_tokens"], target_tokens=TENSOR, weights=TENSOR, advantages=TENSOR, logprobs=TENSOR)
@@ -56,30 +56,30 @@ ADAM = obj(
 LORA = obj(
     ["rank"],
     rank={"type": "integer", "minimum": 0, "maximum": 70},
-    seed=maybe(WHOLE),
+    seed=maybe(COUNT),
     train_mlp=FLAG,
     train_attn=FLAG,
     train_unembed=FLAG,
 )
 SAMPLING = obj(
     [],
-    max_tokens=WHOLE,
+    max_tokens=COUNT,
     temperature=NUMBER,
     top_p=NUMBER,
     top_k=NUMBER,
-    seed=maybe(WHOLE),
-    stop=maybe(array({"anyOf": [TEXT, WHOLE]}, 3)),
+    seed=maybe(COUNT),
+    stop=maybe(array({"anyOf": [TEXT, COUNT]}, 3)),
 )
 FUTURE = obj(["request_id"], request_id={"type": "string"})
 CHECKPOINT = obj(
-    ["checkpoint_id", "checkpoint_type", "tinker_path", "size_bytes", "public"], size_bytes=WHOLE, public=FLAG
+    ["checkpoint_id", "checkpoint_type", "tinker_path", "size_bytes", "public"], size_bytes=COUNT, public=FLAG
 )
-CURSOR = obj(["offset", "limit", "total_count"], offset=WHOLE, limit=WHOLE, total_count=WHOLE)
-RUN = obj(["training_run_id", "base_model", "is_lora", "lora_rank"], lora_rank=WHOLE)
+CURSOR = obj(["offset", "limit", "total_count"], offset=COUNT, limit=COUNT, total_count=COUNT)
+RUN = obj(["training_run_id", "base_model", "is_lora", "lora_rank"], lora_rank=COUNT)
 REFUSED = obj(["detail", "category"], detail={"type": "string"}, category={"enum": ["user", "server"]})
 
 
-def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[Schema | None, Schema | None]]:
+def operations(ids: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[Schema | None, Schema | None]]:
     """By method and path under /api/v1: (body, answer), None for none.
 
     Args:
@@ -87,28 +87,34 @@ def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tupl
     """
 
     def name(kind: str) -> Schema:
-        return {"anyOf": [{"enum": list(known[kind])}, TEXT]}
+        return {"anyOf": [{"enum": list(ids[kind])}, TEXT]}
 
     session, model, path, sampler = (name(kind) for kind in ("session", "model", "path", "sampler"))
     save = obj(
-        ["model_id"], model_id=model, path=maybe(TEXT), seq_id=maybe(WHOLE), ttl_seconds=maybe(WHOLE), overwrite=FLAG,
-        sampling_session_seq_id=maybe(WHOLE), kind=TEXT,
+        ["model_id"], model_id=model, path=maybe(TEXT), seq_id=maybe(COUNT), ttl_seconds=maybe(COUNT), overwrite=FLAG,
+        sampling_session_seq_id=maybe(COUNT), kind=TEXT,
     )  # fmt: skip
     load = obj(
-        ["path"], session_id=session, model_id=model, model_seq_id=WHOLE, path=path, optimizer=FLAG, seq_id=maybe(WHOLE)
+        ["path"],
+        session_id=session,
+        model_id=model,
+        model_seq_id=COUNT,
+        path=path,
+        optimizer=FLAG,
+        seq_id=maybe(COUNT),
     )
     create = obj(
-        ["session_id", "model_seq_id", "base_model", "lora_config"], session_id=session, model_seq_id=WHOLE,
+        ["session_id", "model_seq_id", "base_model", "lora_config"], session_id=session, model_seq_id=COUNT,
         base_model={"enum": ["tiny", "other"]}, lora_config=LORA, user_metadata=maybe({"type": "object", "maxProperties": 3}),
     )  # fmt: skip
     sample = obj(
         ["prompt", "sampling_params"], sampling_session_id=maybe(sampler), model_path=maybe(path), prompt=PROMPT,
-        sampling_params=SAMPLING, num_samples=WHOLE, seq_id=maybe(WHOLE), prompt_logprobs=FLAG, topk_prompt_logprobs=WHOLE,
-        topk_sample_logprobs=WHOLE, prompt_alt_tokens_k=WHOLE, target_prompt_logprobs=maybe(TENSOR), record_stability_info=FLAG,
+        sampling_params=SAMPLING, num_samples=COUNT, seq_id=maybe(COUNT), prompt_logprobs=FLAG, topk_prompt_logprobs=COUNT,
+        topk_sample_logprobs=COUNT, prompt_alt_tokens_k=COUNT, target_prompt_logprobs=maybe(TENSOR), record_stability_info=FLAG,
     )  # fmt: skip
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     listed: Schema = {"type": "array", "items": CHECKPOINT}
-    target = obj(["sampling_session_id"], sampling_session_id=sampler, cloned_sampler_id=WHOLE)
+    target = obj(["sampling_session_id"], sampling_session_id=sampler, cloned_sampler_id=COUNT)
     return {
         ("POST", "client/config"): (obj(), obj(["proto_compress_fwdbwd"])),
         ("POST", "client/dynamic_config"): (obj(), obj(["refresh_interval_sec"])),
@@ -119,17 +125,17 @@ def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tupl
         ("POST", "create_model"): (create, FUTURE),
         ("POST", "get_info"): (obj(["model_id"], model_id=model), obj(["model_id", "lora_rank", "model_data"])),
         ("POST", "forward_backward"): (
-            obj(["model_id"], model_id=model, seq_id=maybe(WHOLE), forward_backward_input=TRAIN), FUTURE,
+            obj(["model_id"], model_id=model, seq_id=maybe(COUNT), forward_backward_input=TRAIN), FUTURE,
         ),
-        ("POST", "forward"): (obj(["model_id"], model_id=model, seq_id=maybe(WHOLE), forward_input=TRAIN), FUTURE),
-        ("POST", "optim_step"): (obj(["model_id"], model_id=model, seq_id=maybe(WHOLE), adam_params=ADAM), FUTURE),
+        ("POST", "forward"): (obj(["model_id"], model_id=model, seq_id=maybe(COUNT), forward_input=TRAIN), FUTURE),
+        ("POST", "optim_step"): (obj(["model_id"], model_id=model, seq_id=maybe(COUNT), adam_params=ADAM), FUTURE),
         ("POST", "save_weights"): (save, FUTURE),
         ("POST", "save_weights_for_sampler"): (save, FUTURE),
         ("POST", "load_weights"): (load, FUTURE),
         ("POST", "weights_info"): (obj(["tinker_path"], tinker_path=path), obj(["base_model", "lora_rank"])),
         ("POST", "create_sampling_session"): (
             obj(
-                ["session_id", "sampling_session_seq_id"], session_id=session, sampling_session_seq_id=WHOLE,
+                ["session_id", "sampling_session_seq_id"], session_id=session, sampling_session_seq_id=COUNT,
                 model_path=maybe(path),
             ),
             obj(["sampling_session_id"]),
@@ -139,7 +145,7 @@ def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tupl
         ("POST", "asample"): (sample, FUTURE),
         ("POST", "retrieve_future"): (obj(["request_id"], request_id=name("future")), obj()),
         ("POST", "retrieve_futures"): (
-            obj(["target"], target=target, prev_cursor=WHOLE, timeout=maybe(NUMBER), retrieved_request_ids=array(TEXT)),
+            obj(["target"], target=target, prev_cursor=COUNT, timeout=maybe(NUMBER), retrieved_request_ids=array(TEXT)),
             obj(["completions", "cursor"], completions={"type": "array"}, cursor={"type": "integer", "minimum": 0}),
         ),
         ("POST", "cancel_future"): (obj(["request_id"], request_id=name("future")), None),
@@ -151,7 +157,7 @@ def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tupl
         ("GET", "checkpoints"): (None, obj(["checkpoints", "cursor"], checkpoints=listed, cursor=CURSOR)),
         ("POST", f"{checkpoint}/publish"): (obj(), None),
         ("DELETE", f"{checkpoint}/publish"): (None, None),
-        ("PUT", f"{checkpoint}/ttl"): (obj([], ttl_seconds=maybe(WHOLE)), None),
+        ("PUT", f"{checkpoint}/ttl"): (obj([], ttl_seconds=maybe(COUNT)), None),
         ("GET", f"{checkpoint}/archive"): (None, None),
         ("DELETE", checkpoint): (None, None),
         ("GET", "sessions"): (None, obj(["sessions"], sessions={"type": "array", "items": {"type": "string"}})),
@@ -161,31 +167,31 @@ def operations(known: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tupl
     }  # fmt: skip
 
 
-def description(known: Mapping[str, Sequence[str]]) -> Schema:
-    """The OpenAPI document."""
+def description(ids: Mapping[str, Sequence[str]]) -> Schema:
+    """Build the OpenAPI document."""
     paths: dict[str, Schema] = {}
-    for (method, path), (body, answer) in operations(known).items():
-        found: Schema = {"responses": {"4XX": _content(REFUSED)}}
+    for (method, path), (body, answer) in operations(ids).items():
+        operation: Schema = {"responses": {"4XX": _content(REFUSED)}}
         if path.endswith("/archive"):
-            found["responses"]["200"] = {"description": "", "content": {"application/gzip": {}}}
+            operation["responses"]["200"] = {"description": "", "content": {"application/gzip": {}}}
         else:
-            found["responses"]["204" if answer is None else "200"] = _content(answer)
+            operation["responses"]["204" if answer is None else "200"] = _content(answer)
         if path == "retrieve_future":
-            found["responses"]["408"] = _content(obj(["type", "request_id"], type={"const": "try_again"}))
+            operation["responses"]["408"] = _content(obj(["type", "request_id"], type={"const": "try_again"}))
         parameters = [
-            {"name": part, "in": "path", "required": True, "schema": {"anyOf": [{"enum": list(known[part])}, TEXT]}}
+            {"name": part, "in": "path", "required": True, "schema": {"anyOf": [{"enum": list(ids[part])}, TEXT]}}
             for part in ("model", "session", "sampler", "kind", "name")
             if f"{{{part}}}" in path
         ]
         if answer is not None and "cursor" in answer["required"] and method == "GET":
-            parameters += [{"name": part, "in": "query", "schema": WHOLE} for part in ("offset", "limit")]
+            parameters += [{"name": part, "in": "query", "schema": COUNT} for part in ("offset", "limit")]
         if parameters:
-            found["parameters"] = parameters
+            operation["parameters"] = parameters
         if body is not None:
-            found["requestBody"] = {"required": True, **_content(body)}
+            operation["requestBody"] = {"required": True, **_content(body)}
             if path == "forward_backward":
-                found["requestBody"]["content"][PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
-        paths.setdefault(f"/api/v1/{path}", {})[method.lower()] = found
+                operation["requestBody"]["content"][PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
+        paths.setdefault(f"/api/v1/{path}", {})[method.lower()] = operation
     return {"openapi": "3.1.0", "info": {"title": "megascend serve", "version": "1"}, "paths": paths}
 
 

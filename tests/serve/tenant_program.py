@@ -39,12 +39,12 @@ def batch(chance: random.Random, vocabulary: int, policy: bool) -> list[types.Da
 
 
 def terms_size(datum: types.Datum, logprobs: Any) -> float:
-    """The sum of the absolute values of what a loss adds up, whose rounding its own grows with."""
+    """Return the sum of the absolute terms of a loss, which bounds its rounding error."""
     inputs = {name: value.data for name, value in datum.loss_fn_inputs.items()}
     if "weights" in inputs:
-        return sum(abs(weight * found) for weight, found in zip(inputs["weights"], logprobs, strict=True))
-    each = zip(inputs["logprobs"], inputs["advantages"], logprobs, strict=True)
-    return sum(abs(math.exp(found - old) * advantage) for old, advantage, found in each)
+        return sum(abs(weight * logprob) for weight, logprob in zip(inputs["weights"], logprobs, strict=True))
+    terms = zip(inputs["logprobs"], inputs["advantages"], logprobs, strict=True)
+    return sum(abs(math.exp(logprob - old) * advantage) for old, advantage, logprob in terms)
 
 
 def train(client: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -57,10 +57,10 @@ def train(client: Any, job: dict[str, Any]) -> dict[str, Any]:
     for _ in range(job["steps"]):
         time.sleep(pace.uniform(0, job["pause_s"]))
         data = batch(chance, job["vocabulary"], policy=job["loss"] != "cross_entropy")
-        done, step = client.forward_backward(data, job["loss"]), client.optim_step(adam)
-        outputs = done.result()
+        future, step = client.forward_backward(data, job["loss"]), client.optim_step(adam)
+        outputs = future.result()
         size = sum(
-            terms_size(each, out["logprobs"].data) for each, out in zip(data, outputs.loss_fn_outputs, strict=True)
+            terms_size(inputs, out["logprobs"].data) for inputs, out in zip(data, outputs.loss_fn_outputs, strict=True)
         )
         losses.append((outputs.metrics["loss:sum"], size))
         step.result()
@@ -71,8 +71,8 @@ def main(jobs_path: str, result_path: str, ready: str | None = None, go: str | N
     answers = []
     for job in json.loads(Path(jobs_path).read_text()):
         service = tinker.ServiceClient(base_url=job["url"], api_key=job["key"])
-        wanted = {"base_model": job["model"], "rank": job["rank"], "seed": job["seed"]}
-        client = result(service.create_lora_training_client(**wanted))
+        settings = {"base_model": job["model"], "rank": job["rank"], "seed": job["seed"]}
+        client = result(service.create_lora_training_client(**settings))
         if ready is not None and go is not None:
             Path(ready).write_text(client.model_id)
             while not Path(go).exists():

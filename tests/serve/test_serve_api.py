@@ -15,12 +15,12 @@ OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as found:
-        yield found
+    with served(tmp_path / "storage") as server:
+        yield server
 
 
 def steps(here: Served) -> list[Any]:
-    """What was run of steps."""
+    """Return the backend calls of steps."""
     return [call[:2] for call in here.backend.calls if call[0] in ("forward_backward", "optimizer_step", "discard")]
 
 
@@ -66,20 +66,20 @@ def test_a_request_that_never_comes_fails_its_step_and_no_other(here) -> None:
     here.bob.fetch(here.bob.forward_backward(other, 1, 40))
     here.tick(121)
     for name in late:
-        found = here.alice.fetch(name)
-        assert (found["category"], "request 1 of this model did not come" in found["error"]) == ("user", True)
+        answer = here.alice.fetch(name)
+        assert (answer["category"], "request 1 of this model did not arrive" in answer["error"]) == ("user", True)
     assert all("error" not in here.alice.fetch(name) for name in after)
     assert steps(here)[-2:] == [("forward_backward", ("a1", [[30]])), ("optimizer_step", "a1")]
 
 
 def test_models_share_a_batch(here) -> None:
-    one, two = here.alice.model(), here.bob.model()
-    here.backend.held.clear()
-    first = here.alice.forward_backward(one, 1, 10)  # runs alone, and is held
+    first_model, second_model = here.alice.model(), here.bob.model()
+    here.backend.gate.clear()
+    first = here.alice.forward_backward(first_model, 1, 10)  # runs alone, and is held
     while here.service._inbox._commands:
         pass
-    waiting = [here.alice.forward_backward(one, 2, 11), here.bob.forward_backward(two, 1, 21)]
-    here.backend.held.set()
+    waiting = [here.alice.forward_backward(first_model, 2, 11), here.bob.forward_backward(second_model, 1, 21)]
+    here.backend.gate.set()
     here.alice.fetch(first)
     assert here.alice.fetch(waiting[0])["metrics"]["loss:sum"] == 11
     assert here.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21
@@ -163,8 +163,8 @@ def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_del
 @pytest.mark.parametrize("name", ["../one", "a/b", "..", ".hidden", "a..b", "x" * 101, "a\x00b", "/etc/x", "a\n", ""])
 def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
     model = here.alice.model()
-    found = here.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
-    assert found["category"] == "user"
+    answer = here.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
+    assert answer["category"] == "user"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["audit.jsonl"]
     for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
         assert here.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
@@ -175,7 +175,7 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
     ("changes", "why"),
     [
         ({"weights": [float("nan")]}, "must be finite"),
-        ({"weights": [1.0, 2.0]}, "one shape"),
+        ({"weights": [1.0, 2.0]}, "the same shape"),
         ({"advantages": [1.0]}, "'advantages' is unknown"),
         ({"loss": "ppo"}, "'logprobs' is missing"),
         ({"loss": "stable_reinforce"}, "needs the provenance"),
@@ -188,11 +188,11 @@ def test_bad_data_fail_their_own_step(here, changes, why) -> None:
     good = here.alice.forward_backward(model, 1, 10)
     bad = here.alice.post("forward_backward", content=json.dumps(body)).json()["request_id"]
     step = here.alice.optim_step(model, 3)
-    others = [here.bob.forward_backward(other, 1, 11), here.bob.optim_step(other, 2)]
+    requests = [here.bob.forward_backward(other, 1, 11), here.bob.optim_step(other, 2)]
     assert "error" not in here.alice.fetch(good)
     assert why in here.alice.fetch(bad)["error"]
     assert here.alice.fetch(step)["category"] == "user"
-    assert all("error" not in here.bob.fetch(name) for name in others)
+    assert all("error" not in here.bob.fetch(name) for name in requests)
     assert ("discard", "a1") in steps(here)
     assert ("optimizer_step", "a1") not in steps(here)
     assert "error" not in here.alice.fetch(here.alice.forward_backward(model, 4, 12))
@@ -228,7 +228,7 @@ def test_what_is_too_much_is_refused(tmp_path) -> None:
     limits = {"pending": 2, "tokens": 100, "models": 2, "samples": 3, "body_bytes": 4000}
     with served(tmp_path, limits=limits) as here:
         model, other, bobs = here.alice.model(), here.alice.model(), here.bob.model()
-        here.backend.held.clear()
+        here.backend.gate.clear()
         for number in (2, 3):
             here.alice.forward_backward(model, number, 10)
         refused = here.alice.post("forward_backward", train_body(model, 4, 10))
@@ -239,7 +239,7 @@ def test_what_is_too_much_is_refused(tmp_path) -> None:
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
         assert here.alice.post("create_model", body).status_code == 429
         assert here.bob.post("forward_backward", train_body(bobs, 1, *[1] * 2000)).status_code == 413
-        here.backend.held.set()
+        here.backend.gate.set()
         many = train_body(model, 5, 10)
         many["forward_backward_input"]["data"] *= 4
         assert here.alice.post("forward_backward", many).status_code == 413
@@ -268,7 +268,9 @@ def test_what_was_saved_is_there_after_a_restart_and_half_a_save_is_not(tmp_path
     (half / "adapter_model.safetensors").write_bytes(b"123")
     with served(tmp_path / "storage") as here:
         assert here.alice.post("get_info", {"model_id": model}).status_code == 404
-        assert [found["tinker_path"] for found in here.alice.get("checkpoints").json()["checkpoints"]] == [path]
+        assert [checkpoint["tinker_path"] for checkpoint in here.alice.get("checkpoints").json()["checkpoints"]] == [
+            path
+        ]
         session = here.alice.post("create_session", {}).json()["session_id"]
         load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
         assert here.alice.ask("load_weights", load)["type"] == "load_weights"
@@ -290,7 +292,7 @@ def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
         here.alice.model()
         here.client.post("/api/v1/create_session", json={})
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [(each["tenant"], each["path"].rsplit("/", 1)[-1], each["status"]) for each in lines] == [
+    assert [(entry["tenant"], entry["path"].rsplit("/", 1)[-1], entry["status"]) for entry in lines] == [
         ("alice", "create_session", 200),
         ("alice", "create_model", 200),
     ]

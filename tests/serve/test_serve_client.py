@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_ranks import KEYS, service, training_job, written
+from serve_ranks import KEYS, service, training_job, write_json
 
 from megascend.config import Parallel
 from megascend.config.serve import Limits, ServeConfig
@@ -60,7 +60,7 @@ def served(request, model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 IN_CI = "TP2"
 in_every_layout = pytest.mark.parametrize(
     "served",
-    [pytest.param(each, marks=[] if each == IN_CI else pytest.mark.nightly) for each in LAYOUTS],
+    [pytest.param(layout, marks=[] if layout == IN_CI else pytest.mark.nightly) for layout in LAYOUTS],
     indirect=True,
 )
 
@@ -97,7 +97,7 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
         job["steps"] = [
             {**step, "adam": {**step["adam"], "learning_rate": 1e-3 * (number + 1)}} for step in job["steps"]
         ]
-        jobs.append(written(tmp_path / f"job-{number}.json", job))
+        jobs.append(write_json(tmp_path / f"job-{number}.json", job))
 
     def answer(number: int, name: str) -> Path:
         return tmp_path / f"{name}-{number}.json"
@@ -110,20 +110,20 @@ def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
     ]
     assert [program.wait(CLIENT_S) for program in programs] == [0] * len(jobs)
     for number, job in enumerate(jobs):
-        done = run_forked(HERE / "client_program.py", job, answer(number, "alone"), variables=environment())
-        assert done.returncode == 0, done.stderr
-    together, alone = (
+        completed = run_forked(HERE / "client_program.py", job, answer(number, "alone"), variables=environment())
+        assert completed.returncode == 0, completed.stderr
+    shared_answers, single_answers = (
         [json.loads(answer(number, name).read_text())["steps"] for number in range(len(jobs))]
         for name in ("together", "alone")
     )
-    for mixed, lone in zip(together, alone, strict=True):
-        for one, other in zip(mixed, lone, strict=True):
+    for mixed, lone in zip(shared_answers, single_answers, strict=True):
+        for shared_step, single_step in zip(mixed, lone, strict=True):
             summed = sum(
-                abs(value) for logprobs in other["logprobs"] for value in logprobs
+                abs(value) for logprobs in single_step["logprobs"] for value in logprobs
             )  # signs may cancel in the loss
-            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6 * summed)
-            for some, others in zip(one["logprobs"], other["logprobs"], strict=True):
-                assert some == pytest.approx(others, abs=1e-5)
+            assert shared_step["loss"] == pytest.approx(single_step["loss"], abs=1e-6 * summed)
+            for shared_logprobs, single_logprobs in zip(shared_step["logprobs"], single_step["logprobs"], strict=True):
+                assert shared_logprobs == pytest.approx(single_logprobs, abs=1e-5)
     figures = httpx.get(f"{url}/metrics").text
     alone_in_batch = int(re.search(r'megascend_models_in_batch_bucket{le="1\.0"} (\d+)', figures)[1])
     batches = int(re.search(r"megascend_models_in_batch_count (\d+)", figures)[1])
@@ -148,79 +148,82 @@ def compare_with_reference(
         run: the client's program; default: with the client that is installed here.
     """
     job = training_job(url, model)
-    job_file, answer_file = written(folder / "job.json", job), folder / "answer.json"
+    job_file, answer_file = write_json(folder / "job.json", job), folder / "answer.json"
     if run is None:
-        done = run_forked(HERE / "client_program.py", job_file, answer_file, variables=environment())
+        completed = run_forked(HERE / "client_program.py", job_file, answer_file, variables=environment())
     else:
-        done = run(job_file, answer_file)
-    assert done.returncode == 0, done.stderr
+        completed = run(job_file, answer_file)
+    assert completed.returncode == 0, completed.stderr
     answer = json.loads(answer_file.read_text())
     expected = reference(job_file, answer, settings, folder)
-    for name, worst in largest_differences(answer, expected).items():
-        record(name, f"{worst:.1e}")
+    for name, difference in largest_differences(answer, expected).items():
+        record(name, f"{difference:.1e}")
     check(answer, expected, job)
     return answer
 
 
 def largest_differences(answer: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Of log-probabilities and losses (relative above 1) from the reference's, and of the sampler's from the trainer's."""
-    both = list(zip(answer["steps"], expected["steps"], strict=True))
+    """Compute differences of log-probabilities and losses (relative above 1) to the reference, and of sampler to trainer."""
+    pairs = list(zip(answer["steps"], expected["steps"], strict=True))
     trained = [
-        apart(one, other)
-        for mine, theirs in both
-        for one, other in zip(mine["logprobs"], theirs["logprobs"], strict=True)
+        max_difference(logprobs, reference_logprobs)
+        for step, reference_step in pairs
+        for logprobs, reference_logprobs in zip(step["logprobs"], reference_step["logprobs"], strict=True)
     ]
     losses = [
-        abs(mine["loss"] - theirs["loss"]) / max(1.0, abs(theirs["loss"]))
-        for mine, theirs in both
-        if mine["loss"] is not None
+        abs(step["loss"] - reference_step["loss"]) / max(1.0, abs(reference_step["loss"]))
+        for step, reference_step in pairs
+        if step["loss"] is not None
     ]
-    found = answer["sampled"]
-    sampled = [apart(one, other[-len(one) :]) for one, other in zip(found["logprobs"], found["trainer"], strict=True)]
+    samples = answer["sampled"]
+    sampled = [
+        max_difference(logprobs, reference_logprobs[-len(logprobs) :])
+        for logprobs, reference_logprobs in zip(samples["logprobs"], samples["trainer"], strict=True)
+    ]
     return {"logprobs": max(trained), "losses": max(losses), "sampler": max(sampled)}
 
 
-def apart(some: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference of two lists."""
-    return max(abs(one - other) for one, other in zip(some, others, strict=True))
+def max_difference(values: Sequence[float], references: Sequence[float]) -> float:
+    """Return the largest difference of two lists."""
+    return max(abs(value - reference_value) for value, reference_value in zip(values, references, strict=True))
 
 
 def reference(job: Path, answer: dict[str, Any], settings: ServeConfig, folder: Path) -> dict[str, Any]:
-    """What the same steps are in transformers, from the adapter that the client began with."""
+    """Run the same steps in transformers, from the client's initial adapter."""
     start = CheckpointPath.parse(answer["start"]).directory(settings.storage, "alice")
-    done = run_reference(HERE / "tinker_reference.py", job, start, folder / "reference.json")
-    assert done.returncode == 0, done.stderr
+    completed = run_reference(HERE / "tinker_reference.py", job, start, folder / "reference.json")
+    assert completed.returncode == 0, completed.stderr
     return json.loads((folder / "reference.json").read_text())
 
 
 def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any]) -> None:
     """Every log-probability and loss within 1e-5; loading resumes exactly; a bad request fails its own step only."""
     assert answer["rank"] == job["rank"]
-    for wanted, mine, theirs in zip(job["steps"], answer["steps"], expected["steps"], strict=True):
-        for one, other in zip(mine["logprobs"], theirs["logprobs"], strict=True):
-            assert one == pytest.approx(other, abs=1e-5), wanted
-        if mine["loss"] is not None:
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5), wanted
+    for settings, step, reference_step in zip(job["steps"], answer["steps"], expected["steps"], strict=True):
+        for first, second in zip(step["logprobs"], reference_step["logprobs"], strict=True):
+            assert first == pytest.approx(second, abs=1e-5), settings
+        if step["loss"] is not None:
+            assert step["loss"] == pytest.approx(reference_step["loss"], rel=1e-5, abs=1e-5), settings
     assert answer["forward"] == pytest.approx(expected["forward"], rel=1e-5)
     assert answer["forward of the loaded"] == pytest.approx(answer["forward"], abs=1e-5)
-    one, other = answer["both"]
-    assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    first, second = answer["both"]
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
     check_samples(answer["sampled"], len(job["data"]["cross_entropy"][1][0]))
-    (bad, of_bad, why), (step, of_step, _) = answer["failures"]
-    assert (bad, of_bad, step, of_step) == ("RequestFailedError", "user", "RequestFailedError", "user")
+    (error, category, why), (step_error, step_category, _) = answer["failures"]
+    assert (error, category, step_error, step_category) == ("RequestFailedError", "user", "RequestFailedError", "user")
     assert f"target_ids {job['vocabulary']}" in why
     assert answer["after"] < answer["forward"]
     assert len(answer["checkpoints"]) == 4
     assert answer["left"] == 3
 
 
-def check_samples(found: dict[str, Any], length: int) -> None:
+def check_samples(samples: dict[str, Any], length: int) -> None:
     """Log-probabilities of sampler and trainer agree; the same seed gives the same tokens; the base model is another one."""
-    first, again = found["tokens"]
+    first, again = samples["tokens"]
     assert first == again
-    assert [len(each) for each in first] == [6, 6]
-    for sampled, trained in zip(found["logprobs"], found["trainer"], strict=True):
+    assert [len(layout) for layout in first] == [6, 6]
+    for sampled, trained in zip(samples["logprobs"], samples["trainer"], strict=True):
         assert sampled == pytest.approx(trained[length - 1 :], abs=1e-5)
-    assert found["prompt"][0] is None
-    assert found["prompt"][1:] == pytest.approx(found["trainer"][0][: length - 1], abs=1e-5)
-    assert found["base"][1] != pytest.approx(found["logprobs"][0], abs=1e-3)
+    assert samples["prompt"][0] is None
+    assert samples["prompt"][1:] == pytest.approx(samples["trainer"][0][: length - 1], abs=1e-5)
+    assert samples["base"][1] != pytest.approx(samples["logprobs"][0], abs=1e-3)

@@ -54,7 +54,7 @@ def rows_of(path: Path) -> list[StoredRow]:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Path, list[int]]:
-    """A database with the batches as a server leaves it that was killed: all of them in the log. Where each ends there."""
+    """Build a database as left by a killed server, with all batches in the log; return also where each one ends."""
     (tmp_path / "live").mkdir()
     database, ends = StateDatabase(tmp_path / "live" / "state"), []
     for batch in BATCHES:
@@ -70,7 +70,7 @@ def log_of(path: Path) -> Path:
 
 
 def copied(path: Path, log: bytes, name: str = "copy") -> Path:
-    """The database in a directory of its own, with another log."""
+    """Copy the database to another directory, with another log."""
     folder = path.parent.with_name(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -142,7 +142,7 @@ def test_a_log_behind_which_an_older_one_lies_is_read(killed, tmp_path) -> None:
 
 
 def read_or_refused(path: Path, rows: list[StoredRow]) -> bool:
-    """Whether damage was reported; otherwise all rows must be as they were."""
+    """Check whether damage is reported; otherwise all rows must be unchanged."""
     try:
         same = rows_of(path) == rows
     except CheckpointError:
@@ -269,8 +269,8 @@ def test_an_answer_stays_with_its_request_if_that_is_not_covered(tmp_path) -> No
 
 def test_the_end_of_a_session_removes_its_rows_and_leaves_out_those_that_come_later(tmp_path) -> None:
     database = StateDatabase(tmp_path / "state")
-    others = [StoredRow("sampler", "p", {"path": None}, parent="s"), StoredRow("sequence", "q", {}, parent="s")]
-    database.write([SESSION, MODEL, *others, saved("a", 1), answer(1), StoredRow("session", "another", {})])
+    late_rows = [StoredRow("sampler", "p", {"path": None}, parent="s"), StoredRow("sequence", "q", {}, parent="s")]
+    database.write([SESSION, MODEL, *late_rows, saved("a", 1), answer(1), StoredRow("session", "another", {})])
     assert database.write([Removal("session", "s"), Removal("session", "s"), request(1), saved("b", 2)]) == ["a", "b"]
     database.close()
     assert [row.name for row in rows_of(tmp_path / "state")] == ["another"]

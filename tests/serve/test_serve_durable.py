@@ -19,16 +19,16 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve import operations
 from megascend.serve.api.keys import Keys
-from megascend.serve.api.wire import Datum, Span, TrainRequest
+from megascend.serve.api.wire import Datum, ProvenanceSpan, TrainRequest
 from megascend.serve.server import keys_of
-from megascend.serve.store import recovery, writer
+from megascend.serve.store import durability, recovery
 from megascend.serve.store.database import StoredRow
 from megascend.serve.store.recovery import NAME
 
 
 @pytest.fixture
 def disks(tmp_path: Path) -> Callable[[Path | None], AbstractContextManager[Served]]:
-    """Starts a server on a copy of another one's files as they are now, or on none."""
+    """Return a function that starts a server on a copy of another one's files, or on none."""
     count = iter(range(100))
 
     def start(killed: Path | None = None, **settings: Any) -> AbstractContextManager[Served]:
@@ -53,21 +53,21 @@ def steps_of(server: Served) -> list[float]:
 
 def train(server: Served, model: str, first: int, count: int) -> list[Any]:
     """Gradients and steps number ``first``, ``first + 1``, ... and their answers."""
-    found = []
+    answers = []
     for number in range(first, first + 2 * count, 2):
         names = [
             server.alice.forward_backward(model, number, number % 7),
             server.alice.optim_step(model, number + 1, number * 1.0),
         ]
-        found += [server.alice.fetch(name) for name in names]
-    return found
+        answers += [server.alice.fetch(name) for name in names]
+    return answers
 
 
 def test_what_was_promised_is_done_and_what_was_answered_is_answered_the_same(disks) -> None:
     with disks(durable_steps=100) as first:
         model = first.alice.model()
         answers = train(first, model, 1, 2)
-        first.backend.held.clear()  # from now on nothing is done, as if the server had been killed then
+        first.backend.gate.clear()  # from now on nothing is done, as if the server had been killed then
         names = [first.alice.forward_backward(model, 5, 3), first.alice.optim_step(model, 6, 5.0)]
         early = first.alice.optim_step(model, 8, 7.0)
         with disks(storage_of(first), durable_steps=100) as second:
@@ -110,7 +110,9 @@ def wait_for_saves(server: Served, count: int) -> None:
     saves, durability = storage_of(server) / NAME / "saves", server.service.durability
 
     def there() -> bool:
-        return len(list(saves.glob("s-*"))) == count and not any(each.saving for each in durability._models.values())
+        return len(list(saves.glob("s-*"))) == count and not any(
+            progress.saving for progress in durability._models.values()
+        )
 
     wait_until(there)
     server.client.portal.call(durability.durable)
@@ -138,8 +140,8 @@ def test_what_a_client_saved_is_not_saved_again_and_what_it_loaded_is_what_it_wa
         sampler = first.alice.ask("save_weights_for_sampler", sampling)["sampling_session_id"]
         assert first.alice.get(f"training_runs/{model}/checkpoints/weights/kept", "DELETE").status_code == 204
         with disks(storage_of(first)) as second:
-            found = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
-            assert found == [{"type": "save_weights", "path": path}, refused, missing]
+            answers = [second.alice.fetch(f"{model}:request:{number}") for number in (3, 4, 6)]
+            assert answers == [{"type": "save_weights", "path": path}, refused, missing]
             assert second.alice.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
             (left,) = second.alice.get("checkpoints").json()["checkpoints"]
             assert second.alice.get(f"samplers/{sampler}").json()["model_path"] == left["tinker_path"]
@@ -166,7 +168,7 @@ def test_a_request_that_failed_fails_again_though_its_reason_is_gone(disks, monk
 
 def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_them(disks) -> None:
     result = SampleResult([SampledSequence([7, 8], [-1.0, -2.0], "stop"), SampledSequence([9], [-3.0], "stop")])
-    spans = [Span("one", 0, 1, False), Span("one", 0, 1, True)], [Span("one", 0, 2, True)]
+    spans = [ProvenanceSpan("one", 0, 1, False), ProvenanceSpan("one", 0, 1, True)], [ProvenanceSpan("one", 0, 2, True)]
     inputs = {"target_tokens": np.array([7, 8]), "advantages": np.ones(2, np.float32)}
     datum = Datum(np.array([5, 7]), inputs, *spans)
     with disks() as first:
@@ -193,7 +195,7 @@ def test_what_never_came_is_given_up_once(disks) -> None:
         late = first.alice.optim_step(model, 2, 1.0)
         first.tick(200)
         failure = first.alice.fetch(late)
-        assert "did not come" in failure["error"]
+        assert "did not arrive" in failure["error"]
         with disks(storage_of(first)) as second:
             assert second.alice.fetch(late) == failure
             train(second, model, 3, 1)
@@ -202,10 +204,10 @@ def test_what_never_came_is_given_up_once(disks) -> None:
 
 def test_sessions_that_ended_stay_ended(disks) -> None:
     with disks(durable_steps=1) as first:
-        gone, unloaded = first.alice.model(), first.alice.model()
-        train(first, gone, 1, 1)
+        ended, unloaded = first.alice.model(), first.alice.model()
+        train(first, ended, 1, 1)
         wait_for_saves(first, 1)
-        first.alice.post(f"sessions/{gone.partition(':')[0]}/finish")
+        first.alice.post(f"sessions/{ended.partition(':')[0]}/finish")
         first.alice.ask("unload_model", {"model_id": unloaded})
         wait_for_saves(first, 0)
         with disks(storage_of(first)) as second:
@@ -216,7 +218,7 @@ def test_sessions_that_ended_stay_ended(disks) -> None:
 
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int | None], None]]:
-    """Sets how large a file of this process may become, as a disk without room does; None: as before."""
+    """Return a function that limits the file size of this process, as a full disk would; None: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size: int | None) -> None:
@@ -227,7 +229,7 @@ def largest_file() -> Iterator[Callable[[int | None], None]]:
 
 
 def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_file) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    monkeypatch.setattr(durability, "RETRY_S", 0.02)
     with disks() as first:
         model = first.alice.model()
         first.service.durability._writer._wait_s = 0.1
@@ -257,7 +259,7 @@ def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_
 def test_nothing_is_promised_after_an_internal_error_of_the_writer(disks) -> None:
     with disks() as first:
         model = first.alice.model()
-        first.service.durability._writer.put(StoredRow("session", "s", {"tenant": object()}))
+        first.service.durability._writer.enqueue(StoredRow("session", "s", {"tenant": object()}))
         wait_until(lambda: first.service.durability.stalled)
         first.service.durability._writer._wait_s = 0.1
         refused = first.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
@@ -301,12 +303,12 @@ def test_the_state_of_an_earlier_version_is_refused(tmp_path) -> None:
 
 def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:
     settings = ServeConfig(model=tmp_path, storage=tmp_path / "storage", durable=True)
-    tenants, made = keys_of(settings, {})
-    assert made is not None
+    tenants, key = keys_of(settings, {})
+    assert key is not None
     again, none = keys_of(settings, {})
     assert none is None
     assert again == tenants
-    assert Keys(again).tenant(made.encode()) == "local"
+    assert Keys(again).tenant(key.encode()) == "local"
     (file,) = (tmp_path / "storage").iterdir()
-    assert made not in file.read_text()
+    assert key not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600

@@ -10,7 +10,7 @@ from recording_backend import Caller, Served, served
 
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.serve.scheduler.commands import Respond
-from megascend.serve.scheduler.lines import SampleTurns
+from megascend.serve.scheduler.runner import SampleTurns
 
 
 def saved(caller: Caller, count: int) -> list[str]:
@@ -21,7 +21,7 @@ def saved(caller: Caller, count: int) -> list[str]:
 
 
 def sampled(caller: Caller, path: str | None, token: int = 5) -> Any:
-    """The answer to a request to sample from a checkpoint, or from the model itself."""
+    """Send a request to sample from a checkpoint, or from the base model."""
     body: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [token]}]}, "sampling_params": {"max_tokens": 2}}
     return caller.post("asample", body if path is None else {**body, "model_path": path})
 
@@ -46,7 +46,7 @@ def test_a_tenant_that_samples_from_all_it_may_leaves_room_for_another(tmp_path:
         his = sampled(here.bob, bobs)
         here.backend.sampling.set()
         assert fetched(here.bob, his) == [6, 7]
-        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
         assert fetched(here.alice, sampled(here.alice, paths[2])) == [6, 7], "waiting has helped"
 
 
@@ -70,10 +70,10 @@ def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp
         assert sampled(here.bob, bobs[0]).status_code == 429, "all are being sampled from"
         for path in (paths[0], paths[1], paths[4]):
             refused = sampled(here.alice, path)
-            assert (refused.status_code, "2 are your share" in refused.text) == (429, True)
+            assert (refused.status_code, "your share is 2" in refused.text) == (429, True)
         pending += [sampled(here.alice, path) for path in paths[2:4]]
         here.backend.sampling.set()
-        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 6
+        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 6
         here.backend.sampling.clear()
         pending = [sampled(here.alice, path) for path in paths[2:4]]
         his = sampled(here.bob, bobs[0])
@@ -82,7 +82,7 @@ def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp
         assert pending[-1].status_code == 200, "nobody waits any more"
         here.backend.sampling.set()
         assert fetched(here.bob, his) == [6, 7]
-        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
 
 
 def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
         here.tick(11)
         pending.append(sampled(here.alice, paths[0]))
         here.backend.sampling.set()
-        assert [fetched(here.alice, each) for each in pending] == [[6, 7]] * 3
+        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
 
 
 def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
-    """Of the model itself, too, which all tenants may sample from."""
+    """Check fairness for the base model, too, which all tenants may sample from."""
     with served(tmp_path) as here:
         here.backend.sampling.clear()
         many = [sampled(here.alice, None) for _ in range(200)]
         his = sampled(here.bob, None, token=50)
         here.backend.sampling.set()
         assert fetched(here.bob, his) == [51, 52]
-        assert [fetched(here.alice, each) for each in many] == [[6, 7]] * 200
+        assert [fetched(here.alice, response) for response in many] == [[6, 7]] * 200
         batches = here.backend.sampled
         assert sum(map(len, batches)) == 201
         assert [50 in batch for batch in batches].index(True) <= 1, (
@@ -129,20 +129,20 @@ def respond(number: int, tenant: str, responses: int = 1) -> Respond:
     ],
 )
 def test_tenants_take_turns(waiting: str, expected: list[list[int]]) -> None:
-    left = [respond(number, each[0], int(each[1])) for number, each in enumerate(waiting.split())]
-    turns, found = SampleTurns(), []
+    left = [respond(number, code[0], int(code[1])) for number, code in enumerate(waiting.split())]
+    turns, order = SampleTurns(), []
     while left:
-        taken = turns.take(left, 4)
-        found.append([command.number for command in taken])
-        left = [command for command in left if command not in taken]
-    assert found == expected
+        selected = turns.take(left, 4)
+        order.append([command.number for command in selected])
+        left = [command for command in left if command not in selected]
+    assert order == expected
 
 
 def test_who_was_served_longest_ago_begins() -> None:
     turns, order = SampleTurns(), []
     left = [respond(number, tenant) for number, tenant in enumerate("abcabcabcabc")]
     while left:
-        taken = turns.take(left, 2)
-        order += [command.tenant for command in taken]
-        left = [command for command in left if command not in taken]
+        selected = turns.take(left, 2)
+        order += [command.tenant for command in selected]
+        left = [command for command in left if command not in selected]
     assert order == list("abcabcabcabc")

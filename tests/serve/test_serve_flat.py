@@ -24,7 +24,7 @@ CONTAINERS = (dict, list, set, deque, OrderedDict)
 
 
 def live(here: Served, *, ends: str) -> None:
-    """A session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
+    """Run a session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
     caller = here.alice
     model = caller.model()
     session = model.partition(":")[0]
@@ -47,9 +47,9 @@ def live(here: Served, *, ends: str) -> None:
             "sampling_session_id": sampler, "seq_id": number, "prompt": {"chunks": [{"tokens": [5]}]},
             "sampling_params": {"max_tokens": 4}, "record_stability_info": True,
         }  # fmt: skip
-        made = caller.post("asample", body).json()["request_id"]
+        request = caller.post("asample", body).json()["request_id"]
         if number == 1:
-            caller.fetch(made)
+            caller.fetch(request)
     caller.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
     caller.post("telemetry", {"events": []})
     for kind in ("weights", "sampler_weights"):
@@ -61,27 +61,27 @@ def live(here: Served, *, ends: str) -> None:
 
 
 async def drop_cancelled_timers() -> None:
-    """asyncio keeps a timer that was cancelled until its time comes, or until most are: 30 s of requests that were waited for."""
+    """Drop cancelled timers, which asyncio otherwise keeps until their time or until most are cancelled: 30 s of requests."""
     loop = asyncio.get_running_loop()
-    loop._scheduled[:] = sorted(each for each in loop._scheduled if not each.cancelled())  # type: ignore[attr-defined]
+    loop._scheduled[:] = sorted(timer for timer in loop._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
     loop._timer_cancelled_count = 0  # type: ignore[attr-defined]
 
 
-def held() -> Counter[str]:
+def count_objects() -> Counter[str]:
     """Objects by their types, and entries of all containers by theirs, in this process."""
     gc.collect()
-    found = gc.get_objects()
-    count = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in found)
+    objects = gc.get_objects()
+    count = Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
     for kind in CONTAINERS:
-        count[f"entries of {kind.__name__}"] = sum(len(each) for each in found if type(each) is kind)
+        count[f"entries of {kind.__name__}"] = sum(len(item) for item in objects if type(item) is kind)
     return count
 
 
 def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
-    """What there is more of than `before` and does not go away: a thread may still be leaving its last call."""
+    """Return objects that exist more often than in `before`, also after a while: a thread may be in its last call."""
     deadline = time.monotonic() + within_s
     while True:
-        now = held()
+        now = count_objects()
         more = {name: now[name] - before[name] for name in now if now[name] - before[name] >= LIVES // 2}
         if not more or time.monotonic() > deadline:
             return more
@@ -110,7 +110,7 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, d
             assert len(here.service.tenancy.sessions) == len(here.service.tenancy.models) == 0
 
         lives(12)  # what is made once: adapters that stay loaded for sampling, lists of the last batches and errors
-        before = held()
+        before = count_objects()
         for _ in range(2):
             lives(LIVES)
         assert grown(before, within_s=30.0) == {}
@@ -119,7 +119,7 @@ def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, d
 def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> None:
     inbox = Inbox(window_s=0.0, max_tokens=100)
     for number in range(10):
-        inbox.put(Remove(2 * number, f"a{number}"))
+        inbox.submit(Remove(2 * number, f"a{number}"))
         inbox.answered([f"a{number}", "stays"])  # the ranks had its last step meanwhile
     assert list(inbox._answered) == ["stays"]
 
@@ -132,43 +132,43 @@ class Clock:
 
 
 @pytest.fixture
-def kept() -> futures.Futures:
-    return futures.Futures(Clock(), 3600.0, most_bytes=10 * 2**20 + 2**16)
+def retained() -> futures.Futures:
+    return futures.Futures(Clock(), 3600.0, max_bytes=10 * 2**20 + 2**16)
 
 
-def answered(kept: futures.Futures, number: int, size: int = 2**20, tenant: str = "alice", **values: Any) -> Any:
-    future = kept.make(f"m{number}", tenant, "m", "forward_backward", answer_of=lambda value: value, **values)
-    kept.keep(future, TrainAnswer([np.zeros(size // 4, np.float32)], {}))
+def answered(retained: futures.Futures, number: int, size: int = 2**20, tenant: str = "alice", **values: Any) -> Any:
+    future = retained.make(f"m{number}", tenant, "m", "forward_backward", answer_of=lambda value: value, **values)
+    retained.complete(future, TrainAnswer([np.zeros(size // 4, np.float32)], {}))
     return future
 
 
-def test_fetched_answers_make_room_for_others_the_oldest_first(kept) -> None:
-    made = [answered(kept, number) for number in range(8)]
-    for future in made[1:4]:
+def test_fetched_answers_make_room_for_others_the_oldest_first(retained) -> None:
+    finished = [answered(retained, number) for number in range(8)]
+    for future in finished[1:4]:
         future.retrieved = 0.0
-    made += [answered(kept, number) for number in range(8, 11)]
-    assert [kept.get(each.name, "alice") is not None for each in made] == [True, False] + 9 * [True]
-    assert not kept.full("alice")
+    finished += [answered(retained, number) for number in range(8, 11)]
+    assert [retained.get(future.name, "alice") is not None for future in finished] == [True, False] + 9 * [True]
+    assert not retained.full("alice")
 
 
-def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(kept) -> None:
-    made = [answered(kept, number) for number in range(11)]
-    assert kept.full("alice")
-    assert not kept.full("bob")
-    assert all(kept.get(each.name, "alice") is each for each in made), "none of them is lost"
-    made[5].retrieved = 0.0
-    assert not kept.full("alice")
-    assert kept.get("m5", "alice") is None
-    for future in made:
+def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(retained) -> None:
+    finished = [answered(retained, number) for number in range(11)]
+    assert retained.full("alice")
+    assert not retained.full("bob")
+    assert all(retained.get(future.name, "alice") is future for future in finished), "none of them is lost"
+    finished[5].retrieved = 0.0
+    assert not retained.full("alice")
+    assert retained.get("m5", "alice") is None
+    for future in finished:
         future.retrieved = 0.0
-    kept._clock.now = 121.0
-    kept.forget()
-    assert kept._accounts == {}
+    retained._clock.now = 121.0
+    retained.forget()
+    assert retained._accounts == {}
 
 
-def test_what_no_client_knows_of_is_forgotten_at_once(kept) -> None:
-    future = answered(kept, 1, internal=True)
-    assert (future.ended, kept.get("m1", "alice"), kept.numbered(future.number), kept._accounts) == (
+def test_what_no_client_knows_of_is_forgotten_at_once(retained) -> None:
+    future = answered(retained, 1, internal=True)
+    assert (future.ended, retained.get("m1", "alice"), retained.by_number(future.number), retained._accounts) == (
         0.0,
         None,
         None,
@@ -196,5 +196,5 @@ def test_the_answer_holds_nothing_of_the_batch(tmp_path: Path) -> None:
         here.alice.fetch(name)
         future = here.service.futures.get(name, "alice")
         assert future is not None
-        assert all(each.base is None for each in future.answer.logprobs)
+        assert all(array.base is None for array in future.answer.logprobs)
         assert future.then is future.answer_of is futures._answered

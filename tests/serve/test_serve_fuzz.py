@@ -26,10 +26,10 @@ EXAMPLES = settings(
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "LONG_POLL_S", 0.01)
-    with served(tmp_path_factory.mktemp("storage"), limits={"models": 8, "sessions": 1000}) as found:
-        yield found
+    with served(tmp_path_factory.mktemp("storage"), limits={"models": 8, "sessions": 1000}) as server:
+        yield server
         patch.undo()
-        assert found.bob.fetch(found.bob.forward_backward(found.bob.model(), 1, 10))["metrics"]["loss:sum"] == 10
+        assert server.bob.fetch(server.bob.forward_backward(server.bob.model(), 1, 10))["metrics"]["loss:sum"] == 10
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +86,17 @@ def check(answer: Any) -> None:
 
 
 def finished(here: Served, answer: Any) -> None:
-    """What a request promised comes, and is not an error of the server's."""
+    """Check that a promised answer arrives, and is no server error."""
     if answer.status_code == 200 and answer.headers.get("content-type") == "application/json":
         name = answer.json().get("request_id") if isinstance(answer.json(), dict) else None
-        found = here.alice.post("retrieve_future", {"request_id": name}) if isinstance(name, str) else None
-        if found is not None and found.status_code == 200:
-            assert found.json().get("category") != "server" or found.json()["error"] == "no space left", found.text
+        response = here.alice.post("retrieve_future", {"request_id": name}) if isinstance(name, str) else None
+        if response is not None and response.status_code == 200:
+            assert response.json().get("category") != "server" or response.json()["error"] == "no space left", (
+                response.text
+            )
 
 
-def written(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
@@ -109,7 +111,7 @@ def test_any_json_at_any_route(here, ids, data) -> None:
     }
     body = data.draw(
         st.one_of(
-            values(ids).map(written), st.dictionaries(st.sampled_from(FIELDS), values(ids)).map(written), st.binary()
+            values(ids).map(encode), st.dictionaries(st.sampled_from(FIELDS), values(ids)).map(encode), st.binary()
         )
     )
     headers = {
@@ -162,7 +164,7 @@ def test_requests_that_are_nearly_right(here, ids, data) -> None:
             break
         at = at[key]
     at[key] = data.draw(values(ids))
-    answer = here.alice.post(route, content=written(body))
+    answer = here.alice.post(route, content=encode(body))
     check(answer)
     finished(here, answer)
 

@@ -33,7 +33,7 @@ LAYOUTS = {
 def start_clients(
     folder: Path, model: Path, url: str, steps: dict[str, int] | None
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """A client program for each tenant; it takes so many steps, or goes on until the file ``enough`` is there."""
+    """Start a client program per tenant, which takes a number of steps, or continues until the file ``enough`` exists."""
     clients = {}
     folder.mkdir(exist_ok=True)
     for number, (name, key) in enumerate(KEYS.items()):
@@ -54,7 +54,7 @@ def start_clients(
 
 
 def results_of(folder: Path, clients: dict[str, subprocess.Popen[bytes]]) -> dict[str, dict[str, Any]]:
-    """What each client wrote in the end."""
+    """Return the results that each client wrote."""
     end = time.monotonic() + DEADLINE_S
     for name, client in clients.items():
         code = client.wait(max(1.0, end - time.monotonic()))
@@ -80,9 +80,9 @@ def kill_often(server: RestartedServer, kills: int, ranks: int, chance: random.R
         recovering = chance.random() < 0.2
         server.wait("/healthz" if recovering else "/readyz")
         time.sleep(chance.uniform(0.0, 0.3) if recovering else chance.uniform(0.1, 2.5))
-        whom = chance.choice(["first", "last", "all"] if ranks > 1 else ["all"])
-        server.kill(whom)
-        note(number, whom, recovering)
+        ranks_killed = chance.choice(["first", "last", "all"] if ranks > 1 else ["all"])
+        server.kill(ranks_killed)
+        note(number, ranks_killed, recovering)
         server.start()
     server.wait("/readyz")
 
@@ -94,15 +94,15 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
     kills = int(os.environ.get("MEGASCEND_TEST_KILLS", kills))
     model = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
     keys = ",".join(f"{name}={key}" for name, key in KEYS.items())
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     servers = {}
     steps = None
     for run in ("killed", "undisturbed"):
         folder, storage = tmp_path / run, tmp_path / run / "storage"
         folder.mkdir()
-        own = ["--model", str(model), "--precision", "fp32", "--storage", str(storage), *options]
-        own += ["--durable", "--set", "durable_steps=7"] if run == "killed" else []
-        server = servers[run] = RestartedServer(own, ranks, keys, folder / "server.log")
+        arguments = ["--model", str(model), "--precision", "fp32", "--storage", str(storage), *options]
+        arguments += ["--durable", "--set", "durable_steps=7"] if run == "killed" else []
+        server = servers[run] = RestartedServer(arguments, ranks, keys, folder / "server.log")
         clients: dict[str, subprocess.Popen[bytes]] = {}
         try:
             server.start()
@@ -110,33 +110,41 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
             clients = start_clients(folder, model, server.url, steps)
             if run == "killed":
                 wait_for([folder / f"{name}.started" for name in KEYS])
-                begun = time.monotonic()
+                start = time.monotonic()
 
-                def note(number: int, whom: str, recovering: bool) -> None:
+                def note(number: int, ranks_killed: str, recovering: bool) -> None:
                     with capsys.disabled():
                         when = "while it recovers" if recovering else "under load"
-                        print(f"\n{layout}: kill {number} of {whom} {when}, {time.monotonic() - begun:.0f} s", end="")  # noqa: B023
+                        seconds = time.monotonic() - start  # noqa: B023
+                        print(f"\n{layout}: kill {number} of {ranks_killed} {when}, {seconds:.0f} s", end="")
 
                 kill_often(server, kills, ranks, random.Random(layout), note)
                 (folder / "enough").touch()
-            found[run] = results_of(folder, clients)
-            steps = {name: each["steps"] for name, each in found[run].items()}
+            results[run] = results_of(folder, clients)
+            steps = {name: value["steps"] for name, value in results[run].items()}
         finally:
             server.end()
             for client in clients.values():
                 client.kill()
                 client.wait()
-    worst = 0.0
+    difference = 0.0
     for name in KEYS:
-        killed, undisturbed = (found[run][name] for run in ("killed", "undisturbed"))
-        one, other = (adapter_of(tmp_path / run / "storage", name, found[run][name]["path"]) for run in found)
+        killed, undisturbed = (results[run][name] for run in ("killed", "undisturbed"))
+        killed_weights, undisturbed_weights = (
+            adapter_of(tmp_path / run / "storage", name, results[run][name]["path"]) for run in results
+        )
         assert killed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
-        assert one.keys() == other.keys()
-        assert all(float(each.abs().max()) > 1e-3 for each in one.values())  # it has moved: half of them begin as zeros
-        worst = max(worst, *(float((one[key] - other[key]).abs().max()) for key in one))
+        assert killed_weights.keys() == undisturbed_weights.keys()
+        assert all(
+            float(value.abs().max()) > 1e-3 for value in killed_weights.values()
+        )  # it has moved: half of them begin as zeros
+        difference = max(
+            difference,
+            *(float((undisturbed_weights[key] - killed_weights[key]).abs().max()) for key in undisturbed_weights),
+        )
     back = sorted(servers["killed"].back_s[1:])
     with capsys.disabled():
-        print(f"\n{layout}: {kills} kills, steps {steps}, parameters differ by {worst:.1e}; back after", end=" ")
+        print(f"\n{layout}: {kills} kills, steps {steps}, parameters differ by {difference:.1e}; back after", end=" ")
         print(f"{back[0]:.1f} / {statistics.median(back):.1f} / {back[-1]:.1f} s (min, median, max)")
-    assert worst < 1e-6
+    assert difference < 1e-6
     assert set(servers["killed"].codes) <= {2}  # a rank that has lost another says so and ends

@@ -31,7 +31,7 @@ from megascend.serve.scheduler.commands import (
     Save,
 )
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import CANCELLED, SLICE_TOKENS, Cancelled, Lines
+from megascend.serve.scheduler.runner import CANCELLED, SLICE_TOKENS, Cancelled, CommandRunner
 
 
 class SlowSampler:
@@ -56,14 +56,14 @@ class SlowSampler:
 
 @pytest.fixture
 def backend() -> RecordingBackend:
-    found = RecordingBackend()
-    found.adapters = {name: Lora(rank=1) for name in ("a", "b", "p")}
-    return found
+    recording = RecordingBackend()
+    recording.adapters = {name: Lora(rank=1) for name in ("a", "b", "p")}
+    return recording
 
 
-def lines_of(backend: RecordingBackend, room: int = 99) -> Lines:
+def lines_of(backend: RecordingBackend, room: int = 99) -> CommandRunner:
     generate = SlowSampler(backend.calls, room).in_slices
-    return Lines(backend, AdapterQueue(backend), generate=generate)  # type: ignore[arg-type]
+    return CommandRunner(backend, AdapterQueue(backend), generate=generate)  # type: ignore[arg-type]
 
 
 def step(number: int, adapter: str) -> list[Command]:
@@ -75,11 +75,11 @@ def respond(number: int, adapter: str, tokens: int) -> Respond:
     return Respond(number, adapter, SampleRequest([1], SamplingParams(tokens), adapter))
 
 
-def run(lines: Lines, commands: Sequence[Command]) -> list[Outcome]:
-    found = lines.add(commands)
+def run(lines: CommandRunner, commands: Sequence[Command]) -> list[Outcome]:
+    outcomes = lines.add(commands)
     while not lines.idle:
-        found += lines.run_once()
-    return found
+        outcomes += lines.run_once()
+    return outcomes
 
 
 def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
@@ -89,7 +89,7 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
         "slice", "forward_backward", "slice", "optimizer_step", "slice", "forward_backward", "optimizer_step",
     ]  # fmt: skip
     assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is told once it is there
-    waited = {outcome.number: outcome.waited for outcome in outcomes}
+    waited = {outcome.number: outcome.wait_units for outcome in outcomes}
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
 
@@ -103,8 +103,8 @@ def test_a_flood_of_saves_lets_steps_through(backend, tmp_path: Path) -> None:
     ]
     lines = lines_of(backend)
     outcomes = run(lines, [*saves, *step(9001, "a"), *step(9003, "b")])
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).waited == CALLS_AT_ONCE
-    assert next(outcome for outcome in outcomes if outcome.number == 9001).together == 2
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).wait_units == CALLS_AT_ONCE
+    assert next(outcome for outcome in outcomes if outcome.number == 9001).batch_adapters == 2
     saved = [call[1] for call in backend.calls if call[0] == "save"]
     assert saved == [f"m{number}" for number in range(2 * CALLS_AT_ONCE)] * 3  # in turns
 
@@ -126,8 +126,8 @@ def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
     outcomes = run(lines_of(backend, room=1), [respond(number, "p", 5) for number in (1, 2, 3)])
     assert [(outcome.number, outcome.error) for outcome in outcomes] == [(1, None), (2, None), (3, None)]
     assert [call for call in backend.calls if call[0] == "slice"] == [("slice", 3), *[("slice", 1)] * 3]
-    (alone,) = run(lines_of(backend, room=0), [respond(4, "p", 5)])
-    assert isinstance(alone.error, OutOfDeviceMemoryError)
+    (single,) = run(lines_of(backend, room=0), [respond(4, "p", 5)])
+    assert isinstance(single.error, OutOfDeviceMemoryError)
     backend.recover_memory = lambda: False
     with pytest.raises(OutOfDeviceMemoryError):
         run(lines_of(backend, room=0), [respond(5, "p", 5)])
@@ -144,18 +144,18 @@ def test_a_request_that_sampling_cannot_take_fails_alone(backend, caplog) -> Non
                     raise TypeError("a fault of ours")
                 yield ended
 
-    def lines() -> Lines:
-        return Lines(backend, AdapterQueue(backend), generate=Sampler(backend.calls).in_slices)  # type: ignore[arg-type]
+    def lines() -> CommandRunner:
+        return CommandRunner(backend, AdapterQueue(backend), generate=Sampler(backend.calls).in_slices)  # type: ignore[arg-type]
 
-    asked = [respond(1, "p", 5), respond(2, "p", broken), respond(3, "p", 5)]
-    outcomes = run(lines(), asked)
+    requests = [respond(1, "p", 5), respond(2, "p", broken), respond(3, "p", 5)]
+    outcomes = run(lines(), requests)
     assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [
         (1, type(None)), (2, TypeError), (3, type(None)),
     ]  # fmt: skip
     assert "a fault of ours" in caplog.text, "with its traceback"
     backend.recover_memory = lambda: False
     with pytest.raises(TypeError, match="a fault of ours"):
-        run(lines(), asked)
+        run(lines(), requests)
 
 
 def test_a_model_that_has_no_room_fails_alone(backend, monkeypatch) -> None:
@@ -184,12 +184,12 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
     def came_again(number: int) -> list[Command] | None:
         inbox.answered(["a"])
         taker = ThreadPoolExecutor(1)
-        taken = taker.submit(inbox.take, wait=False, ready=10)
-        inbox.put(step(number, "a")[0])
-        return taken.result(20)
+        pending = taker.submit(inbox.take, wait=False, ready=10)
+        inbox.submit(step(number, "a")[0])
+        return pending.result(20)
 
     inbox.answered(["a", "thinks"])
-    inbox.put(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
+    inbox.submit(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
     assert [command.number for command in inbox.take(wait=False) or ()] == [1]
     for number in (2, 3):
         assert [command.number for command in came_again(number) or ()] == [number]
@@ -197,7 +197,7 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
     assert (
         inbox.take(wait=False, ready=100) == inbox.take(wait=False, ready=0) == []
     )  # the batch is full; there is none
-    inbox.put(Remove(4, "a"))
+    inbox.submit(Remove(4, "a"))
     assert [command.number for command in inbox.take(wait=False, ready=10) or ()] == [4]
 
 
@@ -206,12 +206,12 @@ def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
         inbox.answered(["a"])
-        inbox.put(step(number, "a")[0])
+        inbox.submit(step(number, "a")[0])
         assert inbox.take(wait=False)
         assert inbox._pauses["a"] < math.inf
         inbox.answered(["a"])
         assert inbox.take(wait=False, ready=10) == []  # in vain
-        inbox.put(step(number, "a")[0])
+        inbox.submit(step(number, "a")[0])
         assert inbox._pauses["a"] == math.inf
         assert inbox.take(wait=False, ready=10)
 
@@ -222,9 +222,9 @@ def test_what_is_cancelled_is_left_out_or_ends_with_the_next_slice(backend) -> N
     lines.run_once()
     lines.add([respond(3, "b", SLICE_TOKENS), respond(4, "b", SLICE_TOKENS)])
     outcomes = lines.add([Cancel(3, ""), Cancel(1, ""), Cancel(99, "")])
-    assert [(each.number, each.error) for each in outcomes] == [(3, CANCELLED)]
+    assert [(outcome.number, outcome.error) for outcome in outcomes] == [(3, CANCELLED)]
     while not lines.idle:
         outcomes += lines.run_once()
-    ended = {each.number: each.error for each in outcomes}
+    ended = {outcome.number: outcome.error for outcome in outcomes}
     assert ended == {1: CANCELLED, 2: None, 3: CANCELLED, 4: None}
     assert backend.calls.count(("slice", 2)) == 2

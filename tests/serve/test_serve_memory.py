@@ -29,13 +29,13 @@ def run_short_of_memory() -> None:
     from megascend.engines.megatron.engine import MegatronEngine
     from megascend.lora.adapter import Adapter
 
-    make_room, run, made = Adapter.make_room, MegatronEngine.run, set()
+    make_room, run, stepped = Adapter.make_room, MegatronEngine.run, set()
 
     def make_room_if_there_is(adapter: Adapter) -> None:
         rank = adapter.lora.rank
-        if rank == NEVER_MADE or (rank == NEVER_STEPPED and adapter.name in made):
+        if rank == NEVER_MADE or (rank == NEVER_STEPPED and adapter.name in stepped):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        made.add(adapter.name)
+        stepped.add(adapter.name)
         make_room(adapter)
 
     def run_if_there_is_room(engine: Any, batches: Sequence[Any], *args: Any, **options: Any) -> Any:
@@ -57,19 +57,19 @@ class Tenant:
         self.base, self.model, self.number = str(model), "", 0
 
     def ask(self, path: str, **body: Any) -> Any:
-        made = self.http.post(f"/{path}", json=body)
-        assert made.status_code == 200, made.text
+        response = self.http.post(f"/{path}", json=body)
+        assert response.status_code == 200, response.text
         while True:
-            found = self.http.post("/retrieve_future", json={"request_id": made.json()["request_id"]})
-            if found.status_code != 408:
-                return found.json()
+            answer = self.http.post("/retrieve_future", json={"request_id": response.json()["request_id"]})
+            if answer.status_code != 408:
+                return answer.json()
 
     def create(self, rank: int) -> Any:
         session = self.http.post("/create_session", json={"tags": []}).json()["session_id"]
         lora, self.number = {"rank": rank, "seed": 7}, 0
-        found = self.ask("create_model", session_id=session, model_seq_id=0, base_model=self.base, lora_config=lora)
-        self.model = found.get("model_id", "")
-        return found
+        answer = self.ask("create_model", session_id=session, model_seq_id=0, base_model=self.base, lora_config=lora)
+        self.model = answer.get("model_id", "")
+        return answer
 
     def numbered(self, path: str, **body: Any) -> Any:
         self.number += 1
@@ -78,7 +78,9 @@ class Tenant:
     def forward_backward(self, seed: int) -> Any:
         data = []
         for count in (7, 12, 9):
-            tokens = [(seed * 31 + count * place * place + 5 * place) % 290 + 3 for place in range(count + 1)]
+            tokens = [
+                (seed * 31 + count * position * position + 5 * position) % 290 + 3 for position in range(count + 1)
+            ]
             inputs = {
                 "target_tokens": {"data": tokens[1:], "dtype": "int64"},
                 "weights": {"data": [1.0] * count, "dtype": "float32"},
@@ -90,7 +92,7 @@ class Tenant:
         return self.numbered("optim_step", adam_params={"learning_rate": 1e-3, "eps": 1e-3})
 
     def train(self, rank: int) -> list[float]:
-        """The losses of a few steps of a new model."""
+        """Train a new model for a few steps; return its losses."""
         assert self.create(rank)["type"] == "create_model"
         losses = []
         for seed in range(STEPS):
@@ -99,8 +101,8 @@ class Tenant:
         return losses
 
 
-def of_memory(found: Any) -> bool:
-    return found.get("category") == "server" and "memory has no room" in found["error"]
+def is_out_of_memory(answer: Any) -> bool:
+    return answer.get("category") == "server" and "memory has no room" in answer["error"]
 
 
 @pytest.mark.usefixtures("megatron_imported")
@@ -116,18 +118,20 @@ def test_what_has_no_room_on_one_rank_fails_alone(tmp_path: Path, ranks: int, pa
     )
     with service(settings, ranks, tmp_path / "run", 200.0, run_short_of_memory) as url:
         alice, bob, mallory = (Tenant(url, name, model) for name in KEYS)
-        alone = [alice.train(8), bob.train(16)]
+        undisturbed = [alice.train(8), bob.train(16)]
         with ThreadPoolExecutor(2) as pool:
-            together = [pool.submit(alice.train, 8), pool.submit(bob.train, 16)]
-            found = hungry(mallory, of_passes=parallel.tensor == 1)
-            disturbed = [each.result(120) for each in together]
-    for expected, losses in zip(alone, disturbed, strict=True):
+            futures = [pool.submit(alice.train, 8), pool.submit(bob.train, 16)]
+            hungry_answers = hungry(mallory, exhaust_passes=parallel.tensor == 1)
+            disturbed = [item.result(120) for item in futures]
+    for expected, losses in zip(undisturbed, disturbed, strict=True):
         assert losses == pytest.approx(expected, rel=1e-6)
-    assert all(of_memory(each) for each in found["refused"]), found
-    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6), "no parameter has changed"
+    assert all(is_out_of_memory(item) for item in hungry_answers["refused"]), hungry_answers
+    assert hungry_answers["losses"][0] == pytest.approx(hungry_answers["losses"][1], rel=1e-6), (
+        "no parameter has changed"
+    )
 
 
-def hungry(tenant: Tenant, *, of_passes: bool) -> dict[str, Any]:
+def hungry(tenant: Tenant, *, exhaust_passes: bool) -> dict[str, Any]:
     """Ask for what has no room.
 
     Args:
@@ -139,7 +143,7 @@ def hungry(tenant: Tenant, *, of_passes: bool) -> dict[str, Any]:
     for _ in range(2):
         losses.append(tenant.forward_backward(1)["metrics"]["loss:sum"])
         refused.append(tenant.step())
-    if of_passes:
+    if exhaust_passes:
         assert tenant.create(NEVER_RUN)["type"] == "create_model"
         refused.append(tenant.forward_backward(1))
         after = tenant.step()

@@ -48,18 +48,22 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     guard.start()
     try:
         assert server.stdout is not None
-        told = {}
+        demo_variables = {}
         for line in server.stdout:
-            told |= dict(re.findall(r"(TINKER_\w+)=(\S+)", line))
+            demo_variables |= dict(re.findall(r"(TINKER_\w+)=(\S+)", line))
             if line.startswith("python "):
                 break
         assert line.split()[1:] == [str(storage / "demo_client.py")]
-        done = subprocess.run(
-            [sys.executable, line.split()[1]], env=variables | told, capture_output=True, text=True, timeout=DEADLINE_S
+        completed = subprocess.run(
+            [sys.executable, line.split()[1]],
+            env=variables | demo_variables,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "completed: the quick brown fox jumps over the lazy dog"
-        url, key = told["TINKER_BASE_URL"], told["TINKER_API_KEY"]
+        assert completed.returncode == 0, completed.stderr
+        assert completed.stdout.splitlines()[-1] == "completed: the quick brown fox jumps over the lazy dog"
+        url, key = demo_variables["TINKER_BASE_URL"], demo_variables["TINKER_API_KEY"]
         headers = {"X-API-Key": key}
         session = httpx.post(f"{url}/api/v1/create_session", json={}, headers=headers).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": HTML, "lora_config": {"rank": 4}}
@@ -74,7 +78,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def browser_page(**options: Any) -> Iterator[Any]:
-    """A page in a browser; everything that it complains of, and every request to another server, fails the test."""
+    """Open a page in a browser; any console complaint, and any request to another server, fails the test."""
     from playwright.sync_api import sync_playwright
 
     complaints: list[str] = []
@@ -87,7 +91,7 @@ def browser_page(**options: Any) -> Iterator[Any]:
         page.on("request", lambda request: complaints.append(request.url) if "127.0.0.1" not in request.url else None)
         yield page
         browser.close()
-    assert [each for each in complaints if not each.startswith("data:") and "401" not in each] == []
+    assert [complaint for complaint in complaints if not complaint.startswith("data:") and "401" not in complaint] == []
 
 
 def enter(page: Any, key: str) -> None:
@@ -97,13 +101,13 @@ def enter(page: Any, key: str) -> None:
 
 def test_the_demo_serves_its_client(demo) -> None:
     url, key = demo
-    found = httpx.get(f"{url}/status", headers={"X-API-Key": key}).json()
-    (model,) = found["tenant"]["models"]
+    figures = httpx.get(f"{url}/status", headers={"X-API-Key": key}).json()
+    (model,) = figures["tenant"]["models"]
     steps, losses = zip(*model["loss"], strict=True)
     assert (steps, model["steps"]) == (tuple(range(60)), 60)
     assert losses[0] > 5 > 0.5 > losses[-1]  # from about log(320) on
-    assert found["totals"]["memory"]["device"] == "cpu"
-    assert found["totals"]["batches"]["recent"] == [[1, 42]] * 60
+    assert figures["totals"]["memory"]["device"] == "cpu"
+    assert figures["totals"]["batches"]["recent"] == [[1, 42]] * 60
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"a browser is missing: {', '.join(MISSING)}")
@@ -157,7 +161,9 @@ def test_the_page_fits_a_phone_and_can_be_read(demo, scheme, tmp_path) -> None:
         page.get_by_text("You are local.").wait_for()
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 360
         texts = ("body", ".soft", "dt", "dd", "td", "th", "caption", "button.main", "td.failed")
-        contrasts = {each: page.evaluate(CONTRAST, each) for each in texts if page.locator(each).count()}
+        contrasts = {
+            selector: page.evaluate(CONTRAST, selector) for selector in texts if page.locator(selector).count()
+        }
         assert min(contrasts.values()) >= 4.5, contrasts  # WCAG 2.2, level AA
         if picture := os.environ.get("MEGASCEND_PAGE_PICTURE"):
             page.screenshot(path=Path(picture).with_name(f"{tmp_path.name}-{scheme}.png"), full_page=True)

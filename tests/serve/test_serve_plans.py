@@ -13,11 +13,11 @@ import torch
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api import keys, wire
 from megascend.serve.api.bodies import adam_of
-from megascend.serve.api.reading import check_message, decompress
-from megascend.serve.base_model import BaseModel, allowed_targets
+from megascend.serve.api.reading import decompress
 from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of
+from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of
+from megascend.serve.served_model import ServedModel, allowed_targets
 from megascend.serve.tenancy import Order
 
 MODEL = f"s-{'0' * 32}:train:3"
@@ -51,23 +51,23 @@ def test_a_checkpoints_path_leads_into_its_tenants_directory(tmp_path) -> None:
 
 
 def test_keys_belong_to_tenants_and_are_kept_as_digests(tmp_path) -> None:
-    found = keys.of_text(" alice=tml-0123456789abcdefgh , tml-another-key-of-nobody,")
-    known = keys.Keys(found)
-    assert known.tenant("tml-0123456789abcdefgh") == "alice"
-    assert known.tenant("tml-another-key-of-nobody") == f"k{keys.digest_of('tml-another-key-of-nobody')[:12]}"
-    assert [known.tenant(text) for text in ("", "tml-0123456789abcdefg", "alice", "\ud800")[:3]] == [None] * 3
-    assert "tml-" not in repr(vars(known))
+    tenants = keys.parse_keys(" alice=tml-0123456789abcdefgh , tml-another-key-of-nobody,")
+    lookup = keys.Keys(tenants)
+    assert lookup.tenant("tml-0123456789abcdefgh") == "alice"
+    assert lookup.tenant("tml-another-key-of-nobody") == f"k{keys.digest_of('tml-another-key-of-nobody')[:12]}"
+    assert [lookup.tenant(text) for text in ("", "tml-0123456789abcdefg", "alice", "\ud800")[:3]] == [None] * 3
+    assert "tml-" not in repr(vars(lookup))
     file = tmp_path / "keys"
     file.write_text(f"# who\nbob {keys.digest_of('tml-bobs')}  # may\n\n")
-    assert keys.Keys(keys.of_file(file)).tenant("tml-bobs") == "bob"
+    assert keys.Keys(keys.read_keys(file)).tenant("tml-bobs") == "bob"
     for text in ("short", "tml-short", "a/b=tml-0123456789abcdefgh", "tml-0123456789abcdefgh,tml-0123456789abcdefgh"):
         with pytest.raises(ConfigError) as refused:
-            keys.of_text(text)
+            keys.parse_keys(text)
         assert text.split(",")[0].rpartition("=")[2] not in str(refused.value)  # no key in a message
     for line in ("bob", "bob 123", f"b/b {'0' * 64}"):
         file.write_text(line)
         with pytest.raises(ConfigError, match="keys:1"):
-            keys.of_file(file)
+            keys.read_keys(file)
     with pytest.raises(ConfigError, match="no API keys"):
         keys.Keys({})
 
@@ -87,7 +87,7 @@ def test_a_bomb_is_not_opened() -> None:
     needs_memory = zstandard.ZstdCompressionParameters(window_log=27)
     wide = zstandard.ZstdCompressor(compression_params=needs_memory).compressobj()
     for damaged in (b"text", wide.compress(b"a" * 2**24) + wide.flush()):
-        with pytest.raises(RequestRefusedError, match="no zstd frame"):
+        with pytest.raises(RequestRefusedError, match="not a zstd frame"):
             decompress(damaged, "zstd", 2**25)
     with pytest.raises(RequestRefusedError, match="ends within"):
         decompress(body[:100], "zstd", 2**26)
@@ -98,21 +98,21 @@ def test_a_bomb_is_not_opened() -> None:
 def test_messages_are_counted_before_they_are_parsed() -> None:
     empty = b"\x1a\x00"  # field 3, length 0
     schema = wire._schema()
-    check_message(empty * 100, schema, 100)
+    wire.check_message(empty * 100, schema, 100)
     with pytest.raises(RequestRefusedError, match="more than 100"):
-        check_message(empty * 101, schema, 100)
+        wire.check_message(empty * 101, schema, 100)
     inner = b"\x0a\x00" * 60
     datum = b"\x1a" + bytes([len(inner)]) + inner
     with pytest.raises(RequestRefusedError, match="more than 100"):
-        check_message(datum * 2, schema, 100)
+        wire.check_message(datum * 2, schema, 100)
     for body in (b"\x1a", b"\x1a\x05a", b"\x0b", b"\xff" * 11, b"\x1a\xff\xff\xff\xff\x7f"):
-        with pytest.raises(RequestRefusedError, match="no protobuf message"):
-            check_message(body, schema, 100)
+        with pytest.raises(RequestRefusedError, match="not a protobuf message"):
+            wire.check_message(body, schema, 100)
     chance = random.Random(1)
     for _ in range(300):  # whatever comes, it is counted or refused
         body = chance.randbytes(chance.randrange(40))
         try:
-            check_message(body, schema, 100)
+            wire.check_message(body, schema, 100)
         except RequestRefusedError:
             continue
 
@@ -121,11 +121,11 @@ def test_messages_are_counted_before_they_are_parsed() -> None:
 
 
 def test_sparse_targets_are_dense_ones() -> None:
-    found = wire.tensor_of_json({
+    tensor = wire.tensor_of_json({
         "data": [5, 7, 9], "dtype": "int64", "shape": [3, 2],
         "sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [1, 0, 1],
     })  # fmt: skip
-    assert found.tolist() == [[0, 5], [0, 0], [7, 9]]
+    assert tensor.tolist() == [[0, 5], [0, 0], [7, 9]]
     values, rows, columns = np.array([1.0]), np.array([0, 1, 1]), np.array([0])
     assert wire.dense(values, rows, columns, [2, 2]).tolist() == [[1, 0], [0, 0]]
     for bad_rows, bad_columns, shape in (
@@ -144,7 +144,7 @@ def test_targets_of_several_columns_are_a_sample_each() -> None:
     assert [sample.target_ids.tolist() for sample in samples] == [[1, 3, 5], [2, 4, 6]]
     logprobs = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -5.0, -6.0])]
     assert value_of(loss, samples, logprobs) == pytest.approx(1 * 1 - 0.5 * 2 + 2 * 5)
-    assert as_the_targets(data, logprobs)[0].tolist() == [[-1, -4], [-2, -5], [-3, -6]]
+    assert arrange_as_targets(data, logprobs)[0].tolist() == [[-1, -4], [-2, -5], [-3, -6]]
 
 
 def test_a_losss_value_is_that_of_its_formula() -> None:
@@ -180,9 +180,9 @@ def test_an_answer_in_protobuf_is_what_the_client_reads() -> None:
     parts = [np.float32([-1, -2]), np.float32([[-3, -4]]), np.float32([[-5, -6], [-7, -8]])]
     answer = wire.TrainAnswer(parts, {"loss:sum": math.inf, "kl:mean": math.nan, "ratio:mean": 2.0})
     read = conversion.deserialize_forward_backward_output(answer.protobuf())
-    assert [np.array(one["logprobs"].data).reshape(one["logprobs"].shape).tolist() for one in read.loss_fn_outputs] == [
-        part.tolist() for part in parts
-    ]
+    assert [
+        np.array(output["logprobs"].data).reshape(output["logprobs"].shape).tolist() for output in read.loss_fn_outputs
+    ] == [part.tolist() for part in parts]
     assert read.metrics == {"loss:sum": math.inf, "ratio:mean": 2.0}
 
 
@@ -193,14 +193,14 @@ def test_a_request_in_protobuf_is_what_the_client_wrote() -> None:
     inputs = {"target_tokens": types.TensorData.from_numpy(np.array([[1, 2], [3, 4]])), "weights": [1.0, -1.0]}
     datum = types.Datum(model_input=types.ModelInput.from_ints([7, 8]), loss_fn_inputs=inputs)
     inside = types.ForwardBackwardInput(data=[datum], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9})
-    wanted = types.ForwardBackwardRequest(forward_backward_input=inside, model_id=MODEL, seq_id=3)
-    body = conversion.forward_backward_request_to_proto(wanted).SerializeToString()
-    found = wire.train_request_of_protobuf(body, 10)
-    assert (found.model, found.number, found.loss, found.forward_only) == (MODEL, 3, "ppo", False)
-    assert found.settings == {"clip_low_threshold": pytest.approx(0.9)}
-    assert found.data[0].tokens.tolist() == [7, 8]
-    assert found.data[0].inputs["target_tokens"].tolist() == [[1, 2], [3, 4]]
-    assert found.data[0].inputs["weights"].tolist() == [1.0, -1.0]
+    written_request = types.ForwardBackwardRequest(forward_backward_input=inside, model_id=MODEL, seq_id=3)
+    body = conversion.forward_backward_request_to_proto(written_request).SerializeToString()
+    request = wire.train_request_of_protobuf(body, 10)
+    assert (request.model, request.number, request.loss, request.forward_only) == (MODEL, 3, "ppo", False)
+    assert request.settings == {"clip_low_threshold": pytest.approx(0.9)}
+    assert request.data[0].tokens.tolist() == [7, 8]
+    assert request.data[0].inputs["target_tokens"].tolist() == [[1, 2], [3, 4]]
+    assert request.data[0].inputs["weights"].tolist() == [1.0, -1.0]
     with pytest.raises(RequestRefusedError, match="more than 1"):
         wire.train_request_of_protobuf(body + b"\x1a\x00", 1)
 
@@ -220,10 +220,10 @@ def test_switches_mean_layers_of_the_model() -> None:
         "model.layers.0.mlp.experts.down_proj",
         "lm_head",
     )
-    base = BaseModel(("tiny",), None, "Tiny", 1, 1, names)  # type: ignore[arg-type]
+    base = ServedModel(("tiny",), None, "Tiny", 1, 1, names)  # type: ignore[arg-type]
     assert base.targets(attention=True, mlp=False, output=False) == names[:1]
     assert base.targets(attention=False, mlp=True, output=True) == names[1:]
-    tied = BaseModel(("tiny",), None, "Tiny", 1, 1, names[:3])  # type: ignore[arg-type]
+    tied = ServedModel(("tiny",), None, "Tiny", 1, 1, names[:3])  # type: ignore[arg-type]
     assert tied.targets(attention=True, mlp=True, output=True) == names[:3]
     with pytest.raises(ConfigError, match="no layer"):
         tied.targets(attention=False, mlp=False, output=True)
@@ -245,17 +245,17 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
     from megascend.serve.server import _listen
 
     async def set_at_the_server() -> int:
-        found: asyncio.Queue[int] = asyncio.Queue()
+        options: asyncio.Queue[int] = asyncio.Queue()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            found.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            options.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         listening = _listen(ServeConfig(model=tmp_path, port=0))
         async with await asyncio.start_server(accept, sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
             writer.close()
-            return await asyncio.wait_for(found.get(), 20)
+            return await asyncio.wait_for(options.get(), 20)
 
     assert asyncio.run(set_at_the_server()) != 0
 
@@ -266,7 +266,7 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(tmp_path) 
     from megascend.config.serve import ServeConfig
     from megascend.serve.server import check_address
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} cannot be listened on: .*; choose another --port"):
             check_address(ServeConfig(model=tmp_path, port=port))

@@ -12,14 +12,14 @@ from recording_backend import Served, served
 
 from megascend.sampling.request import SampleResult
 from megascend.serve.api.application import ABSENT
-from megascend.serve.api.bodies import Sample
-from megascend.serve.samplers.wire import SampleAnswer, sample_request_of, targets_of
+from megascend.serve.api.bodies import SampleBody
+from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as found:
-        yield found
+    with served(tmp_path / "storage") as server:
+        yield server
 
 
 CALL = re.compile(r"""\.?_?(post|get|put|delete|request)\(\s*(?:"([A-Z]+)",\s*)?f?"/api/v1/([^"]+)\"""")
@@ -27,14 +27,14 @@ IDS = {"checkpoint_id": "weights/one"}
 
 
 def calls_of_the_client() -> set[tuple[str, str]]:
-    """(method, path under /api/v1) of every call in the client's package, with names in the place of ids."""
+    """List (method, path under /api/v1) of every call in the client's package, with names in place of ids."""
     tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
-    found = set()
+    calls = set()
     for file in Path(tinker.__file__).parent.rglob("*.py"):
         if not file.stem.endswith("_test"):
             for kind, method, path in CALL.findall(file.read_text("utf-8")):
-                found.add((method or kind.upper(), re.sub(r"\{(\w+)\}", lambda m: IDS.get(m[1], "x"), path)))
-    return found
+                calls.add((method or kind.upper(), re.sub(r"\{(\w+)\}", lambda m: IDS.get(m[1], "x"), path)))
+    return calls
 
 
 def test_every_call_of_the_client_has_a_route(here) -> None:
@@ -66,8 +66,8 @@ def test_a_checkpoints_time_is_set_and_taken_away(here) -> None:
     for seconds, expires in ((3600, True), (None, False)):
         answer = here.client.put(at, json={"ttl_seconds": seconds}, headers=here.alice.headers)
         assert answer.status_code == 204
-        (found,) = here.alice.get("checkpoints").json()["checkpoints"]
-        assert (found["expires_at"] is not None) == expires
+        (checkpoint,) = here.alice.get("checkpoints").json()["checkpoints"]
+        assert (checkpoint["expires_at"] is not None) == expires
     assert here.client.put(at, json={"ttl_seconds": 0}, headers=here.bob.headers).status_code == 404
     here.client.put(at, json={"ttl_seconds": 0}, headers=here.alice.headers)
     assert here.alice.get("checkpoints").json()["checkpoints"] == []
@@ -81,7 +81,7 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
     sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
     name = sampler.json()["sampling_session_id"]
     joined = [here.alice.post("join_sampling_session", {"sampling_session_id": name}).json() for _ in range(2)]
-    assert [each["client_counter"] for each in joined] == [1, 2]
+    assert [item["client_counter"] for item in joined] == [1, 2]
     target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": 0}
 
     def poll(seen: int, clone: int = 0, **values):
@@ -92,20 +92,23 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
     answers = []
     waits = threading.Thread(target=lambda: answers.append(poll(0)))
     waits.start()
-    asked = [
+    promises = [
         here.alice.post("asample", {**SAMPLE, "sampling_session_id": name, "seq_id": n}).json() for n in (1, 2, 10**9)
     ]
-    ids = [each["request_id"] for each in asked]
+    ids = [item["request_id"] for item in promises]
     waits.join(20)
     assert answers[0]["completions"][0]["request_id"] == ids[0]
-    for each in ids:
-        here.alice.fetch(each)
-    found = poll(0)
-    assert [(each["request_id"], each["state"]) for each in found["completions"]] == [
-        (each, "finished") for each in ids[:2]
+    for item in ids:
+        here.alice.fetch(item)
+    completed = poll(0)
+    assert [(item["request_id"], item["state"]) for item in completed["completions"]] == [
+        (item, "finished") for item in ids[:2]
     ]
-    assert [each["request_id"] for each in poll(0, clone=1)["completions"]] == ids[2:]
-    assert poll(found["cursor"], timeout=0, retrieved_request_ids=ids) == {"completions": [], "cursor": found["cursor"]}
+    assert [item["request_id"] for item in poll(0, clone=1)["completions"]] == ids[2:]
+    assert poll(completed["cursor"], timeout=0, retrieved_request_ids=ids) == {
+        "completions": [],
+        "cursor": completed["cursor"],
+    }
     here.tick(121)
     assert here.alice.post("retrieve_future", {"request_id": ids[2]}).status_code == 410
     assert here.service.futures.completions._logs == {}
@@ -114,17 +117,17 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
 
 def test_what_nobody_waits_for_is_cancelled_by_its_tenant_alone(here) -> None:
     model = here.alice.model()
-    here.backend.held.clear()
+    here.backend.gate.clear()
     step = here.alice.forward_backward(model, 1, 10)  # holds the ranks
     while here.service._inbox._commands:
         pass
     here.alice.forward_backward(model, 2, 10)
     request = here.alice.post("asample", SAMPLE).json()["request_id"]
     assert here.bob.post("cancel_future", {"request_id": request}).status_code == 204
-    assert [type(each).__name__ for each in here.service._inbox._commands] == ["ForwardBackward", "Respond"]
-    for each in (request, step, "nothing"):
-        assert here.alice.post("cancel_future", {"request_id": each}).status_code == 204
-    here.backend.held.set()
+    assert [type(item).__name__ for item in here.service._inbox._commands] == ["ForwardBackward", "Respond"]
+    for item in (request, step, "nothing"):
+        assert here.alice.post("cancel_future", {"request_id": item}).status_code == 204
+    here.backend.gate.set()
     assert here.alice.fetch(request)["error"] == "the client has cancelled this request"
     assert "error" not in here.alice.fetch(step)
 
@@ -153,20 +156,20 @@ SPARSE = {
 def test_tokens_named_for_a_prompt_come_back_in_their_layout(tensor, rows, computed, answered) -> None:
     conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
     body = sample_body(target_prompt_logprobs=tensor, prompt_alt_tokens_k=2)
-    request = sample_request_of(Sample.read(body), None, 9)
+    request = sample_request_of(SampleBody.read(body), None, 9)
     assert (request.target_tokens, request.prompt_draws) == (rows, 2)
     draws = (((8, -0.5), (9, -1.5)), ((3, -2.5), (3, -2.5)))
     result = SampleResult((), (None, -1.0, -2.0), (None, ((1, -1.0),), ((2, -2.0),)), computed, draws)
     answer = SampleAnswer(result, None, targets_of(tensor))
     read = conversion.deserialize_sample_response(answer.protobuf())
     named, drawn = read.target_prompt_logprobs, read.prompt_alt_tokens
-    assert list(named.data) == [each for row in answered for each in row] if tensor is DENSE else answered
+    assert list(named.data) == [value for row in answered for value in row] if tensor is DENSE else answered
     assert (named.shape, named.sparse_crow_indices) == (tensor["shape"], tensor.get("sparse_crow_indices"))
     assert (list(drawn.tokens.data), drawn.tokens.shape) == ([8, 9, 3, 3], [2, 2])
     assert list(drawn.logprobs.data) == [-0.5, -1.5, -2.5, -2.5]
     assert read.topk_prompt_logprobs == [None, [(1, -1.0)], [(2, -2.0)]]
-    written = answer.json()["target_prompt_logprobs"]
-    assert (written["shape"], written["data"]) == (tensor["shape"], list(named.data))
+    tensor_json = answer.json()["target_prompt_logprobs"]
+    assert (tensor_json["shape"], tensor_json["data"]) == (tensor["shape"], list(named.data))
 
 
 def test_requests_to_sample_that_would_grow_are_refused(here) -> None:

@@ -11,14 +11,14 @@ from recording_backend import served
 from megascend.errors import DataError
 from megascend.sampling.request import SampledSequence, SampleResult
 from megascend.serve.api import wire
-from megascend.serve.api.wire import Span
+from megascend.serve.api.wire import ProvenanceSpan
 from megascend.serve.samplers.sequences import KEEP_S, Sequences
 from megascend.serve.samples import loss_of, samples_of, with_recorded
 from megascend.serve.tenancy import Session
 
 PROMPT, TOKENS, LOGPROBS = [3, 4, 5], [7, 8, 9, 10], [-1.0, -2.0, -3.0, -4.0]
-TOKEN_SPANS = [Span("one", 0, 3, False), Span("one", 0, 3, True)]
-TARGET_SPANS = [Span("one", 1, 2, False), Span("one", 0, 4, True)]
+TOKEN_SPANS = [ProvenanceSpan("one", 0, 3, False), ProvenanceSpan("one", 0, 3, True)]
+TARGET_SPANS = [ProvenanceSpan("one", 1, 2, False), ProvenanceSpan("one", 0, 4, True)]
 
 
 class Clock:
@@ -29,10 +29,10 @@ class Clock:
 
 
 def recorded(clock: Clock, most: int = 100) -> Sequences:
-    found = Sequences(clock, most)
+    sequences = Sequences(clock, most)
     result = SampleResult([SampledSequence(TOKENS, LOGPROBS, "length"), SampledSequence([7], [-0.5], "stop")])
-    found.record(Session("s", "alice", 0.0), np.array(PROMPT), ["one", "two"], result)
-    return found
+    sequences.record(Session("s", "alice", 0.0), np.array(PROMPT), ["one", "two"], result)
+    return sequences
 
 
 def datum(token_spans=TOKEN_SPANS, target_spans=TARGET_SPANS, **changes) -> wire.Datum:
@@ -44,8 +44,8 @@ def datum(token_spans=TOKEN_SPANS, target_spans=TARGET_SPANS, **changes) -> wire
 
 def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() -> None:
     find = partial(recorded(Clock()).find, "alice", "s")
-    given = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
-    (sample,) = samples_of(with_recorded(given, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
+    client_datum = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
+    (sample,) = samples_of(with_recorded(client_datum, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
     assert sample.old_logprobs.tolist() == [0, 0, *LOGPROBS]
     assert sample.weights.tolist() == [0, 0, 1, 0.5, 1, 1]
     assert "weights" not in datum().inputs
@@ -59,15 +59,24 @@ def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() 
         (datum(target_spans=[]), "needs the provenance"),
         (datum(target_spans=TARGET_SPANS[1:]), "covers 4 target_tokens of 6"),
         (datum(token_spans=[]), "covers 0 tokens of 6"),
-        (datum(target_spans=[Span("one", 1, 2, False), Span("three", 0, 4, True)]), "no sequence 'three'"),
         (
-            datum(target_spans=[Span("one", 2, 2, False), Span("one", 0, 4, True)]),
+            datum(target_spans=[ProvenanceSpan("one", 1, 2, False), ProvenanceSpan("three", 0, 4, True)]),
+            "no sequence 'three'",
+        ),
+        (
+            datum(target_spans=[ProvenanceSpan("one", 2, 2, False), ProvenanceSpan("one", 0, 4, True)]),
             "has 3 tokens of its prompt; .* names 4",
         ),
-        (datum(target_spans=[Span("one", 0, 2, False), Span("two", 0, 4, True)]), "has 1 sampled tokens; .* names 4"),
-        (datum(target_spans=[Span("one", 0, 7, False), Span("one", 0, -1, True)]), "covers 6"),
+        (
+            datum(target_spans=[ProvenanceSpan("one", 0, 2, False), ProvenanceSpan("two", 0, 4, True)]),
+            "has 1 sampled tokens; .* names 4",
+        ),
+        (datum(target_spans=[ProvenanceSpan("one", 0, 7, False), ProvenanceSpan("one", 0, -1, True)]), "covers 6"),
         (datum(target_tokens=[0, 0, 7, 8, 8, 10]), r"target_tokens\[4\] is 8, .* has 9"),
-        (datum(token_spans=[Span("one", 0, 2, False), Span("one", 0, 4, True)]), r"tokens\[2\] is 5, .* has 7"),
+        (
+            datum(token_spans=[ProvenanceSpan("one", 0, 2, False), ProvenanceSpan("one", 0, 4, True)]),
+            r"tokens\[2\] is 5, .* has 7",
+        ),
         (datum(advantages=[0, 1, 1, 1, 1, 1]), "not sampled"),
         (datum(advantages=[1.0]), "of one shape"),
         (datum(weights=[1.0]), "weights"),
@@ -80,27 +89,27 @@ def test_what_was_not_recorded_is_refused(wrong, why) -> None:
 
 def test_responses_belong_to_a_session_and_are_kept_for_a_day_after_their_use() -> None:
     clock = Clock()
-    kept = recorded(clock)
+    sequences = recorded(clock)
     for tenant, session in (("bob", "s"), ("alice", "t")):
         with pytest.raises(DataError, match="no sequence 'one'"):
-            kept.find(tenant, session, "one")
+            sequences.find(tenant, session, "one")
     clock.now = KEEP_S - 1
-    assert kept.find("alice", "s", "one").logprobs.tolist() == LOGPROBS
+    assert sequences.find("alice", "s", "one").logprobs.tolist() == LOGPROBS
     clock.now += 2
-    kept.expire()
-    kept.find("alice", "s", "one")
+    sequences.expire()
+    sequences.find("alice", "s", "one")
     with pytest.raises(DataError, match="'two'"):
-        kept.find("alice", "s", "two")
-    kept.forget(Session("s", "alice", 0.0))
+        sequences.find("alice", "s", "two")
+    sequences.forget(Session("s", "alice", 0.0))
     with pytest.raises(DataError):
-        kept.find("alice", "s", "one")
-    assert not kept._kept
-    assert not kept._tokens
+        sequences.find("alice", "s", "one")
+    assert not sequences._sequences
+    assert not sequences._tokens
     small = recorded(clock, most=10)  # seven tokens and four
     small.find("alice", "s", "two")
     with pytest.raises(DataError):
         small.find("alice", "s", "one")
-    assert not recorded(clock, most=1)._kept
+    assert not recorded(clock, most=1)._sequences
 
 
 def test_provenance_is_what_the_client_wrote() -> None:
@@ -110,18 +119,20 @@ def test_provenance_is_what_the_client_wrote() -> None:
     if not hasattr(types, "SampledProvenanceSpan"):
         pytest.skip("a client from before provenance")
     prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
-    given = types.Datum(
+    client_datum = types.Datum(
         model_input=types.ModelInput.from_ints([3, 4, 7]), loss_fn_inputs={"target_tokens": [4, 7, 8]}
     ).with_provenance(
         model_input=[prompt(sequence_id="a", length=2), sampled(sequence_id="a", length=1)],
         loss_fn_inputs=[prompt(sequence_id="a", offset=1, length=1), sampled(sequence_id="a", length=2)],
     )
-    inside = types.ForwardBackwardInput(data=[given], loss_fn="stable_reinforce", loss_fn_config={"kl_coeff": 0.5})
-    wanted = types.ForwardBackwardRequest(forward_backward_input=inside, model_id="m", seq_id=1)
-    body = conversion.forward_backward_request_to_proto(wanted).SerializeToString()
-    (found,) = wire.train_request_of_protobuf(body, 10).data
-    assert found.token_spans == [Span("a", 0, 2, False), Span("a", 0, 1, True)]
-    assert found.target_spans == [Span("a", 1, 1, False), Span("a", 0, 2, True)]
+    inside = types.ForwardBackwardInput(
+        data=[client_datum], loss_fn="stable_reinforce", loss_fn_config={"kl_coeff": 0.5}
+    )
+    client_request = types.ForwardBackwardRequest(forward_backward_input=inside, model_id="m", seq_id=1)
+    body = conversion.forward_backward_request_to_proto(client_request).SerializeToString()
+    (read_datum,) = wire.train_request_of_protobuf(body, 10).data
+    assert read_datum.token_spans == [ProvenanceSpan("a", 0, 2, False), ProvenanceSpan("a", 0, 1, True)]
+    assert read_datum.target_spans == [ProvenanceSpan("a", 1, 1, False), ProvenanceSpan("a", 0, 2, True)]
     assert wire.train_request_of_protobuf(body + b"\x1a\x04\x1a\x00\x22\x00", 10).problem is not None
 
 
@@ -147,39 +158,41 @@ def test_a_model_learns_from_what_its_own_session_sampled(tmp_path) -> None:
         def learned(of: str, sequence: str) -> dict:
             prompt = types.PromptProvenanceSpan(sequence_id=sequence, length=3)
             inputs = {"target_tokens": [4, 5, 6, 7], "advantages": [0.0, 0.0, 1.0, 1.0]}
-            given = types.Datum(model_input=types.ModelInput.from_ints([*PROMPT, 6]), loss_fn_inputs=inputs)
-            given = given.with_provenance(
+            client_datum = types.Datum(model_input=types.ModelInput.from_ints([*PROMPT, 6]), loss_fn_inputs=inputs)
+            client_datum = client_datum.with_provenance(
                 model_input=[prompt, types.SampledProvenanceSpan(sequence_id=sequence, length=1)],
                 loss_fn_inputs=[
                     types.PromptProvenanceSpan(sequence_id=sequence, offset=1, length=2),
                     types.SampledProvenanceSpan(sequence_id=sequence, length=2),
                 ],
             )
-            inside = types.ForwardBackwardInput(data=[given], loss_fn="stable_reinforce")
+            inside = types.ForwardBackwardInput(data=[client_datum], loss_fn="stable_reinforce")
             numbers[of] = numbers.get(of, 0) + 1
-            wanted = types.ForwardBackwardRequest(forward_backward_input=inside, model_id=of, seq_id=numbers[of])
-            content = conversion.forward_backward_request_to_proto(wanted).SerializeToString()
-            made = here.alice.client.post(
+            client_request = types.ForwardBackwardRequest(
+                forward_backward_input=inside, model_id=of, seq_id=numbers[of]
+            )
+            content = conversion.forward_backward_request_to_proto(client_request).SerializeToString()
+            response = here.alice.client.post(
                 "/api/v1/forward_backward",
                 content=content,
                 headers={**here.alice.headers, "content-type": wire.PROTOBUF},
             )
-            return here.alice.fetch(made.json()["request_id"])
+            return here.alice.fetch(response.json()["request_id"])
 
         numbers: dict[str, int] = {}
         assert learned(model, names[True])["metrics"]["loss:sum"] == 6 + 7  # the prompt's tokens have weight 0
         assert "no sequence" in learned(model, names[False])["error"]
         assert "no sequence" in learned(elsewhere, names[True])["error"]
         here.tick(301)
-        assert not here.service.sequences._kept  # its session has ended
+        assert not here.service.sequences._sequences  # its session has ended
 
 
 def test_the_ratio_of_gspo_is_that_of_the_masks_tokens() -> None:
-    given = datum(logprobs=[0.0] * 6, sequence_ratio_mask=[0, 0, 1, 1, 1, 1])
-    (sample,) = samples_of(given, loss_of("gspo", {}))
+    masked = datum(logprobs=[0.0] * 6, sequence_ratio_mask=[0, 0, 1, 1, 1, 1])
+    (sample,) = samples_of(masked, loss_of("gspo", {}))
     assert sample.weights.tolist() == [0, 0, 1, 1, 1, 1]
     for wrong in ([0, 0, 0, 1, 1, 1], [1.0]):
         with pytest.raises(DataError, match="sequence_ratio_mask"):
             samples_of(datum(logprobs=[0.0] * 6, sequence_ratio_mask=wrong), loss_of("gspo", {}))
     with pytest.raises(DataError, match="unknown"):
-        samples_of(given, loss_of("ppo", {}))
+        samples_of(masked, loss_of("ppo", {}))

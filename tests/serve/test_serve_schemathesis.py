@@ -34,7 +34,7 @@ MODELS: list[str] = ["none"]
 def messages(draw: Any, descriptor: Any = None, depth: int = 6) -> Any:
     """Any message that a description allows: each field left out or given, with values at the ends of their ranges."""
     descriptor = descriptor or wire.messages_of_client().ForwardBackwardRequest.DESCRIPTOR
-    found = descriptor._concrete_class()
+    message = descriptor._concrete_class()
     for field in descriptor.fields:
         if field.name not in ("model_id", "seq_id") and (not depth or not draw(st.booleans())):
             continue
@@ -44,18 +44,18 @@ def messages(draw: Any, descriptor: Any = None, depth: int = 6) -> Any:
             for key in draw(st.lists(keys, max_size=3)):
                 value = inside.fields_by_name["value"]
                 if value.message_type is None:
-                    getattr(found, field.name)[key] = draw(scalars(value))
+                    getattr(message, field.name)[key] = draw(scalars(value))
                 else:
-                    getattr(found, field.name)[key].CopyFrom(draw(messages(value.message_type, depth - 1)))
+                    getattr(message, field.name)[key].CopyFrom(draw(messages(value.message_type, depth - 1)))
         elif inside is not None and field.is_repeated:
-            getattr(found, field.name).extend(draw(st.lists(messages(inside, depth - 1), max_size=2)))
+            getattr(message, field.name).extend(draw(st.lists(messages(inside, depth - 1), max_size=2)))
         elif inside is not None:
-            getattr(found, field.name).CopyFrom(draw(messages(inside, depth - 1)))
+            getattr(message, field.name).CopyFrom(draw(messages(inside, depth - 1)))
         elif field.is_repeated:
-            getattr(found, field.name).extend(draw(st.lists(scalars(field), max_size=3)))
+            getattr(message, field.name).extend(draw(st.lists(scalars(field), max_size=3)))
         else:
-            setattr(found, field.name, draw(scalars(field)))
-    return found
+            setattr(message, field.name, draw(scalars(field)))
+    return message
 
 
 def scalars(field: Any) -> st.SearchStrategy[Any]:
@@ -78,8 +78,8 @@ def scalars(field: Any) -> st.SearchStrategy[Any]:
     if field.type == field.TYPE_BYTES:
         words = st.lists(st.sampled_from([0, 1, 5, 99, 2**31 - 1]), max_size=6)
         return st.one_of(
-            words.map(lambda found: b"".join(each.to_bytes(4, "little") for each in found)),
-            words.map(lambda found: b"".join(each.to_bytes(8, "little") for each in found)),
+            words.map(lambda numbers: b"".join(number.to_bytes(4, "little") for number in numbers)),
+            words.map(lambda numbers: b"".join(number.to_bytes(8, "little") for number in numbers)),
             st.binary(max_size=9),
         )
     if field.name == "model_id":
@@ -89,7 +89,7 @@ def scalars(field: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def bodies(draw: Any) -> bytes:
-    """A message as bytes; every third with some of them changed."""
+    """Generate a message as bytes, corrupted in a third of the cases."""
     content = bytearray(draw(messages()).SerializeToString())
     if draw(st.integers(0, 2)) == 0:
         for _ in range(draw(st.integers(1, 3))):
@@ -106,13 +106,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "LONG_POLL_S", 0.01)
     limits = {"models": 4000, "sessions": 100_000, "pending": 4000}
-    with listening(tmp_path_factory.mktemp("storage"), max_models=4000, limits=limits) as found:
-        yield found
+    with listening(tmp_path_factory.mktemp("storage"), max_models=4000, limits=limits) as url:
+        yield url
         patch.undo()
 
 
 def names(address: str) -> dict[str, list[str]]:
-    """A session with a model, a checkpoint, a sampler and a future, made now: other requests may have ended earlier ones."""
+    """Create a session with a model, a checkpoint, a sampler and a future: other requests may have ended earlier ones."""
     with httpx.Client(base_url=f"{address}/api/v1", headers={"X-API-Key": KEYS["alice"]}) as client:
 
         def post(path: str, body: Any) -> Any:
@@ -122,10 +122,10 @@ def names(address: str) -> dict[str, list[str]]:
 
         def ask(path: str, body: Any) -> Any:
             name = post(path, body)["request_id"]
-            while (found := client.post("retrieve_future", json={"request_id": name})).status_code == 408:
+            while (answer := client.post("retrieve_future", json={"request_id": name})).status_code == 408:
                 pass
-            assert found.status_code == 200, found.text
-            return found.json()
+            assert answer.status_code == 200, answer.text
+            return answer.json()
 
         session = post("create_session", {})["session_id"]
         create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
@@ -177,7 +177,7 @@ def ask(address: str, method: str, path: str, mode: Any, media_type: str, exampl
 
         @examples
         @given(case=operation.as_strategy(generation_mode=mode))
-        def one(case: Any) -> None:
+        def call(case: Any) -> None:
             answer = case.call(base_url=address, headers=headers)
             answers[answer.status_code] += 1
             case.validate_response(answer, checks=checks)
@@ -185,18 +185,18 @@ def ask(address: str, method: str, path: str, mode: Any, media_type: str, exampl
                 check_promise(client, answer.json().get("request_id"))
 
         try:
-            one()
+            call()
         except Unsatisfiable:
             pytest.skip("nothing in this request could be wrong")
     print(f"{method} {path}, {media_type}, {mode.value}: {dict(answers)}")
 
 
 def check_promise(client: httpx.Client, name: Any) -> None:
-    """What was promised comes, and does not fail for a fault of the server's."""
+    """Check that a promised answer arrives, and is no server error."""
     if isinstance(name, str):
-        found = client.post("/api/v1/retrieve_future", json={"request_id": name})
-        assert found.status_code in (200, 408, 410), found.text
-        assert "internal" not in found.text, found.text
+        response = client.post("/api/v1/retrieve_future", json={"request_id": name})
+        assert response.status_code in (200, 408, 410), response.text
+        assert "internal" not in response.text, response.text
 
 
 def test_every_route_is_described(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_every_route_is_described(tmp_path: Path) -> None:
 
 @EXAMPLES
 @given(found=st.data())
-def test_messages_of_the_strategy_are_read_back(found: Any) -> None:
+def test_messages_of_the_strategy_are_read_back(data: Any) -> None:
     """They are messages of the client's package, so that what refuses them is the service and not their form."""
-    message = found.draw(messages())
+    message = data.draw(messages())
     assert type(message).FromString(message.SerializeToString()).ByteSize() == message.ByteSize()

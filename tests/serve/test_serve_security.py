@@ -25,7 +25,7 @@ from megascend.serve import server, tenancy
 from megascend.serve.api import keys, reading, wire
 from megascend.serve.api.application import ABSENT
 from megascend.serve.api.bodies import LONGEST_S
-from megascend.serve.api.catalogue import MOST_DOWNLOADS
+from megascend.serve.api.catalogue import MAX_DOWNLOADS
 from megascend.serve.api.reading import MAX_CONTAINERS
 from megascend.serve.checkpoints import new_session
 from megascend.serve.errors import RequestRefusedError
@@ -36,32 +36,34 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as found:
-        yield found
+    with served(tmp_path / "storage") as server:
+        yield server
 
 
 def routes(here: Served) -> set[tuple[str, str]]:
-    """(method, path under /api/v1) of all that needs a key."""
-    found = {(m, r.path) for r in here.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
+    """List (method, path under /api/v1) of all routes that need a key."""
+    served_routes = {(m, r.path) for r in here.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
     return {
-        (m, path.removeprefix("/api/v1/")) for m, path in found if path.startswith("/api/v1/") and "healthz" not in path
+        (m, path.removeprefix("/api/v1/"))
+        for m, path in served_routes
+        if path.startswith("/api/v1/") and "healthz" not in path
     }
 
 
 # --- what belongs to others ---
 
-OWN = {
+OWNED_ROUTES = {
     "client/config", "client/dynamic_config", "create_session", "telemetry", "get_server_capabilities", "training_runs",
     "checkpoints", "sessions",
 }  # fmt: skip
 """Routes that name nothing."""
 
 
-def requests_for(ids: dict[str, str], mine: str) -> list[tuple[str, str, Any]]:
-    """(method, path, body) of a request to every route that names something, with other tenants' ids.
+def requests_for(ids: dict[str, str], caller_session: str) -> list[tuple[str, str, Any]]:
+    """Build (method, path, body) of a request to every route that takes ids, with another tenant's ids.
 
     Args:
-        mine: a session of the caller's own.
+        caller_session: a session of the caller.
     """
     model, session = ids["model"], ids["session"]
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
@@ -80,9 +82,13 @@ def requests_for(ids: dict[str, str], mine: str) -> list[tuple[str, str, Any]]:
         ("POST", "save_weights", {"model_id": model, "path": "two", "seq_id": 3}),
         ("POST", "save_weights_for_sampler", {"model_id": model, "path": "two", "seq_id": 3}),
         ("POST", "load_weights", {"session_id": session, **load}),
-        ("POST", "load_weights", {"session_id": mine, **load}),
+        ("POST", "load_weights", {"session_id": caller_session, **load}),
         ("POST", "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0}),
-        ("POST", "create_sampling_session", {"session_id": mine, "sampling_session_seq_id": 0, "model_path": path}),
+        (
+            "POST",
+            "create_sampling_session",
+            {"session_id": caller_session, "sampling_session_seq_id": 0, "model_path": path},
+        ),
         ("POST", "asample", {"sampling_session_id": ids["sampler"], "seq_id": 1, **sample}),
         ("POST", "asample", {"model_path": path, **sample}),
         ("POST", "retrieve_future", {"request_id": ids["future"]}),
@@ -115,25 +121,25 @@ def test_anothers_ids_are_answered_as_ids_that_nobody_has(here) -> None:
     }  # fmt: skip
     none = new_session()
     made_up = {kind: name.replace(session, none) for kind, name in real.items()}
-    mine = here.bob.post("create_session", {}).json()["session_id"]
+    bobs_session = here.bob.post("create_session", {}).json()["session_id"]
     before = list(here.backend.calls)
-    asked = requests_for(real, mine)
-    assert {(method, path) for method, path, _ in asked} == {
-        each for each in routes(here) - set(ABSENT) if each[1] not in OWN
+    requests = requests_for(real, bobs_session)
+    assert {(method, path) for method, path, _ in requests} == {
+        route for route in routes(here) - set(ABSENT) if route[1] not in OWNED_ROUTES
     }
-    for one, other in zip(asked, requests_for(made_up, mine), strict=True):
+    for real_request, unknown_request in zip(requests, requests_for(made_up, bobs_session), strict=True):
         answers = []
-        for ids, (method, path, body) in ((real, one), (made_up, other)):
+        for ids, (method, path, body) in ((real, real_request), (made_up, unknown_request)):
             at = path.format(**ids, kind="weights", name="one")
             answer = here.client.request(method, f"/api/v1/{at}", json=body, headers=here.bob.headers)
             answers.append(
                 (answer.status_code, answer.text.replace(session, "S").replace(none, "S"), set(answer.headers))
             )
-        assert answers[0] == answers[1], one
-        if one[1].endswith("checkpoints"):
+        assert answers[0] == answers[1], real_request
+        if real_request[1].endswith("checkpoints"):
             assert json.loads(answers[0][1]) == {"checkpoints": []}
-        elif one[1] not in ("asample", "cancel_future"):
-            assert answers[0][0] in (404, 410), one
+        elif real_request[1] not in ("asample", "cancel_future"):
+            assert answers[0][0] in (404, 410), real_request
     assert here.backend.calls == before
 
 
@@ -202,14 +208,14 @@ def test_a_sparse_tensor_does_not_grow(here) -> None:
     )
     for number, changes in enumerate(ways, 1):
         datum["loss_fn_inputs"]["t0"] = {**bomb, **changes}
-        found = here.alice.fetch(here.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"])
-        assert found["category"] == "user"
-    assert "have more than" in found["error"]
+        answer = here.alice.fetch(here.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"])
+        assert answer["category"] == "user"
+    assert "have more than" in answer["error"]
 
 
 def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
     bodies = reading.Bodies(100)
-    with bodies.of("alice") as first, bodies.of("alice") as second:
+    with bodies.reserve("alice") as first, bodies.reserve("alice") as second:
         first.add(250)
         second.add(150)
         with pytest.raises(RequestRefusedError) as refused:
@@ -217,28 +223,31 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
         assert refused.value.status == 429
         for number in range(3):
             bodies.add(f"other {number}", 400)
-        with pytest.raises(RequestRefusedError), bodies.of("bob") as late:
+        with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
             late.add(1)
-    with bodies.of("alice") as again:
+    with bodies.reserve("alice") as again:
         again.add(400)
 
 
 def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
-    monkeypatch.setattr(futures, "MOST_KEPT", 3)
-    monkeypatch.setattr(tenancy, "MOST_SAMPLERS", 2)
+    monkeypatch.setattr(futures, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(tenancy, "MAX_SAMPLERS", 2)
     session = here.alice.post("create_session", {}).json()["session_id"]
     for number in (0, 1, 2, 2):
         here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number})
     assert here.alice.get(f"sessions/{session}").json()["sampler_ids"] == [f"{session}:sample:{n}" for n in (1, 2)]
-    theirs = here.bob.forward_backward(here.bob.model(), 1, 10)
+    bobs_request = here.bob.forward_backward(here.bob.model(), 1, 10)
     model = here.alice.model()
     names = [here.alice.forward_backward(model, number, 10, weights=[1.0, 2.0]) for number in range(1, 6)]  # which fail
     here.alice.ask("optim_step", {"model_id": model, "seq_id": 6})
     there = [here.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
     assert there == [410, 410, 410, 200, 200]
     here.tick(1)
-    assert {name: len(each.answers) for name, each in here.service.futures._accounts.items()} == {"alice": 3, "bob": 2}
-    assert here.bob.fetch(theirs)["metrics"]["loss:sum"] == 10
+    assert {name: len(account.answers) for name, account in here.service.futures._accounts.items()} == {
+        "alice": 3,
+        "bob": 2,
+    }
+    assert here.bob.fetch(bobs_request)["metrics"]["loss:sum"] == 10
 
 
 HOSTILE = (
@@ -327,14 +336,14 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
     model = here.alice.model()
     here.alice.ask("save_weights", {"model_id": model, "path": "one"})
     where = f"training_runs/{model}/checkpoints/weights/one/archive"
-    for _ in range(2 * MOST_DOWNLOADS):
+    for _ in range(2 * MAX_DOWNLOADS):
         assert here.alice.get(where).status_code == 200
     assert here.service.downloads["alice"] == 0, "what was sent does not count"
     monkeypatch.setattr("megascend.serve.api.catalogue.pack", lambda directory: 1 / 0)
     assert here.alice.get(where).status_code == 500
     assert here.service.downloads["alice"] == 0
     monkeypatch.undo()
-    here.service.downloads["alice"] = MOST_DOWNLOADS
+    here.service.downloads["alice"] = MAX_DOWNLOADS
     assert here.alice.get(where).status_code == 429
     here.service.downloads["alice"] = 0
     assert here.alice.get(where).status_code == 200
@@ -356,11 +365,11 @@ def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(here, tokens) 
 @pytest.mark.parametrize("stop", [5, {"a": 1}, 1.5, True, [None], ["\ud800"], ["x" * 1025], ["a"] * 65])
 def test_stops_that_ranks_could_not_look_for_are_refused(here, stop) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-    wanted = {"max_tokens": 2, "stop": stop}
-    body = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": wanted}
-    made = here.client.post("/api/v1/asample", content=json.dumps(body), headers=here.alice.headers)
-    found = here.alice.fetch(made.json()["request_id"])
-    assert (found["category"], "stop" in found["error"]) == ("user", True)
+    params = {"max_tokens": 2, "stop": stop}
+    body = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": params}
+    promise = here.client.post("/api/v1/asample", content=json.dumps(body), headers=here.alice.headers)
+    answer = here.alice.fetch(promise.json()["request_id"])
+    assert (answer["category"], "stop" in answer["error"]) == ("user", True)
 
 
 def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(here) -> None:
@@ -374,14 +383,14 @@ def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(here) -> None
     save = {"model_id": model, "path": "one", "ttl_seconds": 2**61}
     assert "ttl_seconds" in here.alice.ask("save_weights", save)["error"]
     assert here.alice.ask("save_weights", save | {"ttl_seconds": LONGEST_S})["type"] == "save_weights"
-    of_one = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
-    put = here.client.put(of_one, json={"ttl_seconds": 2**61}, headers=here.alice.headers)
-    assert put.status_code == 422
+    ttl_path = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
+    response = here.client.put(ttl_path, json={"ttl_seconds": 2**61}, headers=here.alice.headers)
+    assert response.status_code == 422
     assert here.alice.get("checkpoints").status_code == 200
 
 
 def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:
-    known = keys.Keys({keys.digest_of(f"tml-{number}"): f"t{number}" for number in range(5)})
+    lookup = keys.Keys({keys.digest_of(f"tml-{number}"): f"t{number}" for number in range(5)})
     compared: list[tuple[int, int]] = []
     original = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or original(a, b))
@@ -394,7 +403,7 @@ def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch)
         (b"\xff", None),
     ):
         compared.clear()
-        assert known.tenant(key) == tenant
+        assert lookup.tenant(key) == tenant
         assert compared == [(32, 32)] * 5
 
 
@@ -417,28 +426,30 @@ def instructions(call: Callable[[], object]) -> int:
     return count
 
 
-def shared_bytes(one: bytes, other: bytes) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+def shared_bytes(first: bytes, second: bytes) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=True)))
 
 
 def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None:
-    """Of 200 keys the first and the last, and of wrong ones such whose digest begins as that of a known key does."""
-    known = [f"tml-known-{number}" for number in range(200)]
-    of = keys.Keys({keys.digest_of(key): f"t{number}" for number, key in enumerate(known)})
-    assert len({instructions(lambda key=key: of.tenant(key)) for key in known}) == 1
+    """Compare the first and last of 200 keys, and wrong keys whose digests share a prefix with a valid one."""
+    valid_keys = [f"tml-known-{number}" for number in range(200)]
+    lookup = keys.Keys({keys.digest_of(key): f"t{number}" for number, key in enumerate(valid_keys)})
+    assert len({instructions(lambda key=key: lookup.tenant(key)) for key in valid_keys}) == 1
     starts: dict[int, list[str]] = {}
-    digests = [bytes.fromhex(keys.digest_of(key)) for key in known]
+    digests = [bytes.fromhex(keys.digest_of(key)) for key in valid_keys]
     for number in range(3000):
         wrong = f"tml-wrong-{number:06}"
         digest = bytes.fromhex(keys.digest_of(wrong))
-        shared = max(shared_bytes(digest, each) for each in digests)
+        shared = max(shared_bytes(digest, digest_of_key) for digest_of_key in digests)
         starts.setdefault(shared, []).append(wrong)
     assert sorted(starts)[:2] == [0, 1], (
         "keys whose digests share nothing with any, and such that share their first byte"
     )
-    counts = {instructions(lambda key=found[0]: of.tenant(key)) for found in starts.values()}
+    counts = {instructions(lambda key=guesses[0]: lookup.tenant(key)) for guesses in starts.values()}
     assert len(counts) == 1
-    assert {instructions(lambda key=key: of.tenant(key)) for key in ("tml-", "x" * 100, known[0] + "x")} == counts
+    assert {
+        instructions(lambda key=key: lookup.tenant(key)) for key in ("tml-", "x" * 100, valid_keys[0] + "x")
+    } == counts
 
 
 def test_a_request_has_one_key_in_one_header(here) -> None:
@@ -453,7 +464,7 @@ def test_a_request_has_one_key_in_one_header(here) -> None:
 
 def test_who_is_open_to_others_needs_keys_and_tls_needs_a_certificate(tmp_path) -> None:
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
-        with pytest.raises(ConfigError, match="open to other machines"):
+        with pytest.raises(ConfigError, match="reachable from other machines"):
             server.keys_of(ServeConfig(model=tmp_path, host=host), {})
     with pytest.raises(ValueError, match="tls_certificate"):
         ServeConfig(model=tmp_path, tls_key=tmp_path / "key.pem")
@@ -478,9 +489,9 @@ def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
             here.alice.get(f"training_runs/{path}", "DELETE" if "/" in path else "GET")
         here.client.post("/api/v1/create_session", json={}, headers={"X-API-Key": "tml-nobody-0123456789"})
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [each["path"].rsplit("/", 1)[-1] for each in lines[:5]] == ["create_session"] * 5
+    assert [entry["path"].rsplit("/", 1)[-1] for entry in lines[:5]] == ["create_session"] * 5
     assert len(lines) == 9
-    assert {(each["tenant"], each["from"]) for each in lines} == {("alice", "testclient")}
+    assert {(entry["tenant"], entry["from"]) for entry in lines} == {("alice", "testclient")}
 
 
 def test_an_error_of_ours_says_nothing_of_the_inside_and_is_noted(tmp_path, monkeypatch) -> None:
@@ -512,18 +523,20 @@ BETWEEN_RANKS = {"distributed/objects.py"}
 def closure(package: str) -> dict[str, str]:
     """Our modules that those of a package import, anywhere in them, by file."""
     root = Path(megascend.__file__).parent
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     waiting = [f"{package}/{file.stem}" for file in (root / package).glob("*.py")]
     while waiting:
         base = root / waiting.pop()
-        file = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.exists()), None)
-        if file is None or (name := file.relative_to(root).as_posix()) in found:
+        file = next(
+            (candidate for candidate in (base.with_suffix(".py"), base / "__init__.py") if candidate.exists()), None
+        )
+        if file is None or (name := file.relative_to(root).as_posix()) in sources:
             continue
-        found[name] = file.read_text("utf-8")
-        for module, names in re.findall(r"from megascend\.?(\S*) import (\([^)]*\)|[^\n]*)", found[name]):
+        sources[name] = file.read_text("utf-8")
+        for module, names in re.findall(r"from megascend\.?(\S*) import (\([^)]*\)|[^\n]*)", sources[name]):
             at = module.replace(".", "/")
-            waiting += [at, *(f"{at}/{each}" for each in re.findall(r"\w+", names))]
-    return found
+            waiting += [at, *(f"{at}/{candidate}" for candidate in re.findall(r"\w+", names))]
+    return sources
 
 
 def test_neither_requests_nor_checkpoints_run_code() -> None:
@@ -531,10 +544,10 @@ def test_neither_requests_nor_checkpoints_run_code() -> None:
     assert {"lora/peft_format.py", "lora/adapter_set.py", "sampling/sampler.py"} <= set(
         modules
     )  # what reads checkpoints
-    found = [
+    calls = [
         (name, line.strip())
         for name, text in modules.items()
         for line in text.splitlines()
         if RISKY.search(SAFE.sub("", line))
     ]
-    assert [each for each in found if each[0] not in BETWEEN_RANKS] == []
+    assert [call for call in calls if call[0] not in BETWEEN_RANKS] == []

@@ -21,9 +21,9 @@ from megascend.rollout import connections
 from megascend.serve import server
 from megascend.serve.api import reading
 from megascend.serve.api.keys import digest_of
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.lines import work
+from megascend.serve.scheduler.runner import work
+from megascend.serve.served_model import ServedModel
 
 HEADERS = {"X-API-Key": KEYS["alice"]}
 DEADLINE_S = 60.0
@@ -31,9 +31,9 @@ DEADLINE_S = 60.0
 
 @contextmanager
 def listening(storage: Path, **settings) -> Iterator[str]:
-    """The address of a server, on a backend that records."""
+    """Yield the address of a server on a RecordingBackend."""
     config = ServeConfig(model=storage, storage=storage, port=0, window_ms=0, **settings)
-    base = BaseModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
+    base = ServedModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
     inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
     keys = {digest_of(key): name for name, key in KEYS.items()}
     with server.http_server(config, keys, base, inbox) as (address, report):
@@ -48,45 +48,45 @@ def listening(storage: Path, **settings) -> Iterator[str]:
 
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a server with little patience, but enough for who does not dawdle on a busy machine."""
+    """Set short timeouts, but long enough for a fast client on a busy machine."""
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     monkeypatch.setattr(connections, "WRITE_S", 0.5)
     monkeypatch.setattr(reading, "TIMEOUT_S", 2.0)
-    with listening(tmp_path) as found:
-        yield found
+    with listening(tmp_path) as url:
+        yield url
 
 
 def connected(address: str, buffer: int | None = None) -> socket.socket:
     host, _, port = address.rpartition("/")[2].rpartition(":")
-    made = socket.socket()
+    connection = socket.socket()
     if buffer is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    made.settimeout(DEADLINE_S)
-    made.connect((host, int(port)))
-    return made
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(DEADLINE_S)
+    connection.connect((host, int(port)))
+    return connection
 
 
 def rest(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
-    found = b""
+    """Read until the server closes the connection."""
+    received = b""
     try:
         while part := client.recv(65536):
-            found += part
+            received += part
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 def status_of(client: socket.socket, request: bytes) -> int:
-    """The status of the answer to a request, which is read to its end: an object in JSON."""
+    """Send a request, read its JSON answer to the end and return the status."""
     client.sendall(request)
-    found = b""
-    while not found.endswith(b"}"):
+    received = b""
+    while not received.endswith(b"}"):
         part = client.recv(65536)
         if not part:
             raise ConnectionResetError
-        found += part
-    return int(found[9:12])
+        received += part
+    return int(received[9:12])
 
 
 def head(path: str, *lines: str, key: str = KEYS["alice"]) -> bytes:
@@ -142,7 +142,7 @@ def test_what_is_no_http_is_refused(address) -> None:
 
 
 def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     monkeypatch.setattr(connections, "HEAD_S", 2.0)
     with listening(tmp_path) as address, ExitStack() as stack:
         idle = []
@@ -150,27 +150,27 @@ def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, mon
             with suppress(ConnectionResetError):  # one too many may be dropped before connect() returns
                 idle.append(stack.enter_context(connected(address)))
         assert len(idle) >= 64
-        assert [rest(each) for each in idle] == [b""] * len(idle)
+        assert [rest(connection) for connection in idle] == [b""] * len(idle)
         assert httpx.get(f"{address}/healthz").status_code == 200
 
 
 def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
     """The same address, as behind a proxy: connections that are idle, and such that wait for an answer."""
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 64)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     bobs = {"X-API-Key": KEYS["bob"]}
     with listening(tmp_path) as address, ExitStack() as stack:
         api = f"{address}/api/v1"
         with httpx.Client(base_url=api, headers=bobs) as bob, httpx.Client(base_url=api, headers=HEADERS) as alice:
             session = alice.post("create_session", json={}).json()["session_id"]
-            made = alice.post(
+            promise = alice.post(
                 "create_model",
                 json={"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}},
             )
-            assert alice.post("retrieve_future", json={"request_id": made.json()["request_id"]}).status_code == 200
+            assert alice.post("retrieve_future", json={"request_id": promise.json()["request_id"]}).status_code == 200
             never = alice.post("forward_backward", json=train_body(f"{session}:train:0", 2, 10)).json()["request_id"]
-            kept = stack.enter_context(connected(address))
-            asked = head("telemetry", "Content-Length: 2", key=KEYS["bob"]) + b"{}"
-            assert status_of(kept, asked) == 200
+            bobs_connection = stack.enter_context(connected(address))
+            bobs_request = head("telemetry", "Content-Length: 2", key=KEYS["bob"]) + b"{}"
+            assert status_of(bobs_connection, bobs_request) == 200
             content = f'{{"request_id": "{never}"}}'.encode()
             for request in (
                 head("telemetry", "Content-Length: 2") + b"{}",
@@ -178,12 +178,12 @@ def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
             ):
                 for _ in range(100):
                     with suppress(ConnectionError):
-                        mine = stack.enter_context(connected(address))
+                        alices_connection = stack.enter_context(connected(address))
                         if request.startswith(b"POST /api/v1/telemetry"):
-                            assert status_of(mine, request) == 200
+                            assert status_of(alices_connection, request) == 200
                         else:
-                            mine.sendall(request)
-                assert status_of(kept, asked) == 200, "what another tenant has kept stays open"
+                            alices_connection.sendall(request)
+                assert status_of(bobs_connection, bobs_request) == 200, "what another tenant has kept stays open"
                 for _ in range(3):
                     assert bob.post("create_session", json={}).status_code == 200
                     assert httpx.get(f"{api}/sessions", headers=bobs).status_code == 200
@@ -192,9 +192,9 @@ def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
 def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
     with listening(tmp_path, limits={"requests": 3}) as address, ExitStack() as stack:
         slow = [stack.enter_context(connected(address)) for _ in range(3)]
-        for each in slow:
-            each.sendall(head("create_session", "Content-Length: 2", "Expect: 100-continue"))
-            assert each.recv(65536).startswith(b"HTTP/1.1 100"), "its body is being waited for"
+        for connection in slow:
+            connection.sendall(head("create_session", "Content-Length: 2", "Expect: 100-continue"))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 100"), "its body is being waited for"
         refused = httpx.post(f"{address}/api/v1/create_session", json={}, headers=HEADERS)
         assert (refused.status_code, refused.headers["retry-after"], "limits.requests" in refused.text) == (
             429,
@@ -211,7 +211,7 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
+    ("connection_codes", "expected"),
     [
         ("a- a- b-", 0),  # the oldest idle one of who has most
         ("a+ a- a- b-", 1),
@@ -220,9 +220,11 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
         ("b- a- a- b-", 0),
     ],
 )
-def test_who_has_most_connections_makes_room(held, expected) -> None:
-    found = [connections.Held(each[0], each[1] == "-", place) for place, each in enumerate(held.split())]
-    assert connections.makes_room(found) == expected
+def test_who_has_most_connections_makes_room(connection_codes, expected) -> None:
+    open_connections = [
+        connections.Held(code[0], code[1] == "-", number) for number, code in enumerate(connection_codes.split())
+    ]
+    assert connections.makes_room(open_connections) == expected
 
 
 def test_a_client_that_goes_away_leaves_nothing(address) -> None:
@@ -232,17 +234,17 @@ def test_a_client_that_goes_away_leaves_nothing(address) -> None:
         session = client.post("create_session", json={}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
         client.post("create_model", json=body)
-        made = client.post("forward_backward", json=train_body(f"{session}:train:0", 1, 10)).json()["request_id"]
-        with connected(address) as gone:
-            content = f'{{"request_id": "{made}"}}'.encode()
-            gone.sendall(head("retrieve_future", f"Content-Length: {len(content)}") + content)
-        assert client.post("retrieve_future", json={"request_id": made}).json()["metrics"]["loss:sum"] == 10
+        request = client.post("forward_backward", json=train_body(f"{session}:train:0", 1, 10)).json()["request_id"]
+        with connected(address) as connection:
+            content = f'{{"request_id": "{request}"}}'.encode()
+            connection.sendall(head("retrieve_future", f"Content-Length: {len(content)}") + content)
+        assert client.post("retrieve_future", json={"request_id": request}).json()["metrics"]["loss:sum"] == 10
         assert len(client.get("sessions").json()["sessions"]) == 1
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
 def test_tls_by_settings(tmp_path) -> None:
-    made = [
+    command = [
         "openssl",
         "req",
         "-x509",
@@ -256,7 +258,7 @@ def test_tls_by_settings(tmp_path) -> None:
     ]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
-    subprocess.run([*made, *names, *files], check=True, capture_output=True, timeout=DEADLINE_S)
+    subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=DEADLINE_S)
     settings = {"tls_certificate": tmp_path / "certificate.pem", "tls_key": tmp_path / "key.pem"}
     with listening(tmp_path / "storage", **settings) as address:
         assert address.startswith("https://127.0.0.1:")

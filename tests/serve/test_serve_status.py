@@ -18,8 +18,8 @@ from megascend.serve.api.page import loss_curve
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path / "storage") as found:
-        yield found
+    with served(tmp_path / "storage") as server:
+        yield server
 
 
 def status(here: Served, name: str | None = None):
@@ -30,11 +30,11 @@ def status(here: Served, name: str | None = None):
 
 
 def test_totals_have_no_names_and_a_tenant_sees_its_own_things_only(here) -> None:
-    ours, theirs = here.alice.model(rank=8), here.bob.model()
-    for model, caller in ((ours, here.alice), (theirs, here.bob)):
+    alices_model, bobs_model = here.alice.model(rank=8), here.bob.model()
+    for model, caller in ((alices_model, here.alice), (bobs_model, here.bob)):
         caller.fetch(caller.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token
     body = {
-        "session_id": ours.partition(":")[0],
+        "session_id": alices_model.partition(":")[0],
         "model_seq_id": 1,
         "base_model": "<b>x</b>",
         "lora_config": {"rank": 4},
@@ -42,22 +42,29 @@ def test_totals_have_no_names_and_a_tenant_sees_its_own_things_only(here) -> Non
     assert here.alice.post("create_model", body).status_code == 400
     open_to_all = here.client.get("/status")
     assert list(open_to_all.json()) == ["totals"]
-    names = ("alice", "bob", "tiny", ours, theirs, ours.partition(":")[0], "<b>")
+    names = ("alice", "bob", "tiny", alices_model, bobs_model, alices_model.partition(":")[0], "<b>")
     assert not any(name in open_to_all.text for name in names)
     totals = open_to_all.json()["totals"]
     assert (totals["sessions"], totals["models"], totals["max_models"], totals["memory"]) == (2, 2, 64, None)
     assert {"kind": "forward_backward", "pending": 0, "ok": 0, "user": 2, "server": 0} in totals["requests"]
     assert totals["refused"] == {"400": 1}
     here.tick(7)
-    mine, others = status(here, "alice")["tenant"], status(here, "bob")["tenant"]
-    assert (mine["name"], [each["name"] for each in mine["sessions"]]) == ("alice", [ours.partition(":")[0]])
-    assert [(each["name"], each["rank"]) for each in mine["models"]] == [(ours, 8)]
-    assert [(each["name"], each["rank"]) for each in others["models"]] == [(theirs, 4)]
-    refused, failed = mine["errors"]  # newest first
+    alices_status, bobs_status = status(here, "alice")["tenant"], status(here, "bob")["tenant"]
+    assert (alices_status["name"], [item["name"] for item in alices_status["sessions"]]) == (
+        "alice",
+        [alices_model.partition(":")[0]],
+    )
+    assert [(item["name"], item["rank"]) for item in alices_status["models"]] == [(alices_model, 8)]
+    assert [(item["name"], item["rank"]) for item in bobs_status["models"]] == [(bobs_model, 4)]
+    refused, failed = alices_status["errors"]  # newest first
     assert (refused["kind"], refused["ago_s"], refused["category"]) == ("create_model", 7, "user")
     assert "<b>x</b>" in refused["message"]
-    assert (failed["kind"], failed["model"], "one shape" in failed["message"]) == ("forward_backward", ours, True)
-    assert [each["model"] for each in others["errors"]] == [theirs]
+    assert (failed["kind"], failed["model"], "the same shape" in failed["message"]) == (
+        "forward_backward",
+        alices_model,
+        True,
+    )
+    assert [item["model"] for item in bobs_status["errors"]] == [bobs_model]
     assert status(here)["totals"]["uptime_s"] == 7
 
 
@@ -68,9 +75,9 @@ def test_losses_are_per_token_of_a_step(here) -> None:
     here.alice.fetch(here.alice.optim_step(model, 3))
     waiting = [here.alice.forward_backward(model, 4, 7), here.alice.optim_step(model, 6)]
     here.alice.fetch(waiting[0])
-    (found,) = status(here, "alice")["tenant"]["models"]
-    assert (found["loss"], found["steps"], found["pending"]) == ([[0, 20.0], [1, 7.0]], 1, 1)
-    assert (found["layers"], found["ready"]) == (["attention", "mlp", "output"], True)
+    (model_status,) = status(here, "alice")["tenant"]["models"]
+    assert (model_status["loss"], model_status["steps"], model_status["pending"]) == ([[0, 20.0], [1, 7.0]], 1, 1)
+    assert (model_status["layers"], model_status["ready"]) == (["attention", "mlp", "output"], True)
 
 
 def test_a_loss_that_is_no_number_is_a_gap() -> None:
@@ -80,13 +87,16 @@ def test_a_loss_that_is_no_number_is_a_gap() -> None:
 
 
 def test_batches_tell_their_models_and_tokens(here) -> None:
-    one, two = here.alice.model(), here.bob.model()
-    here.backend.held.clear()
-    first = here.alice.forward_backward(one, 1, 10)  # runs alone, and is held
+    alices_model, bobs_model = here.alice.model(), here.bob.model()
+    here.backend.gate.clear()
+    first = here.alice.forward_backward(alices_model, 1, 10)  # runs alone, and is held
     while here.service._inbox._commands:
         pass
-    waiting = [here.alice.forward_backward(one, 2, 11, 12), here.bob.forward_backward(two, 1, 21, 22, 23)]
-    here.backend.held.set()
+    waiting = [
+        here.alice.forward_backward(alices_model, 2, 11, 12),
+        here.bob.forward_backward(bobs_model, 1, 21, 22, 23),
+    ]
+    here.backend.gate.set()
     here.alice.fetch(first)
     here.alice.fetch(waiting[0])
     here.bob.fetch(waiting[1])
@@ -103,7 +113,7 @@ def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:
         assert here.bob.post("optim_step", content=b"[]").status_code in (400, 422), number
     here.alice.fetch(here.alice.forward_backward(model, 1, 1000))
     assert len(status(here, "bob")["tenant"]["errors"]) == 20
-    assert [each["model"] for each in status(here, "alice")["tenant"]["errors"]] == [model]
+    assert [problem["model"] for problem in status(here, "alice")["tenant"]["errors"]] == [model]
 
 
 def test_the_page_allows_its_own_script_and_style_only(here) -> None:
@@ -128,9 +138,9 @@ def test_the_demo_has_a_model_and_a_client_program(tmp_path) -> None:
         assert (settings.name, settings.storage, settings.precision) == ("demo", tmp_path / "checkpoints", "fp32")
         assert (settings.model / "model.safetensors").exists()
         assert (directory / "demo_client.py").read_text() == DEMO_CLIENT
-    written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    modified_ns = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
     with demo_directory(tmp_path):
-        assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
+        assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == modified_ns
     ast.parse(DEMO_CLIENT)
     with demo_directory(None) as directory:
         assert (directory / "model" / "config.json").exists()

@@ -40,9 +40,11 @@ class Served:
     def __init__(self, url: str, settings: ServeConfig, folder: Path) -> None:
         self.url, self.settings, self.folder = url, settings, folder
         self.jobs = [self._job(number, rank) for number, rank in enumerate(RANKS)]
-        done = subprocess.run(self._command(self.jobs, "alone"), env=environment(), timeout=DEADLINE_S, check=False)
-        assert done.returncode == 0
-        self.alone = self._answers("alone")
+        completed = subprocess.run(
+            self._command(self.jobs, "alone"), env=environment(), timeout=DEADLINE_S, check=False
+        )
+        assert completed.returncode == 0
+        self.references = self._answers("alone")
 
     def _job(self, number: int, rank: int) -> dict[str, Any]:
         policy = number % 4 == 3
@@ -93,27 +95,29 @@ class Served:
 
         Importance sampling has the exponential of log-probabilities, whose last bit is worth 5e-7 or 1e-6: within 5e-6.
         """
-        worst, furthest = {"cross_entropy": 0.0, "importance_sampling": 0.0}, 0.0
-        for number, alone in enumerate(self.alone):
-            (found,) = self._answers(f"{name}-{number}")
-            assert len(found["losses"]) == STEPS
-            for (loss, _), (expected, size) in zip(found["losses"], alone["losses"], strict=True):
+        loss_differences, parameter_difference = {"cross_entropy": 0.0, "importance_sampling": 0.0}, 0.0
+        for number, reference in enumerate(self.references):
+            (answer,) = self._answers(f"{name}-{number}")
+            assert len(answer["losses"]) == STEPS
+            for (loss, _), (expected, size) in zip(answer["losses"], reference["losses"], strict=True):
                 kind = self.jobs[number]["loss"]
-                worst[kind] = max(worst[kind], abs(loss - expected) / size)
-            mine, theirs = self._adapter(number, found["path"]), self._adapter(number, alone["path"])
-            assert mine.keys() == theirs.keys()
-            furthest = max(furthest, *(float((mine[key] - theirs[key]).abs().max()) for key in mine))
-        print(f"{name}: losses differ by {worst}, adapters by {furthest:.1e}")
-        assert worst["cross_entropy"] <= 1e-6
-        assert worst["importance_sampling"] <= 5e-6
-        assert furthest <= 1e-5
+                loss_differences[kind] = max(loss_differences[kind], abs(loss - expected) / size)
+            adapter, reference_adapter = self._adapter(number, answer["path"]), self._adapter(number, reference["path"])
+            assert adapter.keys() == reference_adapter.keys()
+            parameter_difference = max(
+                parameter_difference, *(float((adapter[key] - reference_adapter[key]).abs().max()) for key in adapter)
+            )
+        print(f"{name}: losses differ by {loss_differences}, adapters by {parameter_difference:.1e}")
+        assert loss_differences["cross_entropy"] <= 1e-6
+        assert loss_differences["importance_sampling"] <= 5e-6
+        assert parameter_difference <= 1e-5
 
     def _adapter(self, number: int, path: str) -> dict[str, Any]:
         directory = CheckpointPath.parse(path).directory(self.settings.storage, self.tenant(number))
         return load_file(directory / "adapter_model.safetensors")
 
     def figures(self) -> dict[str, float]:
-        """What the server counts, by name and labels."""
+        """Return the server's metrics by name and labels."""
         lines = re.findall(r"^(megascend_\S+) (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
         return {name: float(value) for name, value in lines}
 
@@ -131,7 +135,7 @@ def served(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
 
 
 class Counted:
-    """What the server has counted since this was made."""
+    """Increase of the server's metrics since construction."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._before = served, served.figures()
@@ -142,20 +146,20 @@ class Counted:
 
 def check_shared(more: dict[str, float], least: float) -> None:
     """At least this part of the steps ran in batches of several tenants."""
-    steps, alone = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1.0"}']
-    print(f"{steps:.0f} steps, {1 - alone / steps:.0%} of them in batches of several tenants")
-    assert alone <= (1 - least) * steps
+    steps, single = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1.0"}']
+    print(f"{steps:.0f} steps, {1 - single / steps:.0%} of them in batches of several tenants")
+    assert single <= (1 - least) * steps
 
 
 def waits(more: dict[str, float]) -> dict[str, float]:
     """Parts of the steps that waited for so many units of work or fewer, and seconds on average."""
     steps = more["megascend_units_waited_count"]
-    found = {
+    quantiles = {
         bound: round(more[f'megascend_units_waited_bucket{{le="{bound:.1f}"}}'] / steps, 3)
         for bound in (0, 1, 2, 3, 4, 8, 16)
     }
-    print(f"waited: {found} of {steps:.0f}; {more['megascend_wait_seconds_sum'] / steps:.3f} s on average")
-    return found
+    print(f"waited: {quantiles} of {steps:.0f}; {more['megascend_wait_seconds_sum'] / steps:.3f} s on average")
+    return quantiles
 
 
 def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
@@ -171,7 +175,7 @@ def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
 
 def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -> None:
     counted = Counted(served)
-    with served.all_together("attacked") as (models, go), beside(served, models) as victim:
+    with served.all_together("attacked") as (models, go), attacked_by(served, models) as victim:
         wait_until(lambda: counted.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")
         before = counted.more()["megascend_models_in_batch_count"]
         go()
@@ -181,19 +185,19 @@ def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -
         victim.kill()  # with a step under way
         saved = 'megascend_requests_total{kind="save_weights",outcome="ok"}'
         wait_until(lambda: counted.more().get(saved, 0) == len(RANKS), "all have ended")
-    more, found = counted.more(), json.loads((served.folder / "attack.json").read_text())
-    print(f"{found['rounds']} rounds: {json.dumps(found['answers'])}")
-    for what, answers in found["answers"].items():
-        allowed = {"200 user", "400", "404", "410", "413", "422"} | ({"200 done"} if "overflow" in what else set())
-        assert set(answers) <= allowed, what
+    more, attack = counted.more(), json.loads((served.folder / "attack.json").read_text())
+    print(f"{attack['rounds']} rounds: {json.dumps(attack['answers'])}")
+    for kind, answers in attack["answers"].items():
+        allowed = {"200 user", "400", "404", "410", "413", "422"} | ({"200 done"} if "overflow" in kind else set())
+        assert set(answers) <= allowed, kind
     served.check_trajectories("attacked")
     check_shared(more, 0.8)
     assert waits(more)[4] >= 0.9  # steps that are due, batches of two losses, and a save or two
 
 
 @contextlib.contextmanager
-def beside(served: Served, models: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A tenant that sends anything, until the block ends, and one that trains and trains, which is given."""
+def attacked_by(served: Served, models: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a hostile tenant until the block ends, and yield one that keeps training."""
     folder, stop = served.folder, served.folder / "stop"
     job = {"url": served.url, "key": KEYS["mallory"], "model": str(served.settings.model), "others": models}
     (folder / "hostile.json").write_text(json.dumps(job))
@@ -211,8 +215,8 @@ def beside(served: Served, models: list[str]) -> Iterator[subprocess.Popen[bytes
             program.wait()
 
 
-def wait_until(there: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], description: str) -> None:
     end = time.monotonic() + DEADLINE_S
-    while not there():
-        assert time.monotonic() < end, what
+    while not condition():
+        assert time.monotonic() < end, description
         time.sleep(0.1)

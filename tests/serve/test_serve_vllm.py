@@ -16,9 +16,7 @@ import pytest
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams
 from megascend.serve.errors import Failure
-from megascend.serve.samplers.vllm_check import Probe, check
-from megascend.serve.samplers.vllm_pool import Servers
-from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm import Probe, Servers, VllmSampling, check
 from megascend.serve.samplers.vllm_server import (
     RefusedError,
     ServerFailedError,
@@ -41,7 +39,7 @@ REQUEST = SampleRequest(
 
 
 def choice(index: int, tokens: list[int], finish_reason: str) -> dict[str, Any]:
-    """As vLLM 0.32 writes it; the second likeliest token is token 9, the likeliest the one that was drawn."""
+    """Build a choice as vLLM 0.32 does: the sampled token is the likeliest, token 9 the second."""
     top = [{f"token_id:{token}": -0.5, "token_id:9": -1.5, "token_id:8": -2.5} for token in tokens]
     prompt = [
         None,
@@ -75,13 +73,13 @@ def test_every_setting_is_sent_so_that_the_server_adds_none() -> None:
 
 
 def test_answers_are_read_by_token_ids() -> None:
-    found = result_of(REQUEST, {"choices": [choice(1, [8, 3], "stop"), choice(0, [4, 4], "length")]})
-    assert [each.tokens for each in found.samples] == [(4, 4), (8, 3)]
-    assert [each.stop_reason for each in found.samples] == ["length", "stop"]
-    assert found.samples[0].logprobs == (-0.5, -0.5)
-    assert found.samples[0].topk_logprobs == (((4, -0.5), (9, -1.5)), ((4, -0.5), (9, -1.5)))
-    assert found.prompt_logprobs == (None, -3.25, -3.25)
-    assert found.topk_prompt_logprobs == (None, ((1, -0.1), (2, -0.2)), ((1, -0.1), (2, -0.2)))
+    result = result_of(REQUEST, {"choices": [choice(1, [8, 3], "stop"), choice(0, [4, 4], "length")]})
+    assert [sample.tokens for sample in result.samples] == [(4, 4), (8, 3)]
+    assert [sample.stop_reason for sample in result.samples] == ["length", "stop"]
+    assert result.samples[0].logprobs == (-0.5, -0.5)
+    assert result.samples[0].topk_logprobs == (((4, -0.5), (9, -1.5)), ((4, -0.5), (9, -1.5)))
+    assert result.prompt_logprobs == (None, -3.25, -3.25)
+    assert result.topk_prompt_logprobs == (None, ((1, -0.1), (2, -0.2)), ((1, -0.1), (2, -0.2)))
     nothing = result_of(SampleRequest([1], SamplingParams(0)), {"choices": [choice(0, [4], "length")]})
     assert nothing.samples == (SampledSequence((), (), "length"),)
 
@@ -112,7 +110,7 @@ class Double:
         self.loaded: dict[str, str] = {}
         self.calls: list[str] = []
         self.lost = False
-        self.held: asyncio.Event | None = None
+        self.gate: asyncio.Event | None = None
         self.logprobs = (None, -1.0, -2.0)
         self.listed = [{"id": "base", "parent": None, "max_model_len": 64}]
 
@@ -136,8 +134,8 @@ class Double:
 
     async def sample(self, request: SampleRequest, model: str, ends=()) -> SampleResult:
         self.calls.append("sample")
-        if self.held is not None:
-            await self.held.wait()
+        if self.gate is not None:
+            await self.gate.wait()
         if self.lost:
             raise EngineLostError(f"{self.name}: connection refused")
         if model not in self.loaded:  # the model itself is not asked: see Servers.base
@@ -168,28 +166,28 @@ def respond(number: int, adapter: str | None = None) -> Respond:
 
 
 def token_of(outcomes: list[Outcome], number: int) -> int:
-    (found,) = [each for each in outcomes if each.number == number]
-    assert found.error is None, found.error
-    return found.value.samples[0].tokens[0]
+    (outcome,) = [candidate for candidate in outcomes if candidate.number == number]
+    assert outcome.error is None, outcome.error
+    return outcome.value.samples[0].tokens[0]
 
 
 def test_an_adapter_is_loaded_where_it_is_sampled_from_and_once() -> None:
-    one, two = Double(1), Double(2)
+    first, second = Double(1), Double(2)
 
     async def work(sampling, outcomes) -> None:
-        sampling.put(Create(1, "p1", None, "/storage/a", False))
+        sampling.submit(Create(1, "p1", None, "/storage/a", False))
         for number in range(2, 6):
-            sampling.put(respond(number, "p1"))
+            sampling.submit(respond(number, "p1"))
         await quiet()
         assert sorted(token_of(outcomes, number) for number in range(2, 6)) == [1, 1, 2, 2], "the least busy one"
-        assert one.calls.count("load") == two.calls.count("load") == 1
-        assert list(one.loaded.values()) == ["/storage/a"]
-        sampling.put(Remove(6, "p1"))
+        assert first.calls.count("load") == second.calls.count("load") == 1
+        assert list(first.loaded.values()) == ["/storage/a"]
+        sampling.submit(Remove(6, "p1"))
 
-    outcomes = run([one, two], work)
-    assert {each.number for each in outcomes} == set(range(1, 7))
-    assert not one.loaded
-    assert not two.loaded
+    outcomes = run([first, second], work)
+    assert {outcome.number for outcome in outcomes} == set(range(1, 7))
+    assert not first.loaded
+    assert not second.loaded
 
 
 def test_names_of_adapters_are_those_of_one_server_alone() -> None:
@@ -197,8 +195,8 @@ def test_names_of_adapters_are_those_of_one_server_alone() -> None:
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
-        sampling.put(Create(1, "p1", None, "/storage/a", False))
-        sampling.put(respond(2, "p1"))
+        sampling.submit(Create(1, "p1", None, "/storage/a", False))
+        sampling.submit(respond(2, "p1"))
         await quiet()
 
     run([double], work)
@@ -207,23 +205,23 @@ def test_names_of_adapters_are_those_of_one_server_alone() -> None:
 
 
 def test_another_server_answers_for_one_that_is_lost_and_one_that_came_back_loads_again() -> None:
-    one, two = Double(1), Double(2)
+    first, second = Double(1), Double(2)
 
     async def work(sampling, outcomes) -> None:
-        sampling.put(Create(1, "p1", None, "/storage/a", False))
-        one.lost = True
-        sampling.put(respond(2, "p1"))
+        sampling.submit(Create(1, "p1", None, "/storage/a", False))
+        first.lost = True
+        sampling.submit(respond(2, "p1"))
         await quiet()
         assert token_of(outcomes, 2) == 2
-        one.lost, two.lost = False, True
-        one.loaded.clear()  # started again
-        sampling.put(respond(3, "p1"))
+        first.lost, second.lost = False, True
+        first.loaded.clear()  # started again
+        sampling.submit(respond(3, "p1"))
         await quiet()
         assert token_of(outcomes, 3) == 1
-        one.lost = True
-        sampling.put(respond(4))
+        first.lost = True
+        sampling.submit(respond(4))
 
-    (last,) = [each for each in run([one, two], work) if each.number == 4]
+    (last,) = [outcome for outcome in run([first, second], work) if outcome.number == 4]
     assert isinstance(last.error, EngineLostError)
     failure = Failure.of(last.error)
     assert failure.category == "server"
@@ -232,11 +230,11 @@ def test_another_server_answers_for_one_that_is_lost_and_one_that_came_back_load
 
 def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
     async def work(sampling, outcomes) -> None:
-        sampling.put(Create(1, "p1", None, "/storage/bad", False))
-        sampling.put(respond(2, "p1"))
-        sampling.put(respond(3))
+        sampling.submit(Create(1, "p1", None, "/storage/bad", False))
+        sampling.submit(respond(2, "p1"))
+        sampling.submit(respond(3))
 
-    outcomes = {each.number: each for each in run([Double(7)], work)}
+    outcomes = {outcome.number: outcome for outcome in run([Double(7)], work)}
     assert isinstance(outcomes[2].error, ConfigError)
     assert "max_lora_rank" in str(outcomes[2].error)
     assert outcomes[3].value.samples[0].tokens == (7,)
@@ -246,8 +244,8 @@ def test_the_model_itself_is_sampled_from_by_an_adapter_that_changes_nothing() -
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
-        sampling.put(respond(1))
-        sampling.put(respond(2))
+        sampling.submit(respond(1))
+        sampling.submit(respond(2))
         await quiet()
         assert [token_of(outcomes, number) for number in (1, 2)] == [1, 1]
         assert list(double.loaded.values()) == ["/storage/null"]
@@ -261,15 +259,15 @@ def test_a_request_that_nobody_waits_for_is_given_up() -> None:
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
-        double.held = asyncio.Event()
-        sampling.put(respond(1))
+        double.gate = asyncio.Event()
+        sampling.submit(respond(1))
         await quiet()
         assert sampling.cancel(1)
         await quiet()
         assert not sampling.cancel(1)
 
     (outcome,) = run([double], work)
-    assert "nobody waits" in str(outcome.error)
+    assert "cancelled" in str(outcome.error)
 
 
 def test_a_server_with_another_model_is_refused() -> None:
@@ -296,15 +294,15 @@ def test_an_address_that_is_none(address) -> None:
 
 
 def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str | None = None) -> tuple[Any, str]:
-    """What ``call`` returns or raises, of a server that answers so, and what it was sent."""
+    """Return the result or error of ``call`` on a server with this answer, and the request it received."""
 
     async def main() -> tuple[Any, str]:
-        sent: list[bytes] = []
+        request_parts: list[bytes] = []
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            sent.append(head + await reader.readexactly(length))
+            request_parts.append(head + await reader.readexactly(length))
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
             await writer.drain()
@@ -313,11 +311,11 @@ def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            found: Any = await call(VllmServer(f"http://127.0.0.1:{port}", key))
+            result: Any = await call(VllmServer(f"http://127.0.0.1:{port}", key))
         except EngineError as error:
-            found = error
+            result = error
         server.close()
-        return found, b"".join(sent).decode()
+        return result, b"".join(request_parts).decode()
 
     return asyncio.run(main())
 
@@ -339,11 +337,11 @@ def test_errors_of_the_server_are_told_with_its_address() -> None:
 
 
 def test_adapters_are_loaded_by_name_and_directory_with_the_key() -> None:
-    found, sent = answered(200, b"Success", lambda server: server.load_adapter("n", "/storage/a"), key="secret")
-    assert found is None
-    assert sent.startswith("POST /v1/load_lora_adapter HTTP/1.1")
-    assert "Authorization: Bearer secret" in sent
-    assert json.loads(sent.split("\r\n\r\n")[1]) == {"lora_name": "n", "lora_path": "/storage/a"}
+    result, request = answered(200, b"Success", lambda server: server.load_adapter("n", "/storage/a"), key="secret")
+    assert result is None
+    assert request.startswith("POST /v1/load_lora_adapter HTTP/1.1")
+    assert "Authorization: Bearer secret" in request
+    assert json.loads(request.split("\r\n\r\n")[1]) == {"lora_name": "n", "lora_path": "/storage/a"}
     missing = {"error": {"message": "No adapter found for /storage/a", "code": 404}}
     error, _ = answered(404, missing, lambda server: server.load_adapter("n", "/storage/a"))
     assert "No adapter found for /storage/a" in str(error)

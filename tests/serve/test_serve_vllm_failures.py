@@ -18,7 +18,7 @@ from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.availability import FIRST_S
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.serve.samplers import vllm_server
-from megascend.serve.samplers.vllm_pool import Pool, Servers
+from megascend.serve.samplers.vllm import Pool, Servers
 from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
@@ -35,7 +35,7 @@ class Double:
     """
 
     def __init__(self, token: int, fails: str = "") -> None:
-        self.token, self.fails, self.failing, self.asked = (
+        self.token, self.fails, self.failing, self.targets = (
             token,
             fails,
             "/v1/completions /v1/load_lora_adapter /health",
@@ -61,7 +61,7 @@ class Double:
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
         target = head.split()[1].decode()
-        self.asked.append(target)
+        self.targets.append(target)
         fails = self.fails if target in self.failing.split() else ""
         if fails == "hangs":
             await reader.read()  # until the client has had enough
@@ -83,11 +83,11 @@ class Double:
         return answer[:-7] if fails == "stops within" else answer
 
     def _body(self) -> dict[str, Any]:
-        found = {"token_logprobs": [-0.5], "top_logprobs": [{}]}
-        return {"choices": [{"index": 0, "finish_reason": "length", "token_ids": [self.token], "logprobs": found}]}
+        logprobs = {"token_logprobs": [-0.5], "top_logprobs": [{}]}
+        return {"choices": [{"index": 0, "finish_reason": "length", "token_ids": [self.token], "logprobs": logprobs}]}
 
     def samples(self) -> int:
-        return self.asked.count("/v1/completions")
+        return self.targets.count("/v1/completions")
 
 
 class Clock:
@@ -109,8 +109,8 @@ def run(doubles: list[Double], work: Work) -> None:
             if double.fails == "refuses":
                 double.stop()
         servers = [
-            VllmServer(f"http://127.0.0.1:{each.port}", answer_s=4.0 if each.fails == "hangs" else 60.0)
-            for each in doubles
+            VllmServer(f"http://127.0.0.1:{double.port}", answer_s=4.0 if double.fails == "hangs" else 60.0)
+            for double in doubles
         ]
         clock = Clock()
         await work(Pool(Servers(servers, "s", "/storage/null"), clock=clock), clock)
@@ -125,7 +125,7 @@ async def token(pool: Pool) -> int:
 
 
 def text_of(pool: Pool) -> str:
-    """The pool's metrics as Prometheus reads them."""
+    """Return the pool's metrics as Prometheus reads them."""
     registry = CollectorRegistry()
     registry.register(pool)
     return generate_latest(registry).decode()
@@ -162,12 +162,12 @@ def test_another_server_answers_and_the_one_that_failed_is_left_out_for_a_while(
         bad.fails = ""
         clock.now += FIRST_S
         assert await token(pool) == 1, "its time is over"
-        assert "/health" in bad.asked
+        assert "/health" in bad.targets
         assert 'megascend_vllm_left_out{server="0"} 0.0' in text_of(pool)
 
     with caplog.at_level(logging.INFO, "megascend.serve"):
         run([bad, good], work)
-    first, last = (each.getMessage() for each in caplog.records)
+    first, last = (entry.getMessage() for entry in caplog.records)
     assert first.startswith(f"{bad.name} is left out for 5 s: {bad.name}: ")
     assert last == f"{bad.name} answers again"
 
@@ -193,7 +193,7 @@ def test_one_that_is_still_ill_when_its_time_is_over_is_found_out_by_its_health(
         assert await token(pool) == 2
         clock.now += FIRST_S
         assert await token(pool) == 2
-        assert bad.asked.count("/health") == 1, "it is left out for twice as long the second time"
+        assert bad.targets.count("/health") == 1, "it is left out for twice as long the second time"
 
     bad.failing = "/v1/completions /health"
     run([bad, good], work)
@@ -253,4 +253,4 @@ def test_what_a_server_refuses_is_not_sent_to_another_and_is_no_failure(status) 
         assert "failures_total{" not in text_of(pool)
 
     run(doubles, work)
-    assert doubles[1].asked == []
+    assert doubles[1].targets == []

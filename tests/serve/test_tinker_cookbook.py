@@ -39,10 +39,10 @@ class Here:
         self.folder, self.url = folder, url
 
     def run(self, recipe: str, name: str, **settings: Any) -> list[dict[str, Any]]:
-        """What a recipe logged at its steps; its log is the folder's ``name``."""
+        """Run a recipe; return the metrics of its steps from the log folder ``name``."""
         log = self.folder / name
         values = {"model_name": MODEL, "log_path": log, **settings}
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 str(PYTHON),
                 "-m",
@@ -65,11 +65,11 @@ class Here:
             timeout=300,
             check=False,
         )
-        assert done.returncode == 0, done.stdout[-6000:]
+        assert completed.returncode == 0, completed.stdout[-6000:]
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
     def checkpoint(self, name: str) -> str:
-        """The state that a recipe saved last."""
+        """Return the last state that a recipe saved."""
         return json.loads((self.folder / name / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
 
 
@@ -111,27 +111,27 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
     until = time.monotonic() + 120
-    while (found := re.search(r"TINKER_BASE_URL=(\S+)", log.read_text())) is None:
+    while (match := re.search(r"TINKER_BASE_URL=(\S+)", log.read_text())) is None:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.2)
-    return found[1]
+    return match[1]
 
 
 @pytest.fixture(scope="module")
 def taught(here: Here) -> list[dict[str, Any]]:
-    """What sl_loop logged; its state knows how answers look, and guesses them."""
+    """Run sl_loop; return its metrics. Its final state knows the format of answers, and guesses them."""
     return here.run("sl_loop", "taught", batch_size=8, learning_rate=1e-2, save_every=0)
 
 
-def told(name: str, values: list[float]) -> None:
+def print_curve(name: str, values: list[float]) -> None:
     """Print a figure as docs/serve.md has it."""
     print(f"\n{name}: {' '.join(f'{value:.3f}' for value in values)}")
 
 
 def test_supervised_learning(taught) -> None:
     losses = [step["train_mean_nll"] for step in taught]
-    told("sl_loop, loss per token", losses[::10] + losses[-1:])
+    print_curve("sl_loop, loss per token", losses[::10] + losses[-1:])
     assert losses[0] > 5
     assert max(losses[-5:]) < 0.1
 
@@ -152,7 +152,7 @@ def reinforced(here: Here, loss: str) -> list[float]:
     }
     settings |= {} if loss == "stable_reinforce" else {"loss_fn": loss}
     rewards = [step["reward/total"] for step in here.run("rl_loop", name, **settings)]
-    told(f"rl_loop, {loss}, reward", rewards)
+    print_curve(f"rl_loop, {loss}, reward", rewards)
     return rewards
 
 
@@ -176,25 +176,25 @@ def test_reinforcement_learning(here, taught, loss) -> None:
     assert_risen(reinforced(here, loss))
 
 
-@pytest.mark.parametrize("ahead", [None, 1], ids=["in step", "one step ahead"])
-def test_math_with_stable_reinforce(here, taught, ahead) -> None:
+@pytest.mark.parametrize("steps_ahead", [None, 1], ids=["in step", "one step ahead"])
+def test_math_with_stable_reinforce(here, taught, steps_ahead) -> None:
     settings = {"env": "gsm8k", "groups_per_batch": 8, "group_size": 8, "learning_rate": 3e-4, "max_tokens": 12}
     settings |= {"max_steps": 16, "eval_every": 0, "save_every": 0, "load_checkpoint_path": here.checkpoint("taught")}
-    settings |= {} if ahead is None else {"max_steps_off_policy": ahead}
-    steps = here.run("math_rl.train", f"math-{ahead}", **settings)
+    settings |= {} if steps_ahead is None else {"max_steps_off_policy": steps_ahead}
+    steps = here.run("math_rl.train", f"math-{steps_ahead}", **settings)
     rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
-    told(f"math_rl, {ahead or 0} steps ahead, reward", rewards)
+    print_curve(f"math_rl, {steps_ahead or 0} steps ahead, reward", rewards)
     last = sum(rewards[-3:]) / 3
     assert last > rewards[0] + 0.15
     assert last > 0.85
-    if ahead is None:  # sampler and trainer have the same weights, and say the same of the same tokens
+    if steps_ahead is None:  # sampler and trainer have the same weights, and say the same of the same tokens
         assert max(abs(step["optim/kl_sample_train_v1"]) for step in steps if "optim/kl_sample_train_v1" in step) < 1e-5
 
 
 def test_preferences(here, taught) -> None:
     settings = {"batch_size": 32, "learning_rate": 1e-3, "load_checkpoint_path": here.checkpoint("taught")}
     steps = [step for step in here.run("preference.dpo.train", "dpo", **settings) if "dpo_loss" in step]
-    told("dpo, loss", [step["dpo_loss"] for step in steps])
+    print_curve("dpo, loss", [step["dpo_loss"] for step in steps])
     assert steps[0]["dpo_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["dpo_loss"] < 0.1
     assert steps[-1]["accuracy"] == 1.0
@@ -206,7 +206,7 @@ def test_supervised_chat(here) -> None:
         "chat_sl.train", "chat", dataset=data, batch_size=16, learning_rate=1e-2, eval_every=0, save_every=20
     )
     losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
-    told("chat_sl, loss per token", losses[::10] + losses[-1:])
+    print_curve("chat_sl, loss per token", losses[::10] + losses[-1:])
     assert losses[0] > 5
     assert max(losses[-3:]) < 0.1 * losses[0]
 
@@ -221,6 +221,6 @@ def test_distillation(here, answering) -> None:
     settings |= {"load_checkpoint_path": here.checkpoint("taught"), "lora_rank": 32, "groups_per_batch": 8}
     settings |= {"learning_rate": 3e-4, "max_tokens": 12, "max_steps": 15, "eval_every": 0, "save_every": 0}
     steps = here.run("distillation.on_policy_distillation", "distilled", **settings)
-    found = [step["teacher_kl"] for step in steps if "teacher_kl" in step]
-    told("on_policy_distillation, KL to the teacher", found)
-    assert sum(found[-3:]) < 0.5 * sum(found[:3])
+    divergences = [step["teacher_kl"] for step in steps if "teacher_kl" in step]
+    print_curve("on_policy_distillation, KL to the teacher", divergences)
+    assert sum(divergences[-3:]) < 0.5 * sum(divergences[:3])

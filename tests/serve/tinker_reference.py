@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 def logprobs_of(model: Any, tokens: list[int], targets: Any) -> Tensor:
     """[n] or [n, k] for targets of that shape."""
     logits = model(input_ids=torch.tensor(tokens)[None]).logits[0].float().log_softmax(-1)
-    wanted = torch.tensor(targets)
-    return logits.gather(1, wanted[:, None])[:, 0] if wanted.dim() == 1 else logits.gather(1, wanted)
+    target_ids = torch.tensor(targets)
+    return logits.gather(1, target_ids[:, None])[:, 0] if target_ids.dim() == 1 else logits.gather(1, target_ids)
 
 
 def loss_of(name: str, config: dict[str, float], logprobs: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -49,19 +49,20 @@ def main(job_path: str, adapter: str, result_path: str) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
     answers = []
-    for wanted in job["steps"]:
-        name = wanted["loss"]
-        data = job["data"][wanted.get("data", "cross_entropy" if name == "custom" else name)]
-        found = [logprobs_of(model, tokens, inputs["target_tokens"]) for tokens, inputs in data]
+    for settings in job["steps"]:
+        name = settings["loss"]
+        data = job["data"][settings.get("data", "cross_entropy" if name == "custom" else name)]
+        logprobs = [logprobs_of(model, tokens, inputs["target_tokens"]) for tokens, inputs in data]
         if name == "custom":
-            loss = sum((v.square() * 0.01 + v * (0.2 if i % 2 else -0.3)).sum() for i, v in enumerate(found))
+            loss = sum((v.square() * 0.01 + v * (0.2 if i % 2 else -0.3)).sum() for i, v in enumerate(logprobs))
         else:
             loss = sum(
-                loss_of(name, wanted.get("config") or {}, v, inputs) for v, (_, inputs) in zip(found, data, strict=True)
+                loss_of(name, settings.get("config") or {}, v, inputs)
+                for v, (_, inputs) in zip(logprobs, data, strict=True)
             )
         optimizer.zero_grad()
         loss.backward()
-        adam = wanted["adam"]
+        adam = settings["adam"]
         if adam.get("grad_clip_norm"):
             torch.nn.utils.clip_grad_norm_(parameters, adam["grad_clip_norm"])
         optimizer.param_groups[0].update(
@@ -71,7 +72,7 @@ def main(job_path: str, adapter: str, result_path: str) -> None:
             weight_decay=adam.get("weight_decay", 0.0),
         )
         optimizer.step()
-        answers.append({"loss": float(loss), "logprobs": [value.detach().flatten().tolist() for value in found]})
+        answers.append({"loss": float(loss), "logprobs": [value.detach().flatten().tolist() for value in logprobs]})
     with torch.no_grad():
         data = job["data"]["cross_entropy"]
         values = [logprobs_of(model, tokens, inputs["target_tokens"]) for tokens, inputs in data]

@@ -27,13 +27,13 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Steps 1 and 2, and in what is another process to the tracker 3 and 4; the ids of both."""
+    """Log steps 1 and 2, then 3 and 4 as if in another process; return both run ids."""
     ids = []
-    for done, outcome in ((0, "stopped"), (2, "finished")):
-        trackers = Trackers({tracker: {}}, output, CONFIG, done)
-        for step in (done + 1, done + 2):
+    for last_step, outcome in ((0, "stopped"), (2, "finished")):
+        trackers = Trackers({tracker: {}}, output, CONFIG, last_step)
+        for step in (last_step + 1, last_step + 2):
             trackers.log(step, {"loss": LOSSES[step], "validation_loss": None, "tokens": 10 * step})
-        trackers.log_texts(done + 2, {"one?": f"answer {done + 2}"})
+        trackers.log_texts(last_step + 2, {"one?": f"answer {last_step + 2}"})
         trackers.close(outcome)
         ids.append(read_run_ids(output / FOLDER)[tracker])
     assert [record.getMessage() for record in caplog.records if record.name.startswith("megascend")] == []
@@ -46,7 +46,7 @@ def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture)
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_and_resume("wandb", tmp_path, caplog)
-    found, settings, answers = {}, {}, []
+    losses, settings, answers = {}, {}, []
     files = sorted((tmp_path / FOLDER / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2  # of one run: offline, every process has a file
     assert len({path.name for path in files}) == 1
@@ -54,11 +54,11 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         for record in wandb_records(path):
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             if "train/loss" in row:
-                found[row["_step"]] = row["train/loss"]
+                losses[row["_step"]] = row["train/loss"]
             for item in record.run.config.update:
                 settings[item.key] = json.loads(item.value_json)
         answers += [json.loads(table.read_text())["data"] for table in path.parent.rglob("*.table.json")]
-    assert found == LOSSES
+    assert losses == LOSSES
     assert (settings["seed"], settings["optimizer"]["lr"]) == (1234, 1e-5)
     assert answers == [[[2, "one?", "answer 2"]], [[4, "one?", "answer 4"]]]
 
@@ -67,19 +67,19 @@ def wandb_records(path: Path) -> list:
     """W&B's file is a log of LevelDB's: blocks of 32 KiB, whose records begin with a checksum, a length and a kind."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, place, part, found = path.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        room = 32768 - place % 32768
-        length, kind = struct.unpack_from("<HB", data, place + 4)
+    data, position, part, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        length, kind = struct.unpack_from("<HB", data, position + 4)
         if room < 7 or kind == 0:
-            place += room
+            position += room
             continue
-        part += data[place + 7 : place + 7 + length]
-        place += 7 + length
+        part += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(part))
+            records.append(Record.FromString(part))
             part = b""
-    return found
+    return records
 
 
 @pytest.mark.nightly
@@ -91,9 +91,9 @@ def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert len({path.name.rpartition("-")[2] for path in runs}) == 1
     texts = [path.read_text() for run in runs for path in run.glob("media/**/*.txt")]
     assert sorted(texts) == ["answer 2", "answer 4"]
-    whole = b"".join(path.read_bytes() for run in runs for path in run.glob("*.swanlab"))
-    assert b"train/loss" in whole
-    assert b"train/validation_loss" not in whole
+    content = b"".join(path.read_bytes() for run in runs for path in run.glob("*.swanlab"))
+    assert b"train/loss" in content
+    assert b"train/validation_loss" not in content
     assert any("lr: 1.0e-05" in path.read_text() for run in runs for path in run.glob("files/config.yaml"))
 
 
@@ -127,6 +127,6 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     client = MlflowClient()
     run = client.get_run(run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    assert {each.step: each.value for each in client.get_metric_history(run_id, "train/loss")} == LOSSES
+    assert {metric.step: metric.value for metric in client.get_metric_history(run_id, "train/loss")} == LOSSES
     assert (run.data.params["optimizer.lr"], run.data.params["lora"]) == ("1e-05", "None")
     assert "answer 4" in Path(client.download_artifacts(run_id, "generation/step-4.txt", str(tmp_path))).read_text()

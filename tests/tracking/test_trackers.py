@@ -20,39 +20,39 @@ from megascend.tracking.trackers import BackgroundTracker, Trackers
 ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "tokens": 7, "mfu": float("nan")}
 
 
-class Kept:
+class RecordingTracker:
     """Keeps what it is told."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self.run, self.told = run, []
+        self.run, self.calls = run, []
         self.run_id: str | None = run.run_id or "run-1"
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if step in self.run.options.get("fails_at", ()):
             raise OSError("no network")
-        self.told.append((step, dict(figures)))
+        self.calls.append((step, dict(figures)))
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self.told.append((step, dict(texts)))
+        self.calls.append((step, dict(texts)))
 
     def close(self, outcome: str) -> None:
-        self.told.append(outcome)
+        self.calls.append(outcome)
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kept]]:
-    """The trackers called ``kept`` that were opened."""
-    found: list[Kept] = []
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingTracker]]:
+    """List the opened trackers named ``kept``."""
+    trackers: list[RecordingTracker] = []
 
-    def open_kept(run: TrackedRun) -> Kept:
+    def open_kept(run: TrackedRun) -> RecordingTracker:
         if run.options.get("refuses"):
             raise RuntimeError("not logged in")
-        found.append(Kept(run))
-        return found[-1]
+        trackers.append(RecordingTracker(run))
+        return trackers[-1]
 
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     register_tracker("kept", open_kept)
-    return found
+    return trackers
 
 
 def config(path: Path, *trackers: object, **changes: object) -> RunConfig:
@@ -70,7 +70,7 @@ def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
 def test_an_unknown_name_and_a_missing_package_are_found_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no 'wandbb', did you mean wandb\? there are tensorboard, wandb"):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'wandbb', did you mean wandb\? Available: tensorboard, wandb"):
         check_packages(config(tmp_path, "wandbb"))
     monkeypatch.setattr(registry, "is_installed", lambda name: False)
     for name, extra in (("tensorboard", "track"), ("wandb", "wandb"), ("mlflow", "mlflow")):
@@ -84,41 +84,45 @@ def test_an_unknown_name_and_a_missing_package_are_found_before_training(
         check_packages(config(tmp_path, "mine", plugins=["package"]))
 
 
-def test_a_tracker_gets_the_numbers_of_the_run_log(opened: list[Kept], tmp_path: Path) -> None:
+def test_a_tracker_gets_the_numbers_of_the_run_log(opened: list[RecordingTracker], tmp_path: Path) -> None:
     check_trackers(["kept"])
     with pytest.raises(ConfigError, match="another tracker is called 'kept'"):
-        register_tracker("kept", Kept)
+        register_tracker("kept", RecordingTracker)
     trackers = Trackers({"kept": {"a": 1}}, tmp_path / "run-7", {"seed": 5})
     assert not (tmp_path / "run-7").exists()  # a run that does not start leaves nothing
     trackers.log(3, ROW)
     trackers.log_texts(3, {"one?": "two"})
     trackers.close("finished")
-    [kept] = opened
-    assert kept.told == [
+    [tracker] = opened
+    assert tracker.calls == [
         (3, {"train/loss": 0.5, "train/skipped": 0.0, "train/tokens": 7.0}), (3, {"one?": "two"}), "finished",
     ]  # fmt: skip
-    assert (kept.run.name, kept.run.config, kept.run.options) == ("run-7", {"seed": 5}, {"a": 1})
-    assert kept.run.folder.is_dir()
+    assert (tracker.run.name, tracker.run.config, tracker.run.options) == ("run-7", {"seed": 5}, {"a": 1})
+    assert tracker.run.folder.is_dir()
 
 
-def test_a_resumed_run_is_the_same_one_to_a_tracker(opened: list[Kept], tmp_path: Path) -> None:
-    for done in (0, 3, 0):
-        trackers = Trackers({"kept": {}}, tmp_path, {}, done)
-        trackers.log(done + 1, ROW)
+def test_a_resumed_run_is_the_same_one_to_a_tracker(opened: list[RecordingTracker], tmp_path: Path) -> None:
+    for last_step in (0, 3, 0):
+        trackers = Trackers({"kept": {}}, tmp_path, {}, last_step)
+        trackers.log(last_step + 1, ROW)
         trackers.close("stopped")
-    assert [(kept.run.resumed_after, kept.run.run_id) for kept in opened] == [(0, None), (3, "run-1"), (0, None)]
+    assert [(tracker.run.resumed_after, tracker.run.run_id) for tracker in opened] == [
+        (0, None),
+        (3, "run-1"),
+        (0, None),
+    ]
     assert json.loads((tmp_path / "trackers" / "run_ids.json").read_text()) == {"kept": "run-1"}
 
 
 def test_a_failure_is_said_once_and_costs_no_further_record(
-    opened: list[Kept], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: list[RecordingTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = []
-    trackers = Trackers({"kept": {"fails_at": (2, 3)}}, tmp_path, {}, on_failure=lambda *told: events.append(told))
+    trackers = Trackers({"kept": {"fails_at": (2, 3)}}, tmp_path, {}, on_failure=lambda *call: events.append(call))
     for step in (1, 2, 3, 4):
         trackers.log(step, {"loss": 1.0})
     trackers.close("finished")
-    assert [told[0] for told in opened[0].told[:-1]] == [1, 4]
+    assert [call[0] for call in opened[0].calls[:-1]] == [1, 4]
     assert events == [("kept", "OSError: no network")]
     assert [record.getMessage() for record in caplog.records] == [
         "tracker kept: OSError: no network; training continues", "tracker kept: 2 records were lost",
@@ -126,7 +130,7 @@ def test_a_failure_is_said_once_and_costs_no_further_record(
 
 
 def test_a_tracker_that_cannot_be_opened_ends_nothing(
-    opened: list[Kept], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: list[RecordingTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trackers = Trackers({"kept": {"refuses": True}}, tmp_path, {})
     for step in (1, 2, 3):
@@ -140,7 +144,7 @@ def test_a_tracker_that_cannot_be_opened_ends_nothing(
 def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     released, problems = threading.Event(), []
 
-    class Hanging(Kept):
+    class Hanging(RecordingTracker):
         def log(self, step: int, figures: Mapping[str, float]) -> None:
             released.wait(60)
 
@@ -150,18 +154,18 @@ def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.Log
     )
     for step in range(20):
         tracker.log(step, {})
-    assert problems == ["4 records wait for it"]
+    assert problems == ["its queue of 4 records is full"]
     with caplog.at_level(logging.WARNING):
         tracker.close("finished", timeout_s=0.2)
-    assert "not through after" in caplog.text
+    assert "not finished after" in caplog.text
     released.set()
 
 
 def test_tensorboard_holds_the_figures_the_settings_and_the_answers(tmp_path: Path) -> None:
-    for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # resumed after step 2: step 3 of before is gone
-        trackers = Trackers({"tensorboard": {}}, tmp_path, {"seed": 5}, done)
+    for last_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # resumed after step 2: step 3 of before is gone
+        trackers = Trackers({"tensorboard": {}}, tmp_path, {"seed": 5}, last_step)
         for step in steps:
-            trackers.log(step, {"loss": 1.0 / step + done})
+            trackers.log(step, {"loss": 1.0 / step + last_step})
         trackers.log_texts(steps[-1], {"one?": "two"})
         trackers.close("finished")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -173,4 +177,4 @@ def test_tensorboard_holds_the_figures_the_settings_and_the_answers(tmp_path: Pa
     [settings] = events.Tensors("config/text_summary")
     assert b'"seed": 5' in settings.tensor_proto.string_val[0]
     answers = events.Tensors("generation/0/text_summary")
-    assert [(each.step, b"two" in each.tensor_proto.string_val[0]) for each in answers][-1] == (4, True)
+    assert [(event.step, b"two" in event.tensor_proto.string_val[0]) for event in answers][-1] == (4, True)

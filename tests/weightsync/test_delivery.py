@@ -28,7 +28,7 @@ class Refusing(InferenceEngine):
     """Says where its worker keeps weights, and refuses every offer, with the transport in it."""
 
     def __init__(self, name: str, *locations: Location) -> None:
-        self.name, self._locations, self.begun = name, locations, False
+        self.name, self._locations, self.has_begun = name, locations, False
 
     async def locations(self) -> list[Location]:
         return list(self._locations)
@@ -37,7 +37,7 @@ class Refusing(InferenceEngine):
         return len(self._locations)
 
     async def begin_update(self, offer: Any) -> None:
-        self.begun = True
+        self.has_begun = True
         raise RuntimeError(f"offered over {offer.transport}, {offer.manifest.bucket_bytes} bytes at a time")
 
     async def verify(self, seal: Any, timeout_s: float) -> None: ...
@@ -51,11 +51,11 @@ class Refusing(InferenceEngine):
 def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
     settings: dict[str, Any] = {"device": torch.device("cpu"), "host": "127.0.0.1", "bucket_bytes": None}
     settings |= {"digest": "multilinear64", "timeout_s": 20.0, "transport": transport}
-    found = Delivery(**settings | changes)
+    opened = Delivery(**settings | changes)
     try:
-        yield found
+        yield opened
     finally:
-        found.close()
+        opened.close()
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
 )
 def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
     update = Update()
-    with delivery("auto") as found, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
-        found.begin(update, [Refusing("engine", location, location)], 1, SPECS)
+    with delivery("auto") as opened, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
+        opened.begin(update, [Refusing("engine", location, location)], 1, SPECS)
     assert update.transport == expected
 
 
@@ -74,10 +74,10 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
     class Plain(Refusing):
         locations = InferenceEngine.locations
 
-    with delivery("auto") as found, pytest.raises(WeightSyncError, match="offered over gloo"):
-        found.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
-    with delivery("shared_memory") as found, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        found.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
+    with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
+        opened.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
+    with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
+        opened.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
     transport: str, location: Location, message: str
 ) -> None:
     engine = Refusing("engine", location)
-    with delivery(transport) as found, pytest.raises(ConfigError, match=message):
-        found.begin(Update(), [engine], 1, SPECS)
-    assert not engine.begun
+    with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
+        opened.begin(Update(), [engine], 1, SPECS)
+    assert not engine.has_begun
 
 
 def test_a_vllm_whose_receiver_is_older_is_refused_with_what_to_install() -> None:

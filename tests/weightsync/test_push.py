@@ -40,9 +40,9 @@ def make_backend(checkpoint: Path, parallel: Parallel | None = None, **options: 
     return megascend.MegatronBackend(checkpoint, parallel, **settings | options)
 
 
-def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in wanted.items()
+def equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(
+        tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor) for name, tensor in expected.items()
     )
 
 
@@ -107,22 +107,22 @@ def test_adapters_merged_and_alone(parity_folder, tmp_path):
                 backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="a")
                 backend.optimizer_step()
             with megascend.WeightSync(backend, served) as sync:
-                merged, alone = sync.push(1, "a"), sync.push(1, "a", alone=True)
+                merged, factors = sync.push(1, "a"), sync.push(1, "a", alone=True)
                 again = sync.push(2, "a", alone=True)
-                with pytest.raises(ConfigError, match="no adapter 'b'; there are: a"):
+                with pytest.raises(ConfigError, match="unknown adapter 'b'; loaded: a"):
                     sync.push(3, "b")
                 with pytest.raises(ConfigError, match="name the adapter"):
                     sync.push(3, alone=True)
             backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
             backend.export_hf(tmp_path / "merged", adapter="a")
-            return merged.nbytes, alone.nbytes, again.version
+            return merged.nbytes, factors.nbytes, again.version
 
-        (whole, factors, version), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        (merged, factors, version), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
         weights, adapters = served[0].weights()
         assert equal(weights[0], load_file(tmp_path / "merged" / "model.safetensors"))
         assert equal(adapters["adapter a"], load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
         assert served[0].state()["versions"] == {"model": 1, "adapter a": 2}
-    assert factors < whole / 4
+    assert factors < merged / 4
     assert version == 2
 
 
@@ -132,7 +132,7 @@ OLD = {"old": torch.arange(5.0)}
 def pushes_that_fail(
     checkpoint: Path, tmp_path: Path, parallel: Parallel, world_size: int, fault: Any, names: int = 2
 ) -> Any:
-    """A push during which ``fault(engines, number)`` was applied, an optimizer step, and a push after it was taken back.
+    """Push with ``fault(engines, number)`` applied, take an optimizer step, and push again without the fault.
 
     Returns:
         The message on every rank.
@@ -301,7 +301,10 @@ def test_what_is_refused(parity_folder, tmp_path):
                 with pytest.raises(OutOfStepError):
                     sync.push(4 + backend.rank)
                 sync.push(9)
-            with megascend.WeightSync(backend, []) as sync, pytest.raises(ConfigError, match="there are no engines"):
+            with (
+                megascend.WeightSync(backend, []) as sync,
+                pytest.raises(ConfigError, match="no engines are configured"),
+            ):
                 sync.push(10)
             return messages
 
@@ -325,13 +328,13 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
                 verify = sending.verify
                 messages = []
 
-                def meanwhile(update):
+                def push_second(update):
                     verify(update)
                     with pytest.raises(WeightSyncError) as caught:
                         second.push(5)
                     messages.append(str(caught.value))
 
-                sending.verify = meanwhile
+                sending.verify = push_second
                 first.push(4)
                 return messages[0], sending._owner, served[0].state()["versions"]
 

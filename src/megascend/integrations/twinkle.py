@@ -1,10 +1,9 @@
-"""twinkle's Megatron models on a CPU, and what of them gives wrong numbers on any device put right.
+"""Run programs for twinkle's Megatron models on a CPU, and fix what gives wrong numbers on any device.
 
     torchrun --nproc-per-node 2 -m megascend.integrations.twinkle [--as-it-is] SCRIPT [ARGUMENTS]
 
-runs a program that was written for twinkle, unmodified. On a CPU the process is bootstrapped and its ranks meet over Gloo first:
-twinkle knows GPUs and NPUs only. On NPUs twinkle calls MindSpeed itself and is left to it. A program can call :func:`prepare`
-instead, before it makes its first model.
+runs an unmodified twinkle program. On a CPU, which twinkle does not support, the process is bootstrapped and its ranks connect
+over Gloo first. On NPUs twinkle calls MindSpeed itself. A program can call :func:`prepare` instead, before its first model.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ AS_IT_IS = "--as-it-is"
 
 
 def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
-    """Get the process ready for twinkle. Call before the first model is made; on a CPU before Megatron-Core is imported.
+    """Prepare the process for twinkle. Call before the first model is created; on a CPU, before Megatron-Core is imported.
 
     Args:
         platform: "cpu", "cuda", "npu" or "auto".
-        mend: put right what twinkle gets wrong (:func:`mend_twinkle`).
+        mend: apply fixes to twinkle (:func:`mend_twinkle`).
 
     Returns:
-        What was mended, a line each.
+        One line per fix.
 
     Raises:
-        MegascendError: the platform is not there, or a package has a version that does not fit.
+        MegascendError: the platform is unavailable, or a package has an unsupported version.
     """
     from megascend.platforms import choose
 
@@ -42,7 +41,7 @@ def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
 
 
 def meet_over_gloo() -> None:
-    """Make the default process group, if there is none: of torchrun's ranks, or of this process alone."""
+    """Create the default process group if there is none: of torchrun's ranks, or of this single process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -54,10 +53,10 @@ def meet_over_gloo() -> None:
 
 
 def mend_twinkle() -> list[str]:
-    """Replace what gives wrong numbers, or fails on every device, in twinkle (0.4 to 0.5.1) with Megatron. Idempotent.
+    """Patch what gives wrong numbers, or fails on every device, in twinkle 0.4 to 0.5.1 with Megatron. Idempotent.
 
     Returns:
-        A line for each of them.
+        One line per patch.
     """
     from twinkle.model.megatron.megatron import MegatronModel
     from twinkle.model.megatron.strategy.megatron import MegatronStrategy
@@ -76,7 +75,7 @@ def mend_twinkle() -> list[str]:
             MegatronStrategy,
             "params_type",
             property(_params_type),
-            "mixed_precision='no' and 'fp16' are honoured; all was bf16",
+            "mixed_precision='no' and 'fp16' are honoured; everything was bf16",
         ),
         (
             MegatronStrategy,
@@ -94,31 +93,31 @@ def mend_twinkle() -> list[str]:
             MegatronModel,
             "_save_hf_format",
             _saving_merged(MegatronModel._save_hf_format),
-            "save(merge_lora=True) does not fail for want of settings of an adapter that has been merged",
+            "save(merge_lora=True) does not fail on the missing settings of the merged adapter",
         ),
     ]
-    if MegatronStrategy.wrap_model is not _wrap_model:
+    if MegatronStrategy.wrap_model is not _wrap_model:  # else patched already
         for change in mended:
             patch(*change)
     return [f"{name}: {why}" for _, name, _, why in mended]
 
 
 def _wrap_model(self: Any, model: list[Any]) -> list[Any]:
-    """twinkle's own, without its way out for one rank, which leaves out what divides gradients by the tokens."""
+    """Wrap as twinkle does, but also with one rank: twinkle skips the DDP wrapper then, which divides gradients by tokens."""
     if self.device_mesh.world_size > 1:  # a mesh of one has no ranks to check
         self._check_device_mesh()
     return self._wrap_with_megatron_ddp(model, self.use_distributed_optimizer, self.ddp_config)
 
 
 def _params_type(self: Any) -> Any:
-    """torch.dtype of the parameters. twinkle's own looks a dtype up in a table of names, and takes bf16 as it is not there."""
+    """Return the parameters' torch.dtype. twinkle looks it up in a table keyed by names, misses, and falls back to bf16."""
     return self._params_dtype
 
 
 def _sharded_logprobs(logits: Any, index: Any) -> Any:
-    """Log-probabilities of tokens whose logits are split over tensor parallel ranks, by Megatron's plain cross-entropy.
+    """Compute log-probabilities from logits sharded over tensor parallel ranks, by Megatron's unfused cross-entropy.
 
-    twinkle takes Megatron's fused one, whose gradient is bf16 whatever the logits are.
+    twinkle uses the fused one, whose gradient is bf16 for logits of any dtype.
 
     Args:
         logits: [..., vocabulary / tensor parallel size]; overwritten.
@@ -130,16 +129,16 @@ def _sharded_logprobs(logits: Any, index: Any) -> Any:
 
 
 class _Merged:
-    """In place of an adapter's settings where there is none: nothing is written."""
+    """Stand-in for the settings of a merged adapter."""
 
     target_modules: Any = None
 
     def save_pretrained(self, folder: str) -> None:
-        """Writes nothing."""
+        """Write nothing."""
 
 
 def _saving_merged(save: Any) -> Any:
-    """twinkle's own asks for the settings of the adapter "", which stands for the whole model."""
+    """Wrap twinkle's save, which requires settings of the adapter "", its name for the merged model."""
 
     def _save_hf_format(self: Any, output_dir: str, adapter_name: str, lora_converter: Any = None) -> None:
         settings = getattr(self.strategy.unwrap_model(self.model)[0], "peft_config", {})
@@ -168,7 +167,7 @@ def _marking_shards(create: Any) -> Any:
 
 
 def main() -> None:
-    """Prepare the process, say so, run the script."""
+    """Prepare the process, print the fixes, run the script."""
     arguments = sys.argv[1:]
     mend = arguments[:1] != [AS_IT_IS]
     script = arguments[0 if mend else 1 :]
@@ -177,7 +176,7 @@ def main() -> None:
     mended = prepare(mend=mend)
     if os.environ.get("RANK", "0") == "0":
         for line in mended:
-            print(f"megascend mends twinkle's {line}", flush=True)
+            print(f"megascend patches twinkle's {line}", flush=True)
     sys.argv = script
     sys.path[0] = str(Path(script[0]).resolve().parent)
     try:

@@ -9,12 +9,11 @@ In verl's configuration, below ``actor_rollout_ref.rollout``::
       engine_kwargs:
         megascend: {transport: nccl, timeout_s: 300}
 
-Each update has a group of its own, of the master (actor rank 0) and all rollout workers, which needs no default group
-and no port that anyone guesses. Every bucket's digest and version are compared before a tensor of it is handed to the
-engine; every wait has a deadline, and an error names the member that is missing, silent or gone. With ``stage: true``
-a worker hands out nothing until it has received and compared the whole update, which takes the memory of the model
-once more: then no failure of the sender leaves an engine with half of it. verl's manager pauses the engines and
-resumes them; a failed update leaves them paused, as with verl's own engines.
+Each update creates a group of the master (actor rank 0) and all rollout workers, without the default process group or guessed
+ports. A bucket's digest and version are verified before its tensors are passed to the engine; every wait has a deadline, and
+errors name the member that is missing or lost. With ``stage: true`` a worker first receives and verifies the whole update, which
+takes the memory of the model once more, so that a failing sender cannot leave an engine with half an update. verl's manager
+pauses and resumes the engines; a failed update leaves them paused, as with verl's own checkpoint engines.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLING_THREAD = ("hccl", "vllm_hccl")
-"""Transports whose library fails on any thread but the caller's; with them an update blocks the worker's event loop."""
+"""Transports whose library works on the calling thread only; with them an update blocks the worker's event loop."""
 
 
 @CheckpointEngineRegistry.register("megascend")
 class WeightwireCheckpointEngine(CheckpointEngine):
-    """One worker's side of every update; verl calls the methods in the order in which they stand here.
+    """One worker's side of every update; verl calls the methods in the order of their definition.
 
     Args:
-        bucket_size: bytes of a bucket. A sender holds two, a receiver one.
-        is_master: this is actor rank 0, which sends.
-        transport: name of one of weightwire's; its buffers are on the device that verl's worker uses.
-        timeout_s: deadline, in seconds, of meeting, and of every bucket: the trainer may need that long to gather one.
-        host: address of the master that the others reach; by default Ray's address of its node.
-        stage: hand out tensors only when all have come and have been compared.
-        options: of the transport.
+        bucket_size: bytes of a bucket. A sender allocates two, a receiver one.
+        is_master: True on actor rank 0, which sends.
+        transport: name of a weightwire transport; its buffers are on the device of verl's worker.
+        timeout_s: deadline in seconds for joining, and for every bucket: the trainer may need that long to gather one.
+        host: address under which the others reach the master; default: Ray's address of its node.
+        stage: yield tensors only after all have been received and verified.
+        options: options of the transport.
     """
 
     def __init__(
@@ -83,19 +82,21 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Where this update's group meets, from the master; nothing from the others."""
-        self.finalize()  # of an update that failed, verl does not
+        """Return the address of this update's group on the master; {} on the others."""
+        self.finalize()  # verl does not call it after a failed update
         if not self.is_master:
             return {}
         if self._listener is None:
-            self._listener = Listener(self._host or _node_address())
+            import ray
+
+            self._listener = Listener(self._host or ray.util.get_node_ip_address().strip("[]"))
         return {"host": self._listener.host, "port": self._listener.port, "token": uuid.uuid4().hex}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Actor rank 0 is rank 0 of the group, rollout workers are 1 to N; the other actors have no place in it (-1)."""
+        """Assign ranks: actor rank 0 is rank 0 of the group, rollout workers are 1 to N, other actors -1 (not members)."""
         if not metadata or not metadata[0]:
             raise UpdateError("verl: actor rank 0 is not the master of the checkpoint engine")
         actors = [0] + [-1] * (actor_wg_world_size - 1)
@@ -111,11 +112,11 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         return arguments(actors), arguments(rollouts)
 
     def init_process_group(self, rank: int, world_size: int, meeting: dict[str, Any]) -> None:
-        """Meet the others, and connect.
+        """Join the group and connect the transport.
 
         Raises:
-            DeadlineError: members did not come; it names them.
-            TransportError: they could not connect.
+            DeadlineError: members did not join in time; the message names them.
+            TransportError: the transport could not connect.
         """
         if rank < 0:
             return
@@ -135,16 +136,16 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         name = store.get(key).decode()
         self._group = join(meeting["host"], meeting["port"], name, rank, self._timeout_s)
         self._thread = ThreadPoolExecutor(1, "megascend-verl") if self._transport_name not in CALLING_THREAD else None
-        # Names and shapes are told bucket by bucket; all that is known is how large one is.
+        # Each bucket carries its tensors' names and shapes; the manifest describes just the buffer.
         manifest = Manifest(0, (TensorSpec("bucket", "uint8", (self.bucket_size,)),), self.bucket_size)
         setup = Setup(self._group, manifest, self._device, self._timeout_s, self._options)
         self._transport = self._run(make_transport, self._transport_name, setup)
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Send what the generator gives, as version ``global_steps``. On actors without a place in the group: exhaust it.
+        """Send the generator's tensors as version ``global_steps``; actors outside the group only exhaust the generator.
 
-        When sending fails, the generator is exhausted before the error is raised: its gathers are collective, and the
-        other actors are in them.
+        If sending fails, the generator is exhausted before the error is raised: its gathers are collective, and the other actors
+        take part in them.
         """
         iterator = ensure_async_iterator(weights)
         if not self.is_master:
@@ -167,12 +168,12 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors, which are the caller's own.
+        """Yield names and tensors; the caller owns the tensors.
 
         Raises:
-            VersionError: the sender sends another version than ``global_steps``.
-            DigestError: a bucket has changed on its way.
-            TransportError: it has not come.
+            VersionError: the sender's version is not ``global_steps``.
+            DigestError: a bucket was corrupted in transit.
+            TransportError: a bucket did not arrive.
         """
         group, transport = self._ready()
         receiver = StreamReceiver(transport, group, self._device, self.bucket_size, global_steps, self._timeout_s)
@@ -182,14 +183,14 @@ class WeightwireCheckpointEngine(CheckpointEngine):
                 for name, tensor in await self._call(list, tensors):
                     yield name, tensor
                 return
-            while (found := await self._call(_next, tensors)) is not None:
-                yield found
+            while (item := await self._call(_next, tensors)) is not None:
+                yield item
         except Exception as error:
             self._fail(error)
             raise
 
     def finalize(self) -> None:
-        """Leave the group. The listener stays, for the next update."""
+        """Leave the group; the listener stays open for the next update."""
         if self._transport is not None:
             self._run(self._transport.close)
         if self._group is not None:
@@ -200,23 +201,23 @@ class WeightwireCheckpointEngine(CheckpointEngine):
 
     def _ready(self) -> tuple[Group, Transport]:
         if self._group is None or self._transport is None:
-            raise UpdateError("verl: weights are to travel before init_process_group")
+            raise UpdateError("verl: weights are sent or received before init_process_group")
         return self._group, self._transport
 
     def _fail(self, error: Exception) -> None:
-        """Tell the other members, so that nobody waits for this one."""
+        """Report a failure to the other members, so that they do not wait for this one."""
         group, transport = self._ready()
         group.fail(f"{type(error).__name__}: {error}")
         self._run(transport.abort)
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it where everything of the transport is called."""
+        """Call a function on the transport's thread, which makes all of the transport's calls."""
         if self._thread is None:
             return function(*arguments)
         return self._thread.submit(function, *arguments).result()
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The same, without blocking the event loop."""
+        """Call a function on the transport's thread without blocking the event loop."""
         if self._thread is None:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -227,14 +228,8 @@ def _next(tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tenso
 
 
 def _current_device(transport: str) -> torch.device:
-    """Where the transport's buffers are: on the current device of the type that it prefers."""
+    """Return the current device of the transport's preferred type."""
     kind = device_types(transport)[0]
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, getattr(torch, kind).current_device())
-
-
-def _node_address() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address().strip("[]")

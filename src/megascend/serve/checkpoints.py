@@ -1,7 +1,7 @@
-"""Checkpoints of all tenants on disk: their names, the one way from a client to a path, and their records.
+"""Checkpoints of all tenants on disk: their names, the only mapping from a client's string to a path, and their records.
 
-A save writes an adapter's directory first, whole or not at all, and then the record beside it, which makes it count: what has
-none was never promised.
+A save writes the adapter's directory atomically, then the record beside it. A directory without a record is an unfinished save
+and is ignored.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
 
 def new_session() -> str:
-    """Generate a session's name, which nobody can guess."""
+    """Generate an unguessable session name."""
     return f"s-{secrets.token_hex(16)}"
 
 
 def model_name(session: str, number: int) -> str:
-    """Return the name of a session's model; clients compute it, too."""
+    """Return the name of a session's model; clients derive the same name."""
     return f"{session}:train:{number}"
 
 
@@ -44,11 +44,11 @@ def sampler_name(session: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """A checkpoint as clients name it: ``tinker://MODEL/KIND/NAME``.
+    """A checkpoint's name in the protocol, ``tinker://MODEL/KIND/NAME``.
 
     Attributes:
-        model: the model that it was saved from.
-        kind: ``weights`` can be trained on, ``sampler_weights`` are for sampling.
+        model: name of the model it was saved from.
+        kind: ``weights`` for training, ``sampler_weights`` for sampling only.
     """
 
     model: str
@@ -56,13 +56,9 @@ class CheckpointPath:
     name: str
 
     def __post_init__(self) -> None:
-        """Refuse whatever could be more than a file's name.
-
-        Raises:
-            RequestRefusedError: 400; a part is none of ours.
-        """
+        # The parts become directory names: accept nothing that could leave the tenant's directory.
         if not _MODEL.fullmatch(self.model) or self.kind not in KINDS:
-            raise RequestRefusedError(f"there is no checkpoint {str(self)[:200]!r}", 404)
+            raise RequestRefusedError(f"no such checkpoint: {str(self)[:200]!r}", 404)
         if not _NAME.fullmatch(self.name) or ".." in self.name or self.name.endswith("."):
             raise RequestRefusedError(
                 f"{self.name[:120]!r} cannot be a checkpoint's name: up to 100 letters, digits, '.', '_' and '-', beginning with "
@@ -71,14 +67,14 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointPath:
-        """Parse a client's name of a checkpoint.
+        """Parse a checkpoint path sent by a client.
 
         Raises:
-            RequestRefusedError: it is no such path.
+            RequestRefusedError: 400, not such a path; 404, no such model.
         """
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3:
-            raise RequestRefusedError(f"{text[:200]!r} is no checkpoint: expected {SCHEME}MODEL/weights/NAME")
+            raise RequestRefusedError(f"{text[:200]!r} is not a checkpoint path: expected {SCHEME}MODEL/weights/NAME")
         return cls(parts[0], cast("Kind", parts[1]), parts[2])
 
     def __str__(self) -> str:
@@ -86,23 +82,23 @@ class CheckpointPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """What listings call it, beside its model."""
+        """Identifier within its model, as used in listings."""
         return f"{self.kind}/{self.name}"
 
     def directory(self, root: Path, tenant: str) -> Path:
-        """Return its directory under the service's, if it is ``tenant``'s."""
+        """Return its directory below ``root`` for a checkpoint of ``tenant``."""
         return run_directory(root, tenant, self.model) / self.kind / self.name
 
 
 def run_directory(root: Path, tenant: str, model: str) -> Path:
-    """Return the directory of a tenant's checkpoints of a model.
+    """Return the directory of a model's checkpoints.
 
     Raises:
-        RequestRefusedError: 404; this is no model's name.
+        RequestRefusedError: 404, not a model name.
     """
     match = _MODEL.fullmatch(model)
     if match is None:
-        raise RequestRefusedError(f"there is no model {model[:200]!r}", 404)
+        raise RequestRefusedError(f"no such model: {model[:200]!r}", 404)
     return root / tenant / f"{match[1]}.{match[2]}"
 
 
@@ -115,17 +111,17 @@ def model_of_run(directory: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a checkpoint.
+    """Metadata of a checkpoint, stored as JSON beside its directory.
 
     Attributes:
-        path: as clients name it.
-        base_model: that the adapter is for.
-        rank, attention, mlp, output: of the adapter, as the client asked for it.
-        saved: seconds since 1970.
-        expires: likewise, or None.
+        path: its name in the protocol.
+        base_model: model that the adapter was trained on.
+        rank, attention, mlp, output: the adapter's LoRA settings.
+        saved: seconds since the epoch.
+        expires: seconds since the epoch, or None.
         size: bytes on disk.
-        public: whether other tenants may load it.
-        optimizer: whether the optimizer's state is there.
+        public: True if other tenants may load it.
+        optimizer: True if it has optimizer state.
         request: number of the request that saved it, in its model's order.
     """
 
@@ -145,11 +141,11 @@ class Record:
 
 
 class Checkpoints:
-    """The checkpoints under a directory.
+    """The checkpoints below a directory.
 
     Args:
-        root: of all tenants.
-        clock: seconds since 1970.
+        root: directory with one subdirectory per tenant.
+        clock: seconds since the epoch.
     """
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
@@ -157,7 +153,7 @@ class Checkpoints:
         make_directory(root)
 
     def commit(self, tenant: str, record: Record) -> Record:
-        """Make a checkpoint count whose directory is complete; with its size."""
+        """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         self._write(tenant, sized)
@@ -167,10 +163,10 @@ class Checkpoints:
         """Find a tenant's checkpoint and its directory.
 
         Args:
-            public: another tenant's is found, too, if it was published.
+            public: also look among the published checkpoints of other tenants.
 
         Raises:
-            RequestRefusedError: 404; there is none, it has expired, or it is another's.
+            RequestRefusedError: 404, missing, expired, or another tenant's.
         """
         owners = [tenant]
         if public:
@@ -181,57 +177,59 @@ class Checkpoints:
             except RequestRefusedError:
                 if owner == tenant:
                     raise
-                continue
+                continue  # another tenant's damaged record is not this one's problem
             if record is not None and (owner == tenant or record.public):
                 return record, path.directory(self.root, owner)
-        raise RequestRefusedError(f"there is no checkpoint {path}", 404)
+        raise RequestRefusedError(f"no such checkpoint: {path}", 404)
 
-    def of_tenant(self, tenant: str, model: str | None = None) -> list[Record]:
-        """List a tenant's checkpoints, or those of one model of it, the newest first."""
-        return sorted(self._all(tenant, model), key=lambda record: -record.saved)
+    def list_records(self, tenant: str, model: str | None = None) -> list[Record]:
+        """List a tenant's checkpoints, optionally of one model, newest first."""
+        return sorted(self._records(tenant, model), key=lambda record: -record.saved)
 
-    def bytes_of(self, tenant: str) -> int:
+    def total_bytes(self, tenant: str) -> int:
         """Sum the bytes of a tenant's checkpoints."""
-        return sum(record.size for record in self._all(tenant, None))
+        return sum(record.size for record in self._records(tenant, None))
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> Record:
-        """Change what is known of a tenant's checkpoint: ``public``, ``expires``.
+        """Update fields of a checkpoint's record: ``public``, ``expires``.
 
         Raises:
-            RequestRefusedError: 404; there is none.
+            RequestRefusedError: 404, no such checkpoint.
         """
         record = replace(self.find(tenant, path)[0], **values)
         self._write(tenant, record)
         return record
 
     def delete(self, tenant: str, path: CheckpointPath) -> None:
-        """Remove a tenant's checkpoint.
+        """Delete a tenant's checkpoint.
 
         Raises:
-            RequestRefusedError: 404; there is none.
+            RequestRefusedError: 404, no such checkpoint.
         """
         _, directory = self.find(tenant, path)
         self._remove(directory)
 
     def remove_expired(self) -> int:
-        """Remove what has expired; return how many."""
+        """Delete expired checkpoints; return their number."""
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
-            for record in list(self._all(tenant.name, None, expired=True)):
+            for record in list(self._records(tenant.name, None, expired=True)):
                 if record.expires is not None and record.expires < self._clock():
                     self._remove(record.path.directory(self.root, tenant.name))
                     count += 1
         return count
 
     def exists(self, tenant: str, path: CheckpointPath) -> bool:
-        """Check whether a tenant has such a checkpoint."""
+        """Check whether a tenant has this checkpoint."""
         return self._read(tenant, path) is not None
 
     def _remove(self, directory: Path) -> None:
-        _record_file(directory).unlink(missing_ok=True)  # first: without it the rest does not count
+        _record_file(directory).unlink(
+            missing_ok=True
+        )  # the record first: without it, an interrupted removal leaves an ignored directory
         shutil.rmtree(directory, ignore_errors=True)
 
-    def _all(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[Record]:
+    def _records(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[Record]:
         runs = [run_directory(self.root, tenant, model)] if model is not None else (self.root / tenant).glob("s-*")
         for run in runs:
             name = model_of_run(run)
@@ -240,7 +238,7 @@ class Checkpoints:
                     try:
                         record = self._read(tenant, CheckpointPath(name or "", kind, file.stem), expired=expired)
                     except RequestRefusedError:
-                        continue  # not written by us
+                        continue  # not one of our records
                     if record is not None:
                         yield record
 

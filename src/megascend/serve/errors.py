@@ -1,4 +1,4 @@
-"""What a client is told: refusals of a request, and failures of what it asked for."""
+"""Errors as clients see them: refused requests (HTTP status) and failed futures (message and category)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 from megascend.errors import CheckpointError, EngineError, MegascendError, OutOfDeviceMemoryError
 
 Category = Literal["user", "server"]
-"""Whose fault a failure is, in the words of the protocol."""
+"""The party at fault, as the Tinker protocol names it."""
 
 
 class RequestRefusedError(MegascendError):
-    """A request that is answered with an HTTP status other than 200. Nothing was done.
+    """A request answered with an HTTP status other than 200; it had no effect.
 
     Args:
-        status: HTTP status. Clients send the request again after 408, 409, 429 and from 500 on.
+        status: HTTP status. Clients retry after 408, 409, 429 and 5xx.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -28,15 +28,15 @@ class RequestRefusedError(MegascendError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why what a future stands for did not happen."""
+    """The error that a future ended with."""
 
     message: str
     category: Category
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Describe an error to a client: those of storage, memory and engines are the server's, our other ones the user's."""
-        ours = isinstance(error, MegascendError)
-        of_server = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError)
-        category: Category = "user" if ours and not of_server else "server"
-        return cls(str(error) if ours else f"internal error ({type(error).__name__})", category)
+        """Describe an error to a client: storage, memory and engine errors are the server's fault, our others the user's."""
+        is_ours = isinstance(error, MegascendError)
+        is_server_fault = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError)
+        category: Category = "user" if is_ours and not is_server_fault else "server"
+        return cls(str(error) if is_ours else f"internal error ({type(error).__name__})", category)

@@ -1,4 +1,4 @@
-"""Figures of the service, for Prometheus and for the page."""
+"""Metrics of the service, for Prometheus and the status page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RECENT_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class Problem:
-    """A failure that a tenant was told of.
+    """A failure reported to a tenant.
 
     Attributes:
-        time: of the service's clock, in seconds.
-        kind: of the request.
-        model: "" if it was for none.
+        time: service clock, seconds.
+        kind: kind of the request.
+        model: model name, "" if none.
         category: "user" or "server".
     """
 
@@ -36,20 +36,20 @@ class Problem:
 
 
 class Figures:
-    """Count what has happened since the start. No tenant's name is among the metrics.
+    """Counters since the start. Metrics carry no tenant names: /metrics needs no key.
 
     Attributes:
-        registry: of all metrics.
-        batches: (models, tokens) of the last batches, oldest first.
-        problems: the last failures of each tenant, oldest first.
+        registry: registry of all metrics.
+        batches: (models, tokens) of recent batches, oldest first.
+        problems: recent failures by tenant, oldest first.
     """
 
     def __init__(self) -> None:
-        disable_created_metrics()  # twice as many series, all of which would have the time of the start
+        disable_created_metrics()  # these would double the series, all with the time of the start
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, what: str, buckets: Iterable[float], *labels: str) -> Histogram:
-            return Histogram(f"megascend_{name}", what, labels, buckets=tuple(buckets), registry=self.registry)
+        def histogram(name: str, documentation: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            return Histogram(f"megascend_{name}", documentation, labels, buckets=tuple(buckets), registry=self.registry)
 
         self._ended = Counter(
             "megascend_requests", "Requests that have ended.", ("kind", "outcome"), registry=self.registry
@@ -59,61 +59,61 @@ class Figures:
         )
         self._tokens = Counter("megascend_tokens", "Tokens trained on.", registry=self.registry)
         self._latency = histogram("request_seconds", "From a request to its outcome.", BUCKETS_S, "kind")
-        self._together = histogram(
+        self._models_in_batch = histogram(
             "models_in_batch", "Models that shared the batch of a forward_backward.", BATCH_SIZES
         )
-        self._waited = histogram(
+        self._wait_units = histogram(
             "units_waited", "Units of work before that of a forward_backward, from when it could run.", UNITS
         )
-        self._waited_s = histogram(
+        self._wait_seconds = histogram(
             "wait_seconds", "From when a forward_backward could run to the unit that it ran in.", BUCKETS_S
         )
         self.batches: deque[tuple[int, int]] = deque(maxlen=RECENT_BATCHES)
         self.problems: dict[str, deque[Problem]] = {}
 
-    def count(self, future: Future, together: int, now: float) -> None:
-        """Count a future that has ended."""
+    def count(self, future: Future, models_in_batch: int, now: float) -> None:
+        """Count a finished future."""
         outcome = "ok" if future.failure is None else future.failure.category
         self._ended.labels(future.kind, outcome).inc()
-        self._latency.labels(future.kind).observe(now - future.made)
+        self._latency.labels(future.kind).observe(now - future.created)
         if future.failure is not None:
             self.note(future.tenant, Problem(now, future.kind, future.model or "", outcome, future.failure.message))
         elif future.kind == "forward_backward":
             self._tokens.inc(future.tokens)
-            self._together.observe(together)
+            self._models_in_batch.observe(models_in_batch)
 
     def count_wait(self, future: Future, units: int | None, seconds: float) -> None:
-        """Count how long a future that has ended had waited for its turn."""
+        """Count how long a finished future waited for its turn."""
         if units is not None and future.kind == "forward_backward":
-            self._waited.observe(units)
-            self._waited_s.observe(seconds)
+            self._wait_units.observe(units)
+            self._wait_seconds.observe(seconds)
 
     def count_batch(self, futures: Iterable[Future]) -> None:
-        """Note how full a batch was.
+        """Record the size of a batch.
 
         Args:
-            futures: all that ended with it; those of gradients that succeeded were in it.
+            futures: all futures that ended with the batch; its members are the successful forward_backwards among them.
         """
-        inside = [each for each in futures if each.kind == "forward_backward" and each.failure is None]
-        if inside:
-            self.batches.append((len({each.model for each in inside}), sum(each.tokens for each in inside)))
+        trained = [future for future in futures if future.kind == "forward_backward" and future.failure is None]
+        if trained:
+            self.batches.append((len({future.model for future in trained}), sum(future.tokens for future in trained)))
 
     def note(self, tenant: str, problem: Problem) -> None:
-        """Keep a failure for its tenant to see; the oldest makes room."""
+        """Add a failure to its tenant's list, which drops the oldest."""
         self.problems.setdefault(tenant, deque(maxlen=RECENT_PROBLEMS)).append(problem)
 
     def refuse(self, status: int) -> None:
-        """Count a request that was not taken."""
+        """Count a refused request."""
         self._refused.labels(str(status)).inc()
 
     @property
     def tokens(self) -> int:
-        """Tokens read in gradients that succeeded."""
+        """Tokens processed by successful forward_backwards."""
         return int(_values(self._tokens)[()])
 
     @property
     def refused(self) -> dict[str, int]:
-        """Requests that were not answered with 200, by HTTP status."""
+        """Refused requests by HTTP status."""
         return {status: int(count) for (status,), count in _values(self._refused).items()}
 
     @property
@@ -122,11 +122,11 @@ class Figures:
         return {key: int(count) for key, count in _values(self._ended).items()}
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in the Prometheus text format, version 0.0.4."""
         return generate_latest(self.registry)
 
 
 def _values(counter: Counter) -> dict[tuple[str, ...], float]:
-    """Return a counter's values by those of its labels."""
+    """Return a counter's values by label values."""
     samples = (sample for metric in counter.collect() for sample in metric.samples)
-    return {tuple(each.labels.values()): each.value for each in samples if each.name.endswith("_total")}
+    return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name.endswith("_total")}

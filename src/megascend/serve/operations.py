@@ -1,4 +1,4 @@
-"""Requests that are answered with a future: from path and body to commands, when they come and again after a restart."""
+"""Requests answered with a future: turn path and body into commands, on arrival and again after a restart."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, L
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
 from megascend.serve.checkpoints import CheckpointPath, Kind, Record, sampler_name
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samples import as_the_targets, loss_of, samples_of, value_of, with_recorded
+from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import fail, in_line
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model, Session
 
 
 def train(service: Service, tenant: str, request: TrainRequest) -> Future:
-    """Compute gradients, or log-probabilities alone. What is wrong with samples or loss is the future's failure."""
+    """Compute gradients or only log-probabilities. Invalid samples or loss settings fail the future, not the request."""
     model = service.tenancy.model(request.model, tenant)
     kind = "forward" if request.forward_only else "forward_backward"
     try:
@@ -36,56 +35,57 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         if recorded:
             data = [with_recorded(datum, partial(service.sequences.find, tenant, model.session)) for datum in data]
         samples = [samples_of(datum, loss) for datum in data]
-        flat = [sample for each in samples for sample in each]
+        flat = [sample for group in samples for sample in group]
         if not flat:
             raise DataError("the request has no samples")
     except (ConfigError, DataError) as error:
-        return fail(service, model, request.number, kind, error, spoils=not request.forward_only)
+        return service.enqueue_failure(model, request.number, kind, error, spoils=not request.forward_only)
     tokens = sum(map(len, flat))
 
     def answer(value: Any) -> TrainAnswer:
         if request.forward_only:
-            return TrainAnswer(as_the_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
+            return TrainAnswer(arrange_as_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
         model.losses = [*model.losses[-199:], (model.steps, value.loss, value.tokens)]
-        metrics = {f"{name}:mean": found for name, found in value.metrics.items()}
-        return TrainAnswer(as_the_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
+        metrics = {f"{name}:mean": metric for name, metric in value.metrics.items()}
+        return TrainAnswer(arrange_as_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
 
     def command(number: int) -> Command:
         if request.forward_only:
             return Forward(number, model.adapter, flat)
         return ForwardBackward(number, model.adapter, flat, loss)
 
-    future = in_line(service, model, request.number, kind, command, answer_of=answer, tokens=tokens)
+    future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
     if recorded and not request.forward_only:
-        service.durability.resolved(future, replace(request, data=data))
+        service.durability.note_resolved_request(future, replace(request, data=data))
     return future
 
 
 def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -> Future:
-    """Write a model's adapter as a checkpoint, in its turn. ``weights`` has the optimizer's state, too.
+    """Save a model's adapter as a checkpoint, in its turn; ``weights`` includes the optimizer state.
 
-    A checkpoint of that name fails the future, unless the client says ``overwrite``. What a sampling client saves without
-    a name belongs to a sampler of the session's, which is what it is answered with.
+    An existing checkpoint of that name fails the future, unless the client sets ``overwrite``. A ``sampler_weights`` checkpoint
+    without a path becomes a sampler of the session, whose name is the answer.
     """
     number, request = number_of(body.get("seq_id")), "save_weights" if kind == "weights" else "save_weights_for_sampler"
     try:
-        asked = SaveWeights.read(body)
-        path, sampler = _wanted(model, asked, kind, number)
-        if asked.kind != "snapshot":
-            raise ConfigError(f"kind {str(asked.kind)[:40]!r}: this server saves snapshots only")
-        used = service.checkpoints.bytes_of(model.tenant)
+        options = SaveWeights.read(body)
+        path, sampler = _save_target(model, options, kind, number)
+        if options.kind != "snapshot":
+            raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
+        used = service.checkpoints.total_bytes(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(
                 f"your checkpoints take {used} bytes; {service.settings.limits.storage_bytes} are allowed"
             )
     except (RequestRefusedError, ConfigError) as error:
-        return fail(service, model, number, request, ConfigError(str(error)))
+        # A failed future and not a refusal: the request has a number, which must have its turn.
+        return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
-        now, ttl = time.time(), asked.ttl_seconds
+        now, ttl = time.time(), options.ttl_seconds
         return Record(
             path, service.base.names[0], model.rank, model.attention, model.mlp, model.output, now,
-            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=asked.user_metadata,
+            None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=options.user_metadata,
             request=number,
         )  # fmt: skip
 
@@ -99,85 +99,84 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         return {"type": request, "path": str(path)}
 
     def command(ticket: int) -> Save | None:
-        there = service.checkpoints.exists(model.tenant, path) and not asked.overwrite and sampler is None
-        if there and not (service.durability.repeating and _made_by(service, model, path, number)):
+        exists = service.checkpoints.exists(model.tenant, path) and not options.overwrite and sampler is None
+        if exists and not (service.durability.replaying and _saved_by(service, model, path, number)):
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)
             return None
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
-    return in_line(service, model, number, request, command, answer_of=answer)
+    return service.enqueue(model, number, request, command, answer_of=answer)
 
 
-def _made_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
-    """Check whether this very request has saved a checkpoint, before a restart."""
+def _saved_by(service: Service, model: Model, path: CheckpointPath, number: int | None) -> bool:
+    """Check whether this request saved the checkpoint itself before a restart: then replaying it is no conflict."""
     return number is not None and service.checkpoints.find(model.tenant, path)[0].request == number
 
 
-def _wanted(model: Model, asked: SaveWeights, kind: Kind, number: int | None) -> tuple[CheckpointPath, str | None]:
-    """Return where to save, and the sampler that is to have it."""
-    if asked.path is not None:
-        return CheckpointPath(model.name, kind, asked.path), None
-    of_session = asked.sampling_session_seq_id
-    if kind == "sampler_weights" and of_session is not None:
-        return CheckpointPath(model.name, kind, f"session-{of_session}"), sampler_name(model.session, of_session)
+def _save_target(
+    model: Model, options: SaveWeights, kind: Kind, number: int | None
+) -> tuple[CheckpointPath, str | None]:
+    """Return the checkpoint path, and the name of the sampler to create from it, or None."""
+    if options.path is not None:
+        return CheckpointPath(model.name, kind, options.path), None
+    sampler_number = options.sampling_session_seq_id
+    if kind == "sampler_weights" and sampler_number is not None:
+        return CheckpointPath(model.name, kind, f"session-{sampler_number}"), sampler_name(
+            model.session, sampler_number
+        )
     return CheckpointPath(model.name, kind, f"unnamed-{number if number is not None else time.time_ns()}"), None
 
 
 def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Future:
-    """Put a checkpoint in the place of a model's adapter, in its turn (clients up to 0.24)."""
+    """Replace a model's adapter with a checkpoint, in its turn (clients up to 0.24)."""
     number = number_of(body.get("seq_id"))
     try:
-        asked = LoadWeights.read(body)
-        record, directory = service.checkpoints.find(model.tenant, CheckpointPath.parse(asked.path), public=True)
-        _check_optimizer(asked, record)
+        options = LoadWeights.read(body)
+        record, directory = service.checkpoints.find(model.tenant, CheckpointPath.parse(options.path), public=True)
+        _check_optimizer(options, record)
     except (RequestRefusedError, ConfigError) as error:
-        return fail(service, model, number, "load_weights", ConfigError(str(error)))
+        return service.enqueue_failure(model, number, "load_weights", ConfigError(str(error)))
 
     def answer(_: Any) -> dict[str, Any]:
         model.rank, model.attention, model.mlp, model.output = record.rank, record.attention, record.mlp, record.output
         return {"type": "load_weights", "path": str(record.path)}
 
     def command(ticket: int) -> Load:
-        return Load(ticket, model.adapter, str(directory), asked.optimizer)
+        return Load(ticket, model.adapter, str(directory), options.optimizer)
 
-    return in_line(service, model, number, "load_weights", command, answer_of=answer)
+    return service.enqueue(model, number, "load_weights", command, answer_of=answer)
 
 
 def _load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Future:
-    """Begin a new model of a session with a checkpoint.
-
-    Raises:
-        RequestRefusedError: 404; there is no such checkpoint.
-        ConfigError: it has no optimizer's state, and that was asked for.
-    """
-    asked = LoadNewModel.read(body)
-    record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(asked.path), public=True)
+    """Create a new model of a session from a checkpoint."""
+    options = LoadNewModel.read(body)
+    record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(options.path), public=True)
     lora = LoraSettings(
         rank=record.rank, train_attn=record.attention, train_mlp=record.mlp, train_unembed=record.output
     )
-    _check_optimizer(asked, record)
+    _check_optimizer(options, record)
 
     def command(model: Model, ticket: int) -> Create:
-        return Create(ticket, model.adapter, None, str(directory), asked.optimizer)
+        return Create(ticket, model.adapter, None, str(directory), options.optimizer)
 
-    return service.new_model(session, asked.model_seq_id, lora, asked.user_metadata, command, "load_weights")
+    return service.new_model(session, options.model_seq_id, lora, options.user_metadata, command, "load_weights")
 
 
-def _check_optimizer(asked: LoadWeights, record: Record) -> None:
-    if asked.optimizer and not record.optimizer:
+def _check_optimizer(options: LoadWeights, record: Record) -> None:
+    if options.optimizer and not record.optimizer:
         raise ConfigError(
             f"{record.path} was saved for sampling and has no optimizer state; load it without, or save_state"
         )
 
 
 Operation = Callable[[Service, str, Mapping[str, Any]], Future]
-"""Does what a tenant's request under a path of ``/api/v1`` asks for."""
+"""Handles a tenant's request: (service, tenant, body) to a future."""
 
 
 def settled(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body that says what chance would decide otherwise, so that repeated it gives the same."""
+    """Return the body with random choices (the adapter's seed) filled in, so that a replay gives the same result."""
     lora = body.get("lora_config")
     if path == "create_model" and isinstance(lora, dict) and lora.get("seed") is None:
         return {**body, "lora_config": {**lora, "seed": secrets.randbelow(2**31)}}
@@ -185,13 +184,13 @@ def settled(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_in(path: str, body: Mapping[str, Any]) -> int | None:
-    """Return the number of a model's request; None for one that makes a model."""
+    """Return the request's number in its model's order; None for requests that create a model."""
     makes = path == "create_model" or (path == "load_weights" and body.get("session_id") is not None)
     return None if makes else number_of(body.get("seq_id"))
 
 
 def create_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Create an adapter from nothing."""
+    """Create a new adapter."""
     session = service.tenancy.session(body.get("session_id"), tenant)
     return service.create_model(session, CreateModel.read(body))
 
@@ -202,40 +201,41 @@ def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 
 
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Make a step of the optimizer with the client's settings of AdamW."""
+    """Take an optimizer step with the client's AdamW settings."""
     model = service.tenancy.model(body.get("model_id"), tenant)
     settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
     try:
         adam = adam_of(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None
     except ConfigError as error:
-        adam, problem = Adam(), str(error)
+        adam, problem = Adam(), str(error)  # fails in its turn, which drops the accumulated gradients
 
     def answer(step: Any) -> dict[str, Any]:
         model.steps += 1
+        # With a loss scale (fp16), a skipped step is normal: the scale was too large and has been lowered.
         if step.skipped and step.loss_scale == 1.0:
-            raise ConfigError("the gradient was not finite: the step was not made, and nothing was changed")
+            raise ConfigError("the gradient was not finite: the step was skipped, and nothing was changed")
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}
         return {"type": "optim_step", "metrics": figures}
 
     def command(ticket: int) -> Command:
         return OptimizerStep(ticket, model.adapter, adam, problem)
 
-    return in_line(service, model, number_of(body.get("seq_id")), "optim_step", command, answer_of=answer)
+    return service.enqueue(model, number_of(body.get("seq_id")), "optim_step", command, answer_of=answer)
 
 
 def save_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Save a checkpoint to train on from."""
+    """Save a checkpoint that training can resume from."""
     return _save(service, service.tenancy.model(body.get("model_id"), tenant), body, "weights")
 
 
 def save_weights_for_sampler(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Save a checkpoint to sample from."""
+    """Save a checkpoint for sampling."""
     return _save(service, service.tenancy.model(body.get("model_id"), tenant), body, "sampler_weights")
 
 
 def load_weights(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Begin a new model with a checkpoint; for older clients, put a checkpoint in a model's place."""
+    """Create a new model from a checkpoint; for older clients, load the checkpoint into an existing model."""
     if body.get("session_id") is not None:
         return _load_new(service, service.tenancy.session(body["session_id"], tenant), body)
     return _load_into(service, service.tenancy.model(body.get("model_id"), tenant), body)

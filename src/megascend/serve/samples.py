@@ -1,4 +1,4 @@
-"""From what clients call a datum and a loss to megascend's samples and losses, and back. No ranks, no device."""
+"""Convert between the protocol's datums and losses and megascend's samples and losses. Pure: no ranks, no device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megascend.batch.losses import BUILT_IN, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float
-from megascend.serve.api.wire import Datum, Span
+from megascend.serve.api.wire import Datum, ProvenanceSpan
 from megascend.serve.samplers.sequences import RecordedSequence
 
 
 def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datum:
-    """Give a sample the ``logprobs`` that were recorded when its tokens were sampled, and other tokens weight 0.
+    """Fill in the ``logprobs`` recorded when the sample's tokens were sampled; set the weight of all other tokens to 0.
 
     Args:
-        find: a recorded sequence by its id; raises DataError for others.
+        find: looks up a recorded sequence by id; raises DataError for an unknown one.
 
     Raises:
-        DataError: it does not say where all its tokens are from, says what was not recorded, or has an advantage elsewhere.
+        DataError: the provenance is incomplete or differs from what was recorded, or an unsampled token has an advantage.
     """
     targets, advantages = datum.inputs.get("target_tokens"), datum.inputs.get("advantages")
     if not datum.target_spans:
@@ -34,23 +34,23 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
         raise DataError("stable_reinforce takes target_tokens and advantages of one shape [n]")
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     if weights.shape != targets.shape:
-        raise DataError(f"weights {list(weights.shape)}, target_tokens {list(targets.shape)}: must have one shape")
-    for place, _, tokens, _ in _covered(datum.token_spans, len(datum.tokens), "tokens", find):
-        _check_equal(datum.tokens[place], tokens, "tokens", place)
+        raise DataError(f"weights {list(weights.shape)}, target_tokens {list(targets.shape)}: must have the same shape")
+    for region, _, tokens, _ in _iterate_spans(datum.token_spans, len(datum.tokens), "tokens", find):
+        _check_equal(datum.tokens[region], tokens, "tokens", region)
     logprobs, sampled = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, np.float32)
-    for place, span, tokens, recorded in _covered(datum.target_spans, len(targets), "target_tokens", find):
+    for region, span, tokens, recorded in _iterate_spans(datum.target_spans, len(targets), "target_tokens", find):
         if span.sampled:
-            _check_equal(targets[place], tokens, "target_tokens", place)
-            logprobs[place], sampled[place] = recorded, 1.0
+            _check_equal(targets[region], tokens, "target_tokens", region)
+            logprobs[region], sampled[region] = recorded, 1.0
     if np.any(advantages[sampled == 0] != 0):
-        raise DataError("stable_reinforce: advantages other than 0 stand on tokens that were not sampled")
+        raise DataError("stable_reinforce: tokens that were not sampled must have advantage 0")
     return replace(datum, inputs={**datum.inputs, "logprobs": logprobs, "weights": weights * sampled})
 
 
-def _covered(spans: Sequence[Span], count: int, what: str, find: Callable[[str], RecordedSequence]):
-    """Yield (slice of the field, span, tokens, log-probabilities or None) of each span, which cover ``count`` places."""
+def _iterate_spans(spans: Sequence[ProvenanceSpan], count: int, field: str, find: Callable[[str], RecordedSequence]):
+    """Yield (slice of the field, span, tokens, log-probabilities or None) for each span; spans must cover ``count`` positions."""
     if sum(span.length for span in spans) != count or any(min(span.length, span.offset) < 0 for span in spans):
-        raise DataError(f"the provenance covers {sum(span.length for span in spans)} {what} of {count}")
+        raise DataError(f"the provenance covers {sum(span.length for span in spans)} {field} of {count}")
     start = 0
     for span in spans:
         recorded = find(span.sequence)
@@ -65,20 +65,21 @@ def _covered(spans: Sequence[Span], count: int, what: str, find: Callable[[str],
         start += span.length
 
 
-def _check_equal(actual: np.ndarray, recorded: np.ndarray, what: str, place: slice) -> None:
+def _check_equal(actual: np.ndarray, recorded: np.ndarray, field: str, region: slice) -> None:
     wrong = np.flatnonzero(actual != recorded)
     if len(wrong):
-        at = int(wrong[0])
+        index = int(wrong[0])
         raise DataError(
-            f"{what}[{place.start + at}] is {int(actual[at])}, the sequence that its provenance names has {int(recorded[at])}"
+            f"{field}[{region.start + index}] is {int(actual[index])}, the sequence that its provenance names has "
+            f"{int(recorded[index])}"
         )
 
 
 def with_ratio_mask(datum: Datum) -> Datum:
-    """Move ``sequence_ratio_mask`` of a sample of ``gspo``, if it has one, into its weights, so that the ratio is theirs.
+    """Fold ``sequence_ratio_mask`` of a ``gspo`` sample into its weights, over which the sequence ratio is computed.
 
     Raises:
-        DataError: it has another shape, or a token that it leaves out has an advantage.
+        DataError: the mask has another shape, or a masked token has an advantage.
     """
     mask, advantages = datum.inputs.get("sequence_ratio_mask"), datum.inputs.get("advantages")
     if mask is None or advantages is None:
@@ -86,36 +87,36 @@ def with_ratio_mask(datum: Datum) -> Datum:
     weights = datum.inputs.get("weights", np.ones(mask.shape, np.float32))
     if not mask.shape == advantages.shape == weights.shape:
         raise DataError(
-            f"sequence_ratio_mask {list(mask.shape)}, advantages {list(advantages.shape)}: must have one shape"
+            f"sequence_ratio_mask {list(mask.shape)}, advantages {list(advantages.shape)}: must have the same shape"
         )
     if np.any(advantages[mask == 0] != 0):
-        raise DataError("gspo: advantages other than 0 stand on tokens that sequence_ratio_mask leaves out")
-    others = {name: tensor for name, tensor in datum.inputs.items() if name != "sequence_ratio_mask"}
-    return replace(datum, inputs={**others, "weights": np.where(mask != 0, weights, np.float32(0))})
+        raise DataError("gspo: tokens masked by sequence_ratio_mask must have advantage 0")
+    remaining = {name: tensor for name, tensor in datum.inputs.items() if name != "sequence_ratio_mask"}
+    return replace(datum, inputs={**remaining, "weights": np.where(mask != 0, weights, np.float32(0))})
 
 
 POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce")
 _RENAMED = {"target_tokens": "target_ids", "weights": "weights", "logprobs": "old_logprobs", "advantages": "advantages"}
 MAX_COLUMNS = 64
-"""Most targets of one position."""
+"""Maximum number of targets at one position."""
 
 
 def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
-    """Return the loss that clients know by ``name``: a sum over tokens.
+    """Return the loss with the protocol's ``name``, summed over tokens.
 
     Args:
-        settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the ratio of probabilities; ``beta`` of ``dro``;
+        settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the probability ratio; ``beta`` of ``dro``;
             ``kl_coeff`` and ``max_ratio`` of ``stable_reinforce``.
 
     Raises:
-        ConfigError: it is not here, or has no such setting.
+        ConfigError: unknown loss or setting.
     """
-    known = ("cross_entropy", *POLICY)
-    if name not in known:
+    supported = ("cross_entropy", *POLICY)
+    if name not in supported:
         why = {
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
         }.get(name, "")
-        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; there are: {', '.join(known)}")
+        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; supported: {', '.join(supported)}")
     numbers: dict[str, float] = {}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -124,34 +125,34 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         if key in ("clip_low_threshold", "clip_high_threshold"):
             key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
         if not np.isfinite(number) or number < 0:
-            raise ConfigError(f"loss_fn_config: {key[:60]!r} cannot be {str(value)[:40]}")
+            raise ConfigError(f"loss_fn_config: {key[:60]!r} is {str(value)[:40]}, out of range")
         numbers[str(key)] = number
     return replace(BUILT_IN[name], reduction="sum").with_settings(**numbers)
 
 
 def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
-    """Build the samples of one datum: one for each column of its targets, [n] or [n, k].
+    """Build the samples of one datum: one per column of its targets, [n] or [n, k].
 
     Raises:
-        DataError: a field is missing, of another length, not known to the loss, or not finite.
+        DataError: a field is missing, unknown to the loss, of another length, or not finite.
     """
     datum = with_ratio_mask(datum) if loss.name == "gspo" else datum
-    needed = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
-    missing = [name for name in needed if name not in datum.inputs]
-    unknown = [name for name in datum.inputs if name not in (*needed, "weights")]
+    required = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
+    missing = [name for name in required if name not in datum.inputs]
+    unknown = [name for name in datum.inputs if name not in (*required, "weights")]
     if missing or unknown:
         wrong = f"{missing[0]!r} is missing" if missing else f"{unknown[0][:60]!r} is unknown"
-        raise DataError(f"loss_fn_inputs: {wrong}; {loss.name} takes {', '.join(needed)} and, if wanted, weights")
+        raise DataError(f"loss_fn_inputs: {wrong}; {loss.name} takes {', '.join(required)} and optionally weights")
     targets = datum.inputs["target_tokens"]
     if targets.dtype.kind != "i" or targets.ndim not in (1, 2):
         raise DataError(f"target_tokens must be int64 [n] or [n, k], got {targets.dtype} {list(targets.shape)}")
-    others = [
+    mismatches = [
         f", {name[:40]} {list(tensor.shape)}" for name, tensor in datum.inputs.items() if tensor.shape != targets.shape
     ]
-    if others or len(targets) != len(datum.tokens):
+    if mismatches or len(targets) != len(datum.tokens):
         raise DataError(
-            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(others)}: all must have one length, and "
-            "all inputs of the loss one shape"
+            f"{len(datum.tokens)} tokens, target_tokens {list(targets.shape)}{''.join(mismatches)}: all must have the "
+            "same length, and all inputs of the loss the same shape"
         )
     if targets.ndim == 2 and (
         not 1 <= targets.shape[1] <= MAX_COLUMNS or (targets.shape[1] > 1 and loss.name == "gspo")
@@ -161,42 +162,42 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
         )
     inputs = {"weights": np.ones(targets.shape, np.float32), **datum.inputs}
     columns = targets.shape[1] if targets.ndim == 2 else 1
-    of_column: list[dict[str, Any]] = [
+    column_inputs: list[dict[str, Any]] = [
         {_RENAMED[k]: torch.from_numpy(np.array(v[:, i] if v.ndim == 2 else v)) for k, v in inputs.items()}
         for i in range(columns)
     ]
     tokens = torch.from_numpy(np.ascontiguousarray(datum.tokens))
-    return [Sample(tokens, **each) for each in of_column]
+    return [Sample(tokens, **inputs_of_column) for inputs_of_column in column_inputs]
 
 
-def as_the_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
-    """Arrange log-probabilities of all samples as one float32 array for each datum, of the shape of its targets."""
+def arrange_as_targets(data: Sequence[Datum], logprobs: Sequence[Tensor]) -> list[np.ndarray]:
+    """Arrange the log-probabilities of all samples as one float32 array per datum, in the shape of its targets."""
     arrays, start = [], 0
     for datum in data:
         targets = datum.inputs["target_tokens"]
         columns = targets.shape[1] if targets.ndim == 2 else 1
-        part = [each.numpy() for each in logprobs[start : start + columns]]
-        # A copy: the answer is kept for a while, and must not keep the whole batch with it.
+        part = [column.numpy() for column in logprobs[start : start + columns]]
+        # A copy: answers are retained for minutes, and a view would retain the batch's tensor with them.
         arrays.append(np.stack(part, axis=1) if targets.ndim == 2 else part[0].copy())
         start += columns
     return arrays
 
 
 def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> float:
-    """Sum a loss over samples, from log-probabilities that are known already."""
+    """Sum a loss over samples, given their log-probabilities."""
     return float(values_of(loss, samples, logprobs).double().sum())
 
 
 def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor]) -> Tensor:
-    """Compute what each token of all samples adds to the sum, [n] one sample after the other."""
+    """Compute each token's contribution to the sum, [n], sample after sample."""
 
     def joined(name: str) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else torch.cat([getattr(each, name) for each in samples])
+        return None if getattr(samples[0], name) is None else torch.cat([getattr(sample, name) for sample in samples])
 
-    owner = torch.cat([torch.full((len(each),), index) for index, each in enumerate(samples)])
-    weights = torch.cat([each.weights for each in samples])
+    owner = torch.cat([torch.full((len(sample),), index) for index, sample in enumerate(samples)])
+    weights = torch.cat([sample.weights for sample in samples])
     inputs = LossInputs(
-        targets=torch.cat([each.target_ids for each in samples]),
+        targets=torch.cat([sample.target_ids for sample in samples]),
         weights=weights,
         sample=owner,
         sample_count=len(samples),

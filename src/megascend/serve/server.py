@@ -1,4 +1,4 @@
-"""``megascend serve`` on one rank: builds the backend, speaks HTTP on rank 0, works until it is told to stop."""
+"""``megascend serve`` on one rank: build the backend, serve HTTP on rank 0, run commands until stopped."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
-from megascend.serve.base_model import BaseModel, allowed_targets, architecture_of
-from megascend.serve.samplers.vllm_check import vllm_servers
-from megascend.serve.samplers.vllm_sampling import VllmSampling
+from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
+from megascend.serve.served_model import ServedModel, allowed_targets, architecture_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -38,19 +37,19 @@ def serve(
     """Serve until SIGTERM or SIGINT, as one rank of the world. Collective.
 
     Args:
-        keys: tenants by the digests of their keys; looked at on rank 0.
-        ready: called on rank 0 with the server's address once clients can come.
-        stopped: asked on rank 0 about once a second; once it says True, the server ends.
+        keys: tenants by the digests of their keys; used on rank 0 only.
+        ready: called on rank 0 with the server's address once it accepts requests.
+        stopped: polled on rank 0 about once a second; True ends the server.
 
     Raises:
-        MegascendError: before the first request; later, if a rank is gone.
+        MegascendError: at startup; later only if a rank is lost.
     """
     from megascend.app.stop_signals import StopSignals
     from megascend.serve.scheduler.inbox import Inbox
-    from megascend.serve.scheduler.lines import work
+    from megascend.serve.scheduler.runner import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        servers = vllm_servers(settings, backend)
+        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter work()
         generate = sampler(settings, backend).in_slices
         if backend.rank != 0:
             work(backend, settings.batch_tokens, None, lambda outcomes: None, generate)
@@ -71,7 +70,7 @@ def serve(
 
 
 def make_backend(settings: ServeConfig) -> Any:
-    """Build the backend that the settings describe, with room for all models' adapters."""
+    """Build the backend from the settings, with adapter slots for all models and samplers."""
     from megascend import backends
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
@@ -90,7 +89,7 @@ def make_backend(settings: ServeConfig) -> Any:
 
 
 def sampler(settings: ServeConfig, backend: Any) -> Any:
-    """Build the sampler. Without a tokenizer beside the weights, texts that end a response are refused."""
+    """Build the sampler. Without a tokenizer beside the weights, stop strings are refused."""
     from megascend.sampling.sampler import Sampler
 
     tokenizer, ends = end_tokens(settings)
@@ -100,7 +99,7 @@ def sampler(settings: ServeConfig, backend: Any) -> Any:
 
 
 def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
-    """Load the tokenizer beside the weights, and the tokens that end every response; (None, []) if there is none."""
+    """Load the tokenizer beside the weights and its end tokens; (None, []) if there is no tokenizer."""
     from megascend.app.generation import stop_tokens
     from megascend.errors import CheckpointError
     from megascend.huggingface.tokenizer import load_tokenizer
@@ -112,7 +111,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
     return tokenizer, sorted(stop_tokens(tokenizer, settings.model, None))
 
 
-def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
+def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     """Describe the served model."""
     from megascend.huggingface.files import read_config
 
@@ -120,14 +119,14 @@ def base_model(settings: ServeConfig, backend: Any) -> BaseModel:
     names = tuple(name for name in (settings.name, str(path)) if name)
     architecture = architecture_of(read_config(settings.model))
     projections = tuple(backend.engine.trainable.projections)
-    return BaseModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
+    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
 
 
 def check_packages() -> None:
-    """Find out before the model is loaded that a package is missing.
+    """Check for missing packages before the model is loaded.
 
     Raises:
-        MissingDependencyError: one is; the message names the extra.
+        MissingDependencyError: a package is missing; the message names the extra.
     """
     from megascend.serve.api.wire import messages_of_client
 
@@ -142,24 +141,24 @@ def check_packages() -> None:
 
 
 def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[str, str], str | None]:
-    """Return tenants by the digests of their keys, and a key that was made because there were none.
+    """Return tenants by the digests of their keys, and a newly generated key if none is configured.
 
-    With ``durable``, the digest of a key that was made is kept in ``storage``, so that its holder is let in after a restart.
+    With ``durable``, the digest of a generated key is stored in ``storage``, so that it stays valid after a restart.
 
     Raises:
-        ConfigError: a key is not what clients take; or there are none and the server is to listen on more than loopback.
+        ConfigError: a key is malformed; or there are none and the server would listen beyond loopback.
     """
-    tenants = api_keys.of_text(environment.get(api_keys.VARIABLE, ""))
+    tenants = api_keys.parse_keys(environment.get(api_keys.VARIABLE, ""))
     if settings.keys is not None:
-        tenants |= api_keys.of_file(settings.keys)
+        tenants |= api_keys.read_keys(settings.keys)
     if tenants:
         return tenants, None
     if settings.host not in LOOPBACK:
         raise ConfigError(
-            f"host {settings.host} is open to other machines, and there are no API keys: set {api_keys.VARIABLE}, or keys"
+            f"host {settings.host} is reachable from other machines, and no API keys are set: set {api_keys.VARIABLE} or keys"
         )
     if settings.durable and environment.get("RANK", "0") == "0":
-        return api_keys.made_once(settings.storage / "made_key.sha256")
+        return api_keys.load_or_create(settings.storage / "made_key.sha256")
     key = api_keys.new_key()
     return {api_keys.digest_of(key): "local"}, key
 
@@ -168,19 +167,19 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
 def http_server(
     settings: ServeConfig,
     keys: dict[str, str],
-    base: BaseModel,
+    base: ServedModel,
     inbox: Any,
     memory: Callable[[], tuple[str, MemoryFigures]] | None = None,
     vllm: Callable[[Callable[[list[Outcome]], None]], VllmSampling] | None = None,
 ) -> Iterator[tuple[str, Callable[[list[Outcome]], None]]]:
-    """Run the HTTP server in a thread: yield its address, and the function that takes outcomes of commands.
+    """Run the HTTP server in a thread; yield its address and the function to report command outcomes to.
 
     Args:
-        memory: the device's name and its memory, for the page.
-        vllm: makes what samples in the ranks' place, from what takes outcomes.
+        memory: returns the device's name and memory, for the status page.
+        vllm: builds the vLLM sampling that replaces the ranks', given the function to report outcomes to.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be bound.
     """
     import uvicorn
 
@@ -201,7 +200,7 @@ def http_server(
     tls = settings.tls_certificate is not None
     listening = _listen(settings)
     config = uvicorn.Config(
-        application, http=bounded(_most_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
+        application, http=bounded(_max_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
         access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
         proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
@@ -209,10 +208,10 @@ def http_server(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
     thread.start()
-    while not server.started:
+    while not server.started:  # uvicorn has no event to wait for
         thread.join(0.01)
         if not thread.is_alive():
-            raise ConfigError("the HTTP server did not start; its messages are above")
+            raise ConfigError("the HTTP server did not start; see its messages above")
     loop = server.servers[0].get_loop()
     service.ready = True
 
@@ -223,29 +222,29 @@ def http_server(
     try:
         yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
     finally:
-        if service.vllm is not None:
+        if service.vllm is not None:  # while the loop still runs
             asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
         server.should_exit = True
         inbox.close()
         thread.join(10)
 
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 
 
-def _most_connections() -> int:
-    """Bound connections by the files that may be open; the limit of this process is raised as far as it may be."""
+def _max_connections() -> int:
+    """Return the maximum number of connections, after raising this process's limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = MOST_CONNECTIONS + 1024
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    required = MAX_CONNECTIONS + 1024
+    if soft != resource.RLIM_INFINITY and soft < required:
+        soft = required if hard == resource.RLIM_INFINITY else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MOST_CONNECTIONS, soft - 512))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - 512))
 
 
 def _listen(settings: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With its protocol: asyncio leaves Nagle's algorithm on where that is 0, and every answer then takes 40 ms longer.
+    # IPPROTO_TCP and not 0: asyncio disables Nagle's algorithm only then, and without that every answer takes 40 ms longer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -259,28 +258,28 @@ def _listen(settings: ServeConfig) -> socket.socket:
 
 
 def check_address(settings: ServeConfig) -> None:
-    """Find out before the model is loaded that the address is taken.
+    """Check before the model is loaded that the address can be bound.
 
     Raises:
-        ConfigError: it cannot be listened on.
+        ConfigError: it cannot.
     """
     _listen(settings).close()
 
 
-def serve_rank(values: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
-    """Serve as one rank; takes what pickles cheaply.
+def serve_rank(values: str, keys: dict[str, str], new_key: str | None, client: str | None = None) -> None:
+    """Serve as one rank; arguments are cheap to pickle, for spawned ranks.
 
     Args:
-        values: the settings in JSON.
+        values: settings as JSON.
         keys: tenants by the digests of their keys.
-        made: a key to show, because there was none.
-        client: a program to show that uses the server.
+        new_key: generated key to print, if any.
+        client: path of an example client program to print.
     """
     settings = ServeConfig.model_validate_json(values)
 
     def ready(address: str) -> None:
         print(f"serving {settings.name or settings.model.absolute()} at {address}", flush=True)
-        print(f"export TINKER_BASE_URL={address}" + (f" TINKER_API_KEY={made}" if made else ""), flush=True)
+        print(f"export TINKER_BASE_URL={address}" + (f" TINKER_API_KEY={new_key}" if new_key else ""), flush=True)
         if client is not None:
             print(f"python {client}", flush=True)
 

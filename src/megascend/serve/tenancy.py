@@ -1,4 +1,4 @@
-"""Sessions, models and samplers, each of one tenant. Pure but for the clock that is given."""
+"""Sessions, models and samplers, each owned by one tenant. Pure except for the injected clock."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from megascend.serve.errors import RequestRefusedError
 
 T = TypeVar("T")
 
-MOST_SAMPLERS = 4096
-"""Samplers of a session."""
+MAX_SAMPLERS = 4096
+"""Maximum number of samplers of a session."""
 
 
 @dataclass
 class Order(Generic[T]):
-    """The order in which one model's requests run.
+    """The execution order of one model's requests.
 
-    Clients number a model's requests 1, 2, ... and send several at a time, the first one not always first. A request runs when
-    all with smaller numbers have been handed out. A number is handed out once: sent again, it gets the answer of the first time.
+    Clients number a model's requests 1, 2, ... and send several at a time, which may arrive out of order. A request runs once all
+    smaller numbers have been released. Each number is released once; a retry gets the first answer.
 
     Attributes:
-        following: the number that is handed out next.
-        early: requests that came before one with a smaller number.
+        following: the next number to release.
+        early: requests that arrived ahead of a smaller number.
     """
 
     following: int = 1
     early: dict[int, T] = field(default_factory=dict)
 
     def seen(self, number: int) -> bool:
-        """Check whether this number has come before."""
+        """Check whether this number has arrived before."""
         return number < self.following or number in self.early
 
     def offer(self, number: int, item: T) -> list[T]:
-        """Take a request that has not been :meth:`seen`; return those that may run now, in their order."""
+        """Add a request that was not :meth:`seen`; return the requests that may run now, in order."""
         self.early[number] = item
         ready = []
         while self.following in self.early:
@@ -44,11 +44,11 @@ class Order(Generic[T]):
         return ready
 
     def missing(self) -> range:
-        """Return the numbers that keep others waiting; empty if none does."""
+        """Return the missing numbers that block early requests; empty if nothing is blocked."""
         return range(self.following, min(self.early)) if self.early else range(self.following, self.following)
 
     def give_up(self) -> list[T]:
-        """Stop waiting for the numbers that are :meth:`missing`; return those that may run now, in their order."""
+        """Skip the :meth:`missing` numbers; return the requests that may run now, in order."""
         if not self.early:
             return []
         self.following = min(self.early)
@@ -57,34 +57,34 @@ class Order(Generic[T]):
 
 @dataclass(eq=False)
 class Session:
-    """A client program's.
+    """A client program's session.
 
     Attributes:
-        heard: when it last said something.
+        last_heard: clock time of its last request.
         models: names of its models.
-        samplers: by name, the checkpoint each samples from, or None for the base model.
-        clones: by the sampler's name, how many further clients use it.
+        samplers: sampler name to checkpoint path, None for the base model.
+        clones: sampler name to the number of additional clients.
     """
 
     name: str
     tenant: str
-    heard: float
+    last_heard: float
     models: list[str] = field(default_factory=list)
     samplers: dict[str, str | None] = field(default_factory=dict)
     clones: dict[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] | None = None
 
     def add_sampler(self, name: str, path: str | None) -> None:
-        """Add a sampler; the oldest makes room."""
-        while len(self.samplers) >= MOST_SAMPLERS and name not in self.samplers:
+        """Add a sampler; evict the oldest beyond the limit."""
+        while len(self.samplers) >= MAX_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
             self.clones.pop(oldest, None)
         self.samplers[name] = path
 
 
-def samples_of(session: Session) -> str:
-    """Return the name that a session's requests to sample are counted for, in a model's place."""
+def sampling_line(session: Session) -> str:
+    """Return the name under which a session's sampling requests are counted, in place of a model."""
     return f"{session.name}:samples"
 
 
@@ -93,12 +93,12 @@ class Model:
     """An adapter in training.
 
     Attributes:
-        adapter: its name on the backend.
-        order: of its requests; of each that is early, the function that submits it.
-        gap_since: when its requests began to wait for one that has not come.
-        ready: the ranks have it.
-        steps: optimizer steps that were made.
-        losses: of the last steps, as (step, sum over tokens, tokens).
+        adapter: adapter name on the backend.
+        order: request order; holds the submit function of each early request.
+        gap_since: clock time since which requests wait for a missing number.
+        ready: True once the ranks have created it.
+        steps: optimizer steps taken.
+        losses: (step, sum over tokens, tokens) of the last steps.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Model:
     attention: bool
     mlp: bool
     output: bool
-    made: float
+    created: float
     used: float
     order: Order[Callable[[], None]] = field(default_factory=lambda: Order[Callable[[], None]]())
     gap_since: float | None = None
@@ -120,12 +120,12 @@ class Model:
 
 
 class Tenancy:
-    """All sessions and models. What belongs to another tenant is as if it were not there.
+    """All sessions and models. A tenant gets the same error for another tenant's objects as for missing ones.
 
     Args:
-        clock: seconds, monotonic.
-        max_models: of all tenants.
-        models_each, sessions_each: of one tenant.
+        clock: monotonic seconds.
+        max_models: limit over all tenants.
+        models_each, sessions_each: limits per tenant.
     """
 
     def __init__(self, clock: Callable[[], float], *, max_models: int, models_each: int, sessions_each: int) -> None:
@@ -139,7 +139,7 @@ class Tenancy:
         """Open a session.
 
         Raises:
-            RequestRefusedError: 429; the tenant has as many as it may.
+            RequestRefusedError: 429, the tenant is at its session limit.
         """
         if sum(session.tenant == tenant for session in self.sessions.values()) >= self._sessions_each:
             raise RequestRefusedError(f"you have {self._sessions_each} sessions already; end some", 429)
@@ -148,44 +148,44 @@ class Tenancy:
         return session
 
     def restore_session(self, name: str, tenant: str, metadata: Mapping[str, str] | None) -> None:
-        """Restore a session as it was before a restart, without models and samplers."""
+        """Restore a session after a restart, without models and samplers."""
         self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
 
     def session(self, name: Any, tenant: str) -> Session:
-        """Return a tenant's session, which has sent something now.
+        """Return a tenant's session and reset its timeout.
 
         Raises:
-            RequestRefusedError: 410; there is none, or none any more.
+            RequestRefusedError: 410, unknown or ended session.
         """
         session = self.sessions.get(name) if isinstance(name, str) else None
         if session is None or session.tenant != tenant:
             raise RequestRefusedError(f"unknown or ended session {str(name)[:80]!r}", 410)
-        session.heard = self._clock()
+        session.last_heard = self._clock()
         return session
 
     def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
-        """Return the session of a tenant's sampler, and the checkpoint that it samples from, or None for the base model.
+        """Return the session of a tenant's sampler and the sampler's checkpoint path, None for the base model.
 
         Raises:
-            RequestRefusedError: 410, there is no such session; 404, it has no such sampler.
+            RequestRefusedError: 410, unknown session; 404, unknown sampler.
         """
         session = self.session(name.partition(":")[0], tenant)
         if name not in session.samplers:
-            raise RequestRefusedError(f"there is no sampler {name[:120]!r}", 404)
+            raise RequestRefusedError(f"unknown sampler {name[:120]!r}", 404)
         return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
-        """Return a tenant's model, whose session has sent something now.
+        """Return a tenant's model and reset its session's timeout.
 
         Raises:
-            RequestRefusedError: 404; there is none, or none any more.
+            RequestRefusedError: 404, unknown or removed model.
         """
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None or model.tenant != tenant:
             raise RequestRefusedError(f"unknown or removed model {str(name)[:120]!r}", 404)
         model.used = self._clock()
         if model.session in self.sessions:
-            self.sessions[model.session].heard = model.used
+            self.sessions[model.session].last_heard = model.used
         return model
 
     def add_model(
@@ -202,13 +202,13 @@ class Tenancy:
         """Add a model to a session.
 
         Raises:
-            RequestRefusedError: 429; the tenant, or the server, has as many as it may.
+            RequestRefusedError: 429, the tenant or the server is at its model limit.
         """
         count = sum(model.tenant == session.tenant for model in self.models.values())
         if count >= self._models_each or len(self.models) >= self._max_models:
-            which = "you have" if count >= self._models_each else "the server has"
+            holder = "you have" if count >= self._models_each else "the server has"
             raise RequestRefusedError(
-                f"{which} {min(count, self._models_each) or len(self.models)} models; unload some", 429
+                f"{holder} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
         self._adapters += 1
         now = self._clock()
@@ -221,22 +221,22 @@ class Tenancy:
         return model
 
     def remove_model(self, model: Model) -> None:
-        """Forget a model; its session stays."""
+        """Remove a model; its session stays."""
         self.models.pop(model.name, None)
         if model.session in self.sessions and model.name in self.sessions[model.session].models:
             self.sessions[model.session].models.remove(model.name)
 
     def silent(self, timeout_s: float) -> list[Session]:
-        """List the sessions that have sent nothing for so long."""
+        """List the sessions without a request for longer than ``timeout_s``."""
         now = self._clock()
-        return [session for session in self.sessions.values() if now - session.heard > timeout_s]
+        return [session for session in self.sessions.values() if now - session.last_heard > timeout_s]
 
-    def heard_of_all(self) -> None:
-        """Begin to count every session's silence from now on."""
+    def restart_session_timeouts(self) -> None:
+        """Restart the timeout of every session."""
         for session in self.sessions.values():
-            session.heard = self._clock()
+            session.last_heard = self._clock()
 
     def close_session(self, session: Session) -> list[Model]:
-        """Forget a session; return its models, which are to be removed."""
+        """Remove a session; return its models for the caller to remove."""
         self.sessions.pop(session.name, None)
         return [self.models[name] for name in session.models if name in self.models]

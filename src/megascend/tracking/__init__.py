@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, W&B and the like, by their names in a run file."""
+"""Experiment trackers (TensorBoard, W&B, ...), selected by name in a run file."""
 
 from megascend.tracking.registry import TrackedRun, Tracker, register_tracker
 

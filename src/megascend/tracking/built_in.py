@@ -1,10 +1,10 @@
-"""Trackers that megascend brings: each the adapter of one package, which it imports when a run is opened.
+"""Built-in trackers: each wraps one package, imported when a run is opened.
 
 - TensorBoard: event files in OUTPUT/tensorboard. A resumed run drops the steps after its checkpoint.
 - Weights & Biases: ``WANDB_MODE=offline`` keeps the run in OUTPUT/trackers/wandb, for ``wandb sync``.
 - SwanLab: ``SWANLAB_MODE=offline`` keeps the run in OUTPUT/trackers/swanlab, for ``swanlab sync``.
 - Trackio: without a Space or a server it keeps runs in a database on this machine (TRACKIO_DIR), for ``trackio show``.
-- MLflow: by its client, which changes nothing of the process. MLFLOW_TRACKING_URI says where runs go.
+- MLflow: through its client, which changes no global state. MLFLOW_TRACKING_URI selects the server.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megascend.tracking.registry import Outcome, TrackedRun
+from megascend.tracking.registry import RunOutcome, TrackedRun
 
 PROJECT = "megascend"
-"""Default project of a run, where a tracker sorts runs by projects."""
+"""Default project, for trackers with projects."""
 SWANLAB_STATES = {"finished": "success", "stopped": "aborted", "failed": "crashed"}
 MLFLOW_STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MLFLOW_BATCH = 100
-"""Most parameters of one call of MLflow's."""
+"""Maximum parameters per MLflow call."""
 
 
 class TensorBoard:
@@ -47,7 +47,7 @@ class TensorBoard:
             self._writer.add_text(f"generation/{number}", f"{code_block(prompt)}\n\n{code_block(answer)}", step)
         self._writer.flush()
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._writer.close()
 
 
@@ -65,7 +65,7 @@ class Wandb:
             settings["project"] = PROJECT
         if run.run_id is not None:
             settings |= {"id": run.run_id, "resume": "allow"}
-        # The terminal stays ours: W&B would put itself between the progress bar and it.
+        # W&B would wrap the terminal and garble the progress bar.
         settings["settings"] = wandb.Settings(console="off")
         self._run = wandb.init(**settings | dict(run.options))
         self._table = wandb.Table
@@ -81,7 +81,7 @@ class Wandb:
         rows = [[step, prompt, answer] for prompt, answer in texts.items()]
         self._run.log({"generation": self._table(columns=["step", "prompt", "answer"], data=rows)}, step=step)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
 
 
@@ -98,7 +98,7 @@ class SwanLab:
             settings["project"] = PROJECT
         if run.run_id is not None:
             settings |= {"id": run.run_id, "resume": "allow"}
-        # The terminal stays ours: SwanLab would put itself between the progress bar and it, and ask for a key there.
+        # SwanLab would wrap the terminal, garble the progress bar, and prompt for a key.
         settings["settings"] = swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False)
         self._run = swanlab.init(**settings | dict(run.options))
         self._text = swanlab.Text
@@ -111,10 +111,10 @@ class SwanLab:
         self._run.log(dict(figures), step=step)
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        shown = [self._text(answer, caption=prompt) for prompt, answer in texts.items()]
-        self._run.log({"generation": shown}, step=step)
+        items = [self._text(answer, caption=prompt) for prompt, answer in texts.items()]
+        self._run.log({"generation": items}, step=step)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._run.finish(state=SWANLAB_STATES[outcome])
 
 
@@ -129,16 +129,16 @@ class Trackio:
 
     @property
     def run_id(self) -> str | None:
-        return self._run.name  # by which Trackio resumes a run
+        return self._run.name  # Trackio resumes runs by name
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        shown = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in texts.items())
-        self._run.log({"generation": self._markdown(shown)}, step=step)
+        markdown = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in texts.items())
+        self._run.log({"generation": self._markdown(markdown)}, step=step)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._run.finish()
 
 
@@ -166,10 +166,10 @@ class Mlflow:
         self._client.log_batch(self.run_id, [self._metric(key, value, now, step) for key, value in figures.items()])
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        shown = "\n\n".join(f"> {prompt}\n{answer}" for prompt, answer in texts.items())
-        self._client.log_text(self.run_id, shown, f"generation/step-{step}.txt")
+        text = "\n\n".join(f"> {prompt}\n{answer}" for prompt, answer in texts.items())
+        self._client.log_text(self.run_id, text, f"generation/step-{step}.txt")
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: RunOutcome) -> None:
         self._client.set_terminated(self.run_id, MLFLOW_STATES[outcome])
 
 

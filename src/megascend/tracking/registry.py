@@ -1,4 +1,4 @@
-"""Trackers: what one is given and takes, and their registry by name, built in or registered by plug-ins."""
+"""The tracker interface, and the registry of trackers by name, built-in or registered by plugins."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Literal, Protocol
 from megascend.errors import ConfigError, MissingDependencyError
 from megascend.surroundings import is_installed
 
-Outcome = Literal["finished", "stopped", "failed"]
-"""How a run ended: at its last step, by a signal and to be resumed, or with an error."""
+RunOutcome = Literal["finished", "stopped", "failed"]
+"""End of a run: at its last step, by a signal (it can be resumed), or with an error."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a tracker gets it when it is opened.
+    """A run, as passed to the opener of a tracker.
 
     Attributes:
-        name: of the run, for people: its output directory's.
-        folder: OUTPUT/trackers, which is there. What a tracker keeps on the disk goes there, in a folder of its name.
+        name: display name: that of the output directory.
+        folder: OUTPUT/trackers, which exists. A tracker stores its files in a subfolder with its name.
         config: the run's settings, JSON.
-        resumed_after: the step that the run was resumed after; 0: it begins.
-        run_id: what the tracker called the run before it was resumed (:attr:`Tracker.run_id`), or None.
-        options: what the run file says under the tracker's name, for whatever creates the run in its package.
+        resumed_after: step of the checkpoint that the run resumes from; 0: a new run.
+        run_id: the tracker's id of the run before it was resumed (:attr:`Tracker.run_id`), or None.
+        options: options under the tracker's name in the run file, for the call that creates the run.
     """
 
     name: str
@@ -38,39 +38,39 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes a run's figures. Used on rank 0, on a thread of its own, by one call at a time; what it raises ends no run.
+    """Interface of a tracker. Used on rank 0, by its own thread, one call at a time; its exceptions do not end the run.
 
     Attributes:
-        run_id: by which the run can be continued in another process, or None.
+        run_id: id by which another process can continue the run, or None.
     """
 
     @property
     def run_id(self) -> str | None: ...
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of a step, under the names of metrics.jsonl with ``train/`` in front. Steps come in order."""
+        """Log metrics of a step, with the names of metrics.jsonl prefixed by ``train/``. Steps are in order."""
         ...
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """What the model answered after a step, by prompt."""
+        """Log generated answers after a step, by prompt."""
         ...
 
-    def close(self, outcome: Outcome) -> None:
-        """There is nothing more to come."""
+    def close(self, outcome: RunOutcome) -> None:
+        """Finish the run."""
         ...
 
 
 OpenTracker = Callable[[TrackedRun], Tracker]
-"""Opens a tracker; called on its thread, at the run's first record."""
+"""Opens a tracker; called on its thread at the first record."""
 
 
 @dataclass(frozen=True)
 class TrackerEntry:
-    """A tracker of the registry.
+    """An entry of the registry.
 
     Attributes:
-        open: a function or class; or ``module:name`` of one, imported on use.
-        package: required module, or None.
+        open: a function or class, or its ``module:name``, imported on use.
+        package: module that must be installed, or None.
         extra: extra of megascend that installs the package, or None.
     """
 
@@ -80,27 +80,28 @@ class TrackerEntry:
 
 
 def register_tracker(name: str, open_tracker: OpenTracker, *, package: str | None = None) -> None:
-    """Make a tracker known by its name, to run files (``trackers: [NAME]``).
+    """Register a tracker by name, for run files (``trackers: [NAME]``).
 
-    Every rank registers it, most simply where the module that defines it is imported, which a run file names under ``plugins``.
-    Registering it again changes nothing.
+    Every rank must register it, for example on import of a module that the run file lists under ``plugins``. Repeating it
+    is harmless.
 
     Args:
         open_tracker: called with a :class:`TrackedRun` on rank 0; returns a :class:`Tracker`.
-        package: the module that has to be there; its absence is then an error before training.
+        package: required module; if it is missing, the run fails before training.
 
     Raises:
         ConfigError: another tracker has that name.
     """
-    known = _entries.get(name)
-    if known is not None and known.open is not open_tracker:
+    registered = _entries.get(name)
+    if registered is not None and registered.open is not open_tracker:
         raise ConfigError(f"register_tracker: another tracker is called {name!r}; names in use: {', '.join(_entries)}")
     _entries[name] = TrackerEntry(open_tracker, package)
 
 
 def check_trackers(names: Iterable[str], *, plugins: bool = False) -> None:
-    """Raise before training if a tracker is unknown (unless ``plugins`` may register it) or its package missing. Imports
-    nothing.
+    """Raise before training if a tracker is unknown (unless ``plugins`` may register it) or its package is missing.
+
+    Imports nothing.
     """
     names = list(names)
     if not plugins:
@@ -121,9 +122,9 @@ def check_tracker_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in _entries:
             alike = get_close_matches(name, _entries, 1)
-            advice = f", did you mean {alike[0]}?" if alike else ";"
+            advice = f", did you mean {alike[0]}?" if alike else "."
             raise ConfigError(
-                f"trackers: there is no {name!r}{advice} there are {', '.join(_entries)}. Register yours on every rank "
+                f"trackers: unknown tracker {name!r}{advice} Available: {', '.join(_entries)}. Register your own on every rank "
                 "(megascend.register_tracker; a run file names the module under plugins)"
             )
 

@@ -1,4 +1,4 @@
-"""All trackers of a run, on rank 0, each on a thread of its own: training neither waits for one nor ends with it."""
+"""All trackers of a run, on rank 0, each on its own thread, so that a slow or failing tracker cannot affect training."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
-from megascend.tracking.registry import OpenTracker, Outcome, TrackedRun, Tracker, opener
+from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, opener
 
 logger = logging.getLogger(__name__)
 
 FOLDER, RUN_IDS = "trackers", "run_ids.json"
-"""In the run directory: what trackers keep there, and what each of them calls the run."""
+"""Folder of the trackers in the run directory, and the file in it with each tracker's id of the run."""
 WAITING = 10_000
-"""Records that may wait for a tracker; further ones are lost."""
+"""Queue limit per tracker; further records are dropped."""
 CLOSING_S = 60.0
 CLOSING_AFTER_ERROR_S = 10.0
 
 
 class Trackers:
-    """Opened with the first record, so that a run that does not start leaves none. The same calls as of one tracker."""
+    """A run's trackers, opened at the first record, so that a run that fails to start creates none."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Trackers:
         resumed_after: int = 0,
         on_failure: Callable[[str, str], None] = lambda name, problem: None,
     ) -> None:
-        """``options``: of every tracker, by name; ``config``: the run's settings, JSON; ``on_failure``: called on any thread."""
+        """Take each tracker's ``options`` by name, the run's settings as JSON, and a callback that any thread may call."""
         self._options, self._output, self._config = options, output, config
         self._folder = output / FOLDER
         self._resumed_after, self._on_failure = resumed_after, on_failure
@@ -46,7 +46,7 @@ class Trackers:
         self._trackers: list[BackgroundTracker] | None = None
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Numbers of a row of metrics.jsonl; those that are not known or not finite are left out."""
+        """Log the finite numbers of a row of metrics.jsonl."""
         figures = {
             f"train/{key}": float(value)
             for key, value in row.items()
@@ -56,29 +56,29 @@ class Trackers:
             tracker.log(step, figures)
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Texts by their titles."""
+        """Log texts by title."""
         for tracker in self._opened():
             tracker.log_texts(step, texts)
 
-    def close(self, outcome: Outcome) -> None:
-        """Wait for all of them, not for ever."""
+    def close(self, outcome: RunOutcome) -> None:
+        """Close all trackers, each with a deadline."""
         for tracker in self._trackers or ():
             tracker.close(outcome, CLOSING_AFTER_ERROR_S if outcome == "failed" else CLOSING_S)
         self._trackers = []
         with contextlib.suppress(OSError):
-            self._folder.rmdir()  # if nobody has put anything there
+            self._folder.rmdir()  # only succeeds if empty
 
     def _opened(self) -> list[BackgroundTracker]:
         if self._trackers is None and not self._options:
             self._trackers = []
         if self._trackers is None:
-            known = read_run_ids(self._folder) if self._resumed_after else {}
+            run_ids = read_run_ids(self._folder) if self._resumed_after else {}
             self._trackers = []
             try:
                 make_directory(self._folder)
             except OSError as error:
                 for name in self._options:
-                    self._failed(name, f"{self._folder} cannot be made: {error.strerror or error}")
+                    self._failed(name, f"{self._folder} cannot be created: {error.strerror or error}")
                 return self._trackers
             for name, options in self._options.items():
                 run = TrackedRun(
@@ -86,7 +86,7 @@ class Trackers:
                     self._folder,
                     self._config,
                     self._resumed_after,
-                    known.get(name),
+                    run_ids.get(name),
                     options,
                 )
                 self._trackers.append(BackgroundTracker(name, opener(name), run, self._keep_id, self._failed))
@@ -106,21 +106,22 @@ class Trackers:
 
 
 def read_run_ids(folder: Path) -> dict[str, str]:
-    """What each tracker called a run, by its folder; of a file that is missing or damaged, nothing."""
+    """Read each tracker's id of a run; empty if the file is missing or damaged."""
     try:
-        found = json.loads((folder / RUN_IDS).read_text(encoding="utf-8"))
+        content = json.loads((folder / RUN_IDS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return (
-        {name: run_id for name, run_id in found.items() if isinstance(run_id, str)} if isinstance(found, dict) else {}
+        {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
+        if isinstance(content, dict)
+        else {}
     )
 
 
 class BackgroundTracker:
-    """Hands records to a tracker in their order. The first failure is said once; what fails later is counted.
+    """Passes records to a tracker in order, on a thread. The first failure is reported, later ones are counted.
 
-    A tracker that cannot be opened is not tried again. One whose call fails is called with the next record: a network may come
-    back.
+    A tracker that cannot be opened is not retried. After a failed call the next record is tried: the network may have recovered.
     """
 
     def __init__(
@@ -132,26 +133,26 @@ class BackgroundTracker:
         failed: Callable[[str, str], None],
         waiting: int = WAITING,
     ) -> None:
-        """``opened`` gets (name, run id) on the tracker's thread; ``failed`` (name, first problem) on any."""
+        """Start the thread. ``opened`` is called with (name, run id) on that thread, ``failed`` with (name, problem) on any."""
         self.name = name
         self._open, self._run, self._opened, self._failed = open_tracker, run, opened, failed
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(waiting)
         self._lost = 0
-        self._told = False
-        self._outcome: Outcome = "failed"
+        self._failure_reported = False
+        self._outcome: RunOutcome = "failed"
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Hand over figures of a step; returns at once."""
-        self._put(lambda tracker: tracker.log(step, figures))
+        """Queue metrics of a step; returns at once."""
+        self._submit(lambda tracker: tracker.log(step, figures))
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Hand over texts; returns at once."""
-        self._put(lambda tracker: tracker.log_texts(step, texts))
+        """Queue texts; returns at once."""
+        self._submit(lambda tracker: tracker.log_texts(step, texts))
 
-    def close(self, outcome: Outcome, timeout_s: float) -> None:
-        """Wait until the tracker has everything and is closed; after ``timeout_s`` it is left to itself, and a line says so."""
+    def close(self, outcome: RunOutcome, timeout_s: float) -> None:
+        """Wait until the tracker has all records and is closed; after ``timeout_s`` log a warning and abandon it."""
         self._outcome = outcome
         deadline = time.monotonic() + timeout_s
         try:
@@ -162,23 +163,23 @@ class BackgroundTracker:
         if self._thread.is_alive():
             left = self._waiting.qsize()
             logger.warning(
-                "tracker %s: not through after %.0f s, %d records still wait; they are lost", self.name, timeout_s, left
+                "tracker %s: not finished after %.0f s, %d queued records are lost", self.name, timeout_s, left
             )
         elif self._lost:
             logger.warning("tracker %s: %d records were lost", self.name, self._lost)
 
-    def _put(self, record: Callable[[Tracker], None]) -> None:
+    def _submit(self, record: Callable[[Tracker], None]) -> None:
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
-            self._problem(f"{self._waiting.maxsize} records wait for it")
+            self._problem(f"its queue of {self._waiting.maxsize} records is full")
 
     def _work(self) -> None:
         tracker: Tracker | None = None
         try:
             tracker = self._open(self._run)
             self._opened(self.name, tracker.run_id)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever its package raises, training goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever its package raises, training continues
             self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost=0)
         while (record := self._waiting.get()) is not None:
             self._call(tracker, record)
@@ -191,11 +192,11 @@ class BackgroundTracker:
             return
         try:
             record(tracker)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  likewise
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
             self._problem(f"{type(error).__name__}: {error}", lost)
 
     def _problem(self, text: str, lost: int = 1) -> None:
         self._lost += lost
-        if not self._told:
-            self._told = True
+        if not self._failure_reported:
+            self._failure_reported = True
             self._failed(self.name, text)

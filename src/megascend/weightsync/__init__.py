@@ -1,4 +1,4 @@
-"""Weights of a backend, on any number of ranks, to any number of inference engines: whole and verified, or not at all."""
+"""Send a backend's weights, from any number of ranks, to any number of inference engines: all of it and verified, or nothing."""
 
 from megascend.weightsync.sync import Pushed, WeightSync
 

@@ -1,6 +1,6 @@
-"""Updates of inference engines by one process, which talks to them and sends: rank 0's part of a push.
+"""Updates of inference engines from one process: rank 0's part of a push.
 
-It knows nothing of backends and other ranks: it is told what is going to come, and is handed the tensors.
+Independent of backends and other ranks: callers pass the tensor specs first, then the tensors.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from weightwire.transports.base import device_types
 from weightwire.transports.choice import AUTO, Location, check, choose
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine to its end, from a thread that runs no event loop."""
+"""Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
-"""What this process may take longer than a deadline until it has told others of a failure, in seconds."""
+"""Seconds past a deadline that this process may need to report a failure to others."""
 
 
 @dataclass
 class Update:
-    """An update that is under way.
+    """An update in progress.
 
     Attributes:
-        name: of its group; empty before :meth:`Delivery.begin`.
-        engines: that take part.
-        version: that they get.
-        sender: made when all receivers had come.
-        seal: what was sent; None before that.
-        transport: that the bytes travel over; empty before :meth:`Delivery.begin`.
-        nbytes, buckets: that were sent to each receiver.
+        name: name of its group; empty before :meth:`Delivery.begin`.
+        engines: participating engines.
+        version: version that they receive.
+        sender: connected sender; None until all receivers have joined.
+        seal: digest of the sent data; None before the transfer.
+        transport: transport in use; empty before :meth:`Delivery.begin`.
+        nbytes, buckets: amounts sent to each receiver.
     """
 
     name: str = ""
@@ -57,10 +57,10 @@ class Update:
     buckets: int = 0
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors, in the order of the specs that the update began with.
+        """Send the tensors, in the order of the specs passed to :meth:`Delivery.begin`.
 
         Raises:
-            weightwire.errors.WireError: they are others, or a receiver is lost; the message names it.
+            weightwire.errors.WireError: the tensors differ from the specs, or a receiver is lost; the message names it.
         """
         assert self.sender is not None
         with self.sender as sender:
@@ -72,19 +72,19 @@ class Delivery:
     """Listens for engines' receivers, and updates the engines.
 
     Args:
-        transport: a name of :func:`weightwire.transports.transport_names`, or ``auto``: what fits this process and the engines
-            of an update best (:func:`weightwire.transports.choice.choose`).
-        device: where the weights are. Buckets are there too if the transport takes them from there, else on the CPU.
+        transport: a name of :func:`weightwire.transports.transport_names`, or ``auto``: the best fit for this process and the
+            engines of an update (:func:`weightwire.transports.choice.choose`).
+        device: device of the weights. Buckets are on the same device if the transport supports it, else on the CPU.
         host: address under which engines reach this process.
-        bucket_bytes: size of a bucket; two are in memory. None: :func:`weightwire.manifest.default_bucket_bytes`.
+        bucket_bytes: size of a bucket, of which two are allocated. None: :func:`weightwire.manifest.default_bucket_bytes`.
         digest: a name of :data:`weightwire.digest.ALGORITHMS`.
-        timeout_s: deadline of every single wait, in seconds.
-        overlap: fill one bucket while the other travels.
-        options: of the transport.
-        run: runs a coroutine to its end; default: an event loop on a thread of its own.
+        timeout_s: deadline of each wait, in seconds.
+        overlap: fill one bucket while the other is sent.
+        options: options of the transport.
+        run: runs a coroutine to completion; default: an event loop on a separate thread.
 
     Raises:
-        weightwire.errors.WireError: it cannot listen on ``host``.
+        weightwire.errors.WireError: ``host`` cannot be bound.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Delivery:
         self._run: Run = run
 
     def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
-        """Put tensors in force on all engines, as ``version``: a whole update.
+        """Update all engines to ``version``: begin, transfer, verify and commit.
 
         Args:
-            version: greater than the engines' last one.
-            tensors: the model's, by the names of its Hugging Face checkpoint.
+            version: greater than the engines' current one.
+            tensors: the model's tensors by their Hugging Face names.
 
         Raises:
-            WeightSyncError: it names the engine and what happened to it, and says where the old weights are in force.
+            WeightSyncError: the message names the engine and its error, and says which engines still use the old weights.
         """
         update = Update()
         try:
@@ -145,20 +145,20 @@ class Delivery:
         specs: tuple[TensorSpec, ...],
         adapter: AdapterInfo | None = None,
     ) -> None:
-        """Offer the update to all engines, and wait for their receivers; ``update.sender`` is then ready.
+        """Offer the update to all engines and wait for their receivers; ``update.sender`` is then connected.
 
         Raises:
-            ConfigError: there are no engines, or two of one name; or the transport does not fit, or none does.
-            WeightSyncError: some did not begin; the message names them.
+            ConfigError: no engines, duplicate engine names, or no suitable transport.
+            WeightSyncError: engines did not begin; the message names them.
         """
         update.engines, update.version = list(engines), version
         if not update.engines:
-            raise ConfigError("push: there are no engines")
+            raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in update.engines]
         if len(set(names)) < len(names):
-            raise ConfigError(f"push: engines have one name twice: {', '.join(names)}")
-        asked = self._all(update, lambda engine: engine.locations(), self._timeout_s)
-        locations = self._require_all(*asked, "push", "")
+            raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
+        answers = self._all(update, lambda engine: engine.locations(), self._timeout_s)
+        locations = self._require_all(*answers, "push", "")
         counts = {name: len(locations[name]) for name in names}
         members = {
             name if counts[name] == 1 else f"{name} worker {worker}": location
@@ -170,12 +170,12 @@ class Delivery:
         bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
         manifest = Manifest(version, specs, bucket_bytes, self._digest, adapter)
         update.name = self._listener.new_group([f"trainer {self._owner}", *members])
-        offers, first = {}, 1
+        offers, first = {}, 1  # rank 0 of the group is the trainer
         for name in names:
             offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
-        begun = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
-        self._require_all(*begun, f"version {version} was not begun", "; the old weights are in force on all engines")
+        answers = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        self._require_all(*answers, f"version {version} was not begun", "; the old weights are in force on all engines")
         update.sender = Sender.connect(
             self._listener,
             update.name,
@@ -188,30 +188,30 @@ class Delivery:
         )
 
     def verify(self, update: Update) -> None:
-        """Wait until every engine has compared what it got with what was sent.
+        """Wait until every engine has verified what it received.
 
         Raises:
-            WeightSyncError: some did not; the message names them.
+            WeightSyncError: engines failed to; the message names them.
         """
         assert update.seal is not None
         seal = update.seal
-        in_time = max(0.1, self._timeout_s - 2.0)  # leaves it time to answer
+        in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
         answers = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
-        what = f"version {seal.version} was not verified"
-        self._require_all(*answers, what, "; the old weights are in force on all engines")
+        description = f"version {seal.version} was not verified"
+        self._require_all(*answers, description, "; the old weights are in force on all engines")
 
     def commit(self, update: Update) -> None:
-        """Put the update in force on all engines, which have verified it.
+        """Activate the verified update on all engines.
 
         Raises:
-            WeightSyncError: some did not; the message names them, and those that did.
+            WeightSyncError: engines failed to; the message names them and those that did.
         """
-        done, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
-        in_force = f"; version {update.version} is in force on {', '.join(done)}" if done else ""
-        self._require_all(done, failed, f"version {update.version} was not committed everywhere", in_force)
+        committed, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
+        in_force = f"; version {update.version} is in force on {', '.join(committed)}" if committed else ""
+        self._require_all(committed, failed, f"version {update.version} was not committed everywhere", in_force)
 
     def drop(self, update: Update) -> None:
-        """What is left of an update that failed. Errors here would hide the one that is being raised."""
+        """Clean up a failed update. Suppresses errors, which would hide the one being raised."""
         if not update.name:
             return
         if update.sender is not None:
@@ -220,16 +220,16 @@ class Delivery:
             self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
-        """Stop listening. The engines keep what they have."""
+        """Stop listening. Engines keep their weights."""
         if self._loop is not None:
             self._loop.close()
         self._listener.close()
 
     def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
-        """Return the transport of an update, chosen if none is set, or compared with where its members are."""
+        """Choose the transport of an update, or check the configured one against the members' devices."""
         here = Location.of(self._device)
         try:
-            if self._transport == AUTO:
+            if self._transport == AUTO:  # an engine that does not report its location is taken to be on the CPU
                 return choose(here, {name: at or Location("cpu") for name, at in members.items()})
             check(self._transport, here, {name: at for name, at in members.items() if at is not None})
         except TransportError as error:
@@ -246,7 +246,7 @@ class Delivery:
             workers=workers,
             transport=update.transport,
             timeout_s=self._timeout_s,
-            lease_s=2 * self._timeout_s + MARGIN_S,
+            lease_s=2 * self._timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
             manifest=manifest,
             options=self._options,
         )
@@ -256,11 +256,13 @@ class Delivery:
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         return self._run(call_all(update.engines, call, timeout_s))
 
-    def _require_all(self, done: dict[str, Any], failed: dict[str, Exception], what: str, after: str) -> dict[str, Any]:
+    def _require_all(
+        self, answers: dict[str, Any], failed: dict[str, Exception], description: str, after: str
+    ) -> dict[str, Any]:
         if failed:
             reasons = "; ".join(
                 f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
                 for name, error in failed.items()
             )
-            raise WeightSyncError(f"{what}: {reasons}{after}")
-        return done
+            raise WeightSyncError(f"{description}: {reasons}{after}")
+        return answers

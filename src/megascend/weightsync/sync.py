@@ -1,7 +1,7 @@
-"""A push of weights from all ranks of a trainer to all engines.
+"""Push weights from all ranks of a trainer to all engines.
 
-Rank 0 talks to engines and sends; the other ranks take part in the export, and learn how each phase ended before they enter the
-next one. So no rank waits for one that has given up, and after a failure the trainer's own groups are as they were.
+Rank 0 talks to the engines and sends; the other ranks take part in the export, and learn the result of each phase before they
+enter the next one. So no rank waits for one that has given up, and the trainer's process groups stay usable after a failure.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push has done.
+    """Result of a push.
 
     Attributes:
-        version: now in force on all engines.
-        nbytes: that were sent to each receiver.
-        buckets: that they travelled in.
-        engines: their names.
-        seconds: of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
-        transport: that they travelled over.
+        version: version now active on all engines.
+        nbytes: bytes sent to each receiver.
+        buckets: number of buckets sent.
+        engines: names of the engines.
+        seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
+        transport: transport used.
     """
 
     version: int
@@ -55,12 +55,12 @@ class Pushed:
 
 @dataclass
 class Source:
-    """One stream of weights. On ranks other than 0 it has no tensors, but all ranks iterate over it.
+    """A stream of weights. Only rank 0 gets tensors, but all ranks must iterate over it.
 
     Attributes:
-        specs: of its tensors, in order; empty on other ranks than 0.
-        adapter: set if these are an adapter's factors alone.
-        stream: not begun.
+        specs: specs of its tensors, in order; empty on ranks other than 0.
+        adapter: set if the stream has only an adapter's factors.
+        stream: generator, not started.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -72,25 +72,25 @@ class WeightSync:
     """Sends a backend's weights to inference engines. Every method is collective: all ranks call it, in the same order.
 
     Args:
-        backend: whose weights.
-        engines: of rank 0; other ranks' are ignored. The list may be changed between pushes (:attr:`engines`).
-        transport: how the bytes travel: a name of :func:`weightwire.transports.transport_names`. The default is chosen at every
-            push by where the trainer's and the engines' weights are: ``nccl`` between GPUs, ``cuda_ipc`` on one GPU, ``hccl``
-            between NPUs, ``gloo`` to engines on the CPU.
-        host: address of rank 0 under which engines reach it; the store binds to it. The default is for engines on this machine.
-        bucket_bytes: size of a bucket. Two are in memory on rank 0. Default: 512 MiB where buckets are on an accelerator, 256 MiB
-            on a CPU.
-        digest: what both sides compare buckets by: a name of :data:`weightwire.digest.ALGORITHMS`.
-        timeout_s: deadline of every single wait, in seconds; default: less than half of the backend's own timeout, at most 120.
-        overlap: export into one bucket while another one travels.
-        options: settings of the transport.
-        run: runs a coroutine to its end, for engines that belong to an event loop of yours, on a thread that it does not run on:
-            ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a thread of its own.
+        backend: backend whose weights are sent.
+        engines: engines on rank 0; ignored on other ranks. The list may be changed between pushes (:attr:`engines`).
+        transport: a name of :func:`weightwire.transports.transport_names`. By default it is chosen at every push from the devices
+            of trainer and engines: ``nccl`` between GPUs, ``cuda_ipc`` on one GPU, ``hccl`` between NPUs, ``gloo`` to engines
+            on the CPU.
+        host: address under which engines reach rank 0; the store binds to it. The default is for engines on this machine.
+        bucket_bytes: size of a bucket, of which rank 0 allocates two. Default: 512 MiB for buckets on an accelerator, 256 MiB on
+            a CPU.
+        digest: algorithm that verifies buckets: a name of :data:`weightwire.digest.ALGORITHMS`.
+        timeout_s: deadline of each wait, in seconds; default: less than half of the backend's timeout, at most 120.
+        overlap: export into one bucket while another one is sent.
+        options: options of the transport.
+        run: runs a coroutine to completion, for engines bound to your own event loop; called on another thread than the loop's:
+            ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a separate thread.
 
     Raises:
-        ConfigError: the transport or the digest is not known, it does not work with the backend's device, or ``timeout_s`` is
-            longer than what other ranks wait.
-        WeightSyncError: on every rank: rank 0 cannot listen on ``host``.
+        ConfigError: unknown transport or digest, a transport that does not support the backend's device, or ``timeout_s`` longer
+            than other ranks wait.
+        WeightSyncError: on every rank: rank 0 cannot bind ``host``.
     """
 
     def __init__(
@@ -134,20 +134,20 @@ class WeightSync:
         self._on_rank_0(listen, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
 
     def push(self, version: int, adapter: str | None = None, *, alone: bool = False) -> Pushed:
-        """Put the present weights in force on all engines, as ``version``. Collective.
+        """Update all engines to the current weights, as ``version``. Collective.
 
-        The engines answer with the old weights while they receive, and pause only for the commit, which nobody begins before all
-        have verified what they got.
+        Engines keep generating with the old weights while they receive. They pause only for the commit, which starts once all
+        engines have verified the data.
 
         Args:
             version: greater than the last one of the same target.
-            adapter: merged into the model that is sent.
-            alone: send the adapter's factors instead of the model; the engines load them under its name.
+            adapter: adapter to merge into the model that is sent.
+            alone: send only the adapter's factors; engines load them under its name.
 
         Raises:
-            WeightSyncError: on every rank. The message names the engine and what happened to it, and says where the old weights
-                are in force; unless it speaks of a commit, they are everywhere. The next push works.
-            ConfigError: there is no such adapter, or none was named for ``alone``.
+            WeightSyncError: on every rank. The message names the engine and its error, and which engines keep the old weights:
+                all of them, unless the commit failed. The next push works.
+            ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
         update, seconds = Update(), {}
@@ -162,7 +162,7 @@ class WeightSync:
                     raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
                 with _timed(seconds, "verify"):
                     self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
-            except BaseException:
+            except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
                 if self._groups.rank == 0:
                     self._sending.drop(update)
                 raise
@@ -176,7 +176,7 @@ class WeightSync:
             )
 
     def close(self) -> None:
-        """Stop listening. The engines keep what they have. Not collective."""
+        """Stop listening. Engines keep their weights. Not collective."""
         if self._delivery is not None:
             self._delivery.close()
         self._delivery = None
@@ -196,8 +196,8 @@ class WeightSync:
         elif alone and adapter is None:
             problem = ConfigError("push(alone=True): name the adapter")
         elif adapter is not None and adapter not in self._backend.adapters:
-            known = ", ".join(self._backend.adapters) or "none"
-            problem = ConfigError(f"push: there is no adapter {adapter!r}; there are: {known}")
+            names = ", ".join(self._backend.adapters) or "none"
+            problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
 
     def _describe(self, adapter: str | None, alone: bool) -> Source:
@@ -205,20 +205,20 @@ class WeightSync:
             return self._adapter_source(adapter)
         export = self._backend.named_weights
         if self._specs is None:
-            # An export tells the names of its tensors only by making them, in an order that does not change: once without bytes.
+            # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.
             with contextlib.closing(_generator(export(receivers="main", device="meta"))) as tensors:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
         return Source(self._specs, None, _generator(export(adapter, receivers="main")))
 
     def _adapter_source(self, name: str) -> Source:
-        config, tensors = self._backend.adapter_as_peft(name) or ({}, {})  # nothing on other ranks than 0
+        config, tensors = self._backend.adapter_as_peft(name) or ({}, {})  # None on ranks other than 0
         specs = tuple(spec_of(*item) for item in tensors.items())
         return Source(specs, AdapterInfo(name, config), (item for item in tensors.items()))
 
     def _transfer(self, update: Update, source: Source) -> MegascendError | None:
-        """The export, sent on rank 0; what went wrong on this rank. Raising would leave other ranks waiting."""
+        """Export, and send on rank 0. Return this rank's error: raising it would leave the other ranks waiting."""
         try:
-            with contextlib.closing(source.stream):  # a rank that stops early tells the others here
+            with contextlib.closing(source.stream):  # closing tells the other ranks that this one stopped early
                 if update.sender is None:
                     for _ in source.stream:
                         pass
@@ -228,7 +228,7 @@ class WeightSync:
             return error
         except WireError as error:
             return WeightSyncError(f"{_target(source)}: {error}; the old weights are in force on all engines")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for what this one has to say
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
             return WeightSyncError(
                 f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             )
@@ -243,12 +243,12 @@ class WeightSync:
     def _begin(self, update: Update, version: int, source: Source) -> None:
         self._sending.begin(update, self.engines, version, source.specs, source.adapter)
 
-    def _on_rank_0(self, do: Callable[[], None], what: str) -> None:
-        """``do`` on rank 0; whatever it raises is raised on all ranks."""
+    def _on_rank_0(self, function: Callable[[], None], description: str) -> None:
+        """Call ``function`` on rank 0; raise its errors on all ranks."""
 
-        def done() -> None:
+        def run() -> None:
             try:
-                do()
+                function()
             except WireError as error:
                 raise WeightSyncError(str(error)) from error
             except MegascendError:
@@ -256,7 +256,7 @@ class WeightSync:
             except Exception as error:
                 raise WeightSyncError(f"rank 0: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
 
-        from_rank_0(done, self._groups, what)
+        from_rank_0(run, self._groups, description)
 
 
 def _target(source: Source) -> str:
@@ -273,8 +273,8 @@ def check_transport(transport: str, device_type: str) -> None:
         raise ConfigError(f"WeightSync: {error} (transport {AUTO!r} chooses one)") from error
     if device_type not in possible and "cpu" not in possible:
         raise ConfigError(
-            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}; for "
-            f"{device_type} there are: {', '.join(transports_for(device_type))} (transport {AUTO!r} chooses one)"
+            f"WeightSync: transport {transport!r} moves memory of {', '.join(possible)}, not of {device_type}; "
+            f"available for {device_type}: {', '.join(transports_for(device_type))} (transport {AUTO!r} chooses one)"
         )
 
 
@@ -291,7 +291,7 @@ def _deadline(timeout_s: float | None, backend: Backend) -> float:
 
 
 def _generator(weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-    """Return what an engine's export returned: a generator, which can be closed."""
+    """Narrow the type of an engine's export to a generator, which can be closed."""
     assert isinstance(weights, Generator)
     return weights
 

@@ -29,11 +29,11 @@ def run(command: list[str], folder: Path) -> str:
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
     script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
     output = run(["bash", "-c", script], tmp_path)
     expected = json.loads(run([sys.executable, str(HERE / "reference_loop.py"), "model", "reference"], tmp_path))
-    found = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
-    assert len(found) == 2 * len(expected)  # two ranks
-    for (loss, norm), (reference, reference_norm) in zip(sorted(found), sorted([*expected, *expected]), strict=True):
+    pairs = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
+    assert len(pairs) == 2 * len(expected)  # two ranks
+    for (loss, norm), (reference, reference_norm) in zip(sorted(pairs), sorted([*expected, *expected]), strict=True):
         assert loss == pytest.approx(reference, rel=1e-5)
         assert norm == pytest.approx(reference_norm, rel=1e-4)
     trained = load_file(tmp_path / "reference" / "model.safetensors")

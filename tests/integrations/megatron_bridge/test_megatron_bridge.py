@@ -33,11 +33,11 @@ def run(command: list[str], folder: Path) -> str:
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout
 
 
 def new_model(folder: Path, name: str, arch: str) -> None:
@@ -45,10 +45,10 @@ def new_model(folder: Path, name: str, arch: str) -> None:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> None:
@@ -61,14 +61,14 @@ def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> No
 def test_the_start_of_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "integrations" / "bridges.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    mine = page[page.index("## megatron-bridge") : page.index("## What to know")]
-    script = "set -e\n" + "\n".join(block for block in blocks if block is blocks[0] or block in mine)
+    section = page[page.index("## megatron-bridge") : page.index("## What to know")]
+    script = "set -e\n" + "\n".join(block for block in blocks if block is blocks[0] or block in section)
     output = run(["bash", "-c", script], tmp_path)
     assert_equal(weights(tmp_path / "as_it_came"), weights(tmp_path / "model"))
     expected = json.loads(run([sys.executable, str(REFERENCE_LOOP), "model", "reference"], tmp_path))
-    found = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
-    assert len(found) == 2 * len(expected)  # two ranks
-    for (loss, norm), (reference, reference_norm) in zip(sorted(found), sorted([*expected, *expected]), strict=True):
+    pairs = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
+    assert len(pairs) == 2 * len(expected)  # two ranks
+    for (loss, norm), (reference, reference_norm) in zip(sorted(pairs), sorted([*expected, *expected]), strict=True):
         assert loss == pytest.approx(reference, rel=1e-5)
         assert norm == pytest.approx(reference_norm, rel=1e-4)
     exported, trained = weights(tmp_path / "by_megatron_bridge"), weights(tmp_path / "reference")
@@ -86,12 +86,12 @@ def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
     torch.save(tokens, tmp_path / "tokens.pt")
     command = [sys.executable, str(HERE / "logits.py"), "model", "tokens.pt", "logits.pt"]
     run(["megascend", "run", "--platform", "cpu", "--", *command], tmp_path)
-    found = torch.load(tmp_path / "logits.pt")
+    logits = torch.load(tmp_path / "logits.pt")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = model(tokens).logits
     assert expected.abs().max() > 0.1
-    assert (found[..., : expected.shape[-1]] - expected).abs().max() < 1e-5
+    assert (logits[..., : expected.shape[-1]] - expected).abs().max() < 1e-5
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGASCEND_MEGATRON_BRIDGE to a checkout of Megatron-Bridge (tag v0.3.1)")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 def main(path: str, adapter: str, name: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model = PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATES[name], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for step in range(STEPS):

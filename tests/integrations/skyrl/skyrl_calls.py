@@ -55,14 +55,14 @@ def adam(rate: float) -> types.OptimStepInput:
 
 
 def train(on: MegascendBackend, tenants: list[str]) -> dict[str, list[float]]:
-    """Sums of the losses of every step, by tenant; all tenants' requests in one batch. The models are removed again."""
+    """Train all tenants in shared batches; return the summed losses of every step by tenant. Removes the models."""
     for name in tenants:
         on.create_model(name, TENANTS[name])
     losses: dict[str, list[float]] = {name: [] for name in tenants}
     for step in range(STEPS):
-        found = on.forward_backward(batch_of(tenants, step))
+        results = on.forward_backward(batch_of(tenants, step))
         for name in tenants:
-            losses[name].append(found[f"r-{name}"].metrics["loss:sum"])
+            losses[name].append(results[f"r-{name}"].metrics["loss:sum"])
             on.optim_step(name, adam(1e-2 if name == "ann" else 3e-2))
     for name in tenants:
         on.delete_model(name)

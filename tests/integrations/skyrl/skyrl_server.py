@@ -21,30 +21,30 @@ DEADLINE_S = 600
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a program: our source, and this interpreter's own programs first."""
+    """Return a program's environment: our source, and this interpreter's scripts first in PATH."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PYTHONPATH": path, "PATH": programs, "OMP_NUM_THREADS": "1", **more}
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run(command: list[str], folder: Path) -> str:
-    """A program's output, once it has ended well."""
-    done = subprocess.run(
+    """Run a program that must succeed; return its output."""
+    completed = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout
 
 
 @contextmanager
 def served(folder: Path, **backend: Any) -> Iterator[str]:
-    """The server's address, over a model in ``folder``. At the end its whole group of processes has ended with it.
+    """Yield the address of a server for a model in ``folder``; its whole process group is ended with it.
 
     Args:
         backend: settings of ``--backend-config`` beside fp32 on the CPU.
@@ -97,11 +97,11 @@ def _end_group(group: int, patience_s: float = 10) -> list[str]:
 
     deadline = time.monotonic() + patience_s
     while True:
-        left = [each for each in psutil.process_iter() if _in_group(each.pid, group)]
+        left = [process for process in psutil.process_iter() if _in_group(process.pid, group)]
         if not left:
             return []
         if time.monotonic() > deadline:
-            names = [" ".join(each.cmdline()) for each in left]
+            names = [" ".join(process.cmdline()) for process in left]
             os.killpg(group, signal.SIGKILL)
             return names
         time.sleep(0.2)

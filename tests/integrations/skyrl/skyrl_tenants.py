@@ -34,7 +34,7 @@ def batch(name: str, step: int) -> list[types.Datum]:
 
 
 def models(address: str, model: str, names: list[str]) -> dict[str, tinker.TrainingClient]:
-    """A new adapter for each tenant, in a session of the tenant's own."""
+    """Create an adapter for each tenant, in separate sessions."""
     clients = {name: tinker.ServiceClient(base_url=address, api_key="tml-any") for name in names}
     return {
         name: client.create_lora_training_client(base_model=model, rank=RANKS[name], seed=ord(name[0]))
@@ -44,14 +44,14 @@ def models(address: str, model: str, names: list[str]) -> dict[str, tinker.Train
 
 def train(tenants: dict[str, tinker.TrainingClient]) -> dict[str, list[dict[str, float]]]:
     """Metrics of every step, by tenant. All send their work before one waits."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in tenants}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in tenants}
     for step in range(STEPS):
         passes = {name: client.forward_backward(batch(name, step), "cross_entropy") for name, client in tenants.items()}
         metrics = {name: dict(future.result().metrics) for name, future in passes.items()}
         steps = {name: client.optim_step(adam(name)) for name, client in tenants.items()}
         for name, future in steps.items():
-            found[name].append({**metrics[name], **(future.result().metrics or {})})
-    return found
+            figures[name].append({**metrics[name], **(future.result().metrics or {})})
+    return figures
 
 
 def adam(name: str) -> types.AdamParams:
@@ -59,7 +59,7 @@ def adam(name: str) -> types.AdamParams:
 
 
 def loss(client: tinker.TrainingClient) -> float:
-    """Of ann's first batch, without training."""
+    """Compute losses of ann's first batch, without training."""
     return client.forward(batch("ann", 0), "cross_entropy").result().metrics["loss:sum"]
 
 
@@ -77,13 +77,13 @@ def checkpoints(client: tinker.TrainingClient, service: tinker.ServiceClient) ->
     expected = loaded.forward(batch("ann", 0), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
     return {
         "losses": {"saved": before, "trained": loss(client), "loaded": loss(loaded)},
-        "responses": [list(each.tokens) for each in responses.sequences],
+        "responses": [list(sequence.tokens) for sequence in responses.sequences],
         "prompt_logprobs": [list(responses.prompt_logprobs[1:]), list(expected)],
     }
 
 
 def refusal(client: tinker.TrainingClient) -> str:
-    """What the client is told of a target for one token too few."""
+    """Return the client's error for targets that are one token short."""
     ids = sequences("ann", 0)[0]
     bad = types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
@@ -97,19 +97,19 @@ def refusal(client: tinker.TrainingClient) -> str:
 
 
 def main(address: str, model: str, out: str) -> None:
-    alone: dict[str, list[dict[str, float]]] = {}
+    single: dict[str, list[dict[str, float]]] = {}
     starts: dict[str, str] = {}
     for name in RANKS:
         tenant = models(address, model, [name])
         starts[name] = tenant[name].save_weights_for_sampler("start").result().path
-        alone |= train(tenant)
-    both = models(address, model, list(RANKS))
-    mixed = train(both)
+        single |= train(tenant)
+    tenant_models = models(address, model, list(RANKS))
+    mixed = train(tenant_models)
     service = tinker.ServiceClient(base_url=address, api_key="tml-any")
-    found = {"alone": alone, "mixed": mixed, "starts": starts, "refusal": refusal(both["ann"])}
-    found |= checkpoints(both["ann"], service)
+    report = {"alone": single, "mixed": mixed, "starts": starts, "refusal": refusal(tenant_models["ann"])}
+    report |= checkpoints(tenant_models["ann"], service)
     with open(out, "w") as file:
-        json.dump(found, file)
+        json.dump(report, file)
 
 
 if __name__ == "__main__":

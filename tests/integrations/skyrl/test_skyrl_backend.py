@@ -22,43 +22,43 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def together() -> list[int]:
-    """How many models shared the batch of every command that has run."""
+def batch_sizes() -> list[int]:
+    """Record the number of models in the batch of every finished command."""
     return []
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory, together: list[int]) -> Iterator[Any]:
+def backend(tmp_path_factory: pytest.TempPathFactory, batch_sizes: list[int]) -> Iterator[Any]:
     model = tmp_path_factory.mktemp("skyrl") / "model"
     write_tiny_checkpoint(model, "qwen3")
     report = Ranks._report
 
     def watched(self: Ranks, outcomes: Any) -> None:
-        together.extend(each.together for each in outcomes)
+        batch_sizes.extend(outcome.batch_adapters for outcome in outcomes)
         report(self, outcomes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_report", watched)
-        made = calls.backend(model)
-        yield made
-        made.close()
+        built = calls.backend(model)
+        yield built
+        built.close()
 
 
-def test_two_tenants_in_one_batch_learn_as_alone(backend: Any, together: list[int]) -> None:
-    alone = {name: calls.train(backend, [name])[name] for name in calls.TENANTS}
-    assert 2 not in together
+def test_two_tenants_in_one_batch_learn_as_alone(backend: Any, batch_sizes: list[int]) -> None:
+    single = {name: calls.train(backend, [name])[name] for name in calls.TENANTS}
+    assert 2 not in batch_sizes
     mixed = calls.train(backend, list(calls.TENANTS))
-    assert together.count(2) == 2 * calls.STEPS
+    assert batch_sizes.count(2) == 2 * calls.STEPS
     for name, losses in mixed.items():
-        assert losses == pytest.approx(alone[name], rel=1e-5)
+        assert losses == pytest.approx(single[name], rel=1e-5)
         assert losses[2] < losses[0]
 
 
 def test_losses_of_policies_and_what_is_not_there(backend: Any) -> None:
     backend.create_model("ann", calls.TENANTS["ann"])
     try:
-        found = backend.forward(calls.batch_of(["ann"], 0, "importance_sampling"))["r-ann"]
-        for output in found.loss_fn_outputs:
+        result = backend.forward(calls.batch_of(["ann"], 0, "importance_sampling"))["r-ann"]
+        for output in result.loss_fn_outputs:
             expected = [-0.5 * 2.718281828 ** (value + 5.0) for value in output["logprobs"]["data"]]
             assert output["elementwise_loss"]["data"] == pytest.approx(expected, rel=1e-4)
         refused = backend.forward_backward(calls.batch_of(["ann"], 0, "dppo"))["r-ann"]
@@ -87,13 +87,13 @@ def test_checkpoints_and_sampling(backend: Any, tmp_path: Path) -> None:
         tokens = calls.request_of("ann", 0).data[0].model_input
         targets = calls.request_of("ann", 0).data[0].loss_fn_inputs.target_tokens.data
         prompt = types.ModelInput(chunks=[*tokens.chunks, types.EncodedTextChunk(tokens=targets[-1:])])
-        wanted = types.SampleInput(
+        sample_input = types.SampleInput(
             prompt=prompt, num_samples=2, checkpoint_id="s", prompt_logprobs=True,
             sampling_params=types.SamplingParams(temperature=1.0, max_tokens=3, seed=5),
         )  # fmt: skip
-        batch = _sample_batch({"r": ("ann", wanted)}, str(tmp_path / "s.tar.gz"))
+        batch = _sample_batch({"r": ("ann", sample_input)}, str(tmp_path / "s.tar.gz"))
         answer = backend.sample(batch)["r"]
-        assert [len(each.tokens) for each in answer.sequences] == [3, 3]
+        assert [len(sequence.tokens) for sequence in answer.sequences] == [3, 3]
         # what is sampled from is what was saved, not what was trained since
         assert answer.prompt_logprobs[1:] == pytest.approx(saved[0]["logprobs"]["data"], abs=1e-4)
 

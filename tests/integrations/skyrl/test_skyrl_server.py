@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
     params=[{}, {"ranks": 2, "parallel": {"tensor": 2}}, {"ranks": 2}],
     ids=["1", "TP2", "DP2"],
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the tenants saw, and where the server's files are."""
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the tenants; return their report, with the folder of the server's files."""
     folder = tmp_path_factory.mktemp("skyrl")
     new_model = [sys.executable, "-m", "megascend.cli.main", "new-model", "model", "--arch", "qwen3"]
     run([*new_model, "--hidden", "64", "--layers", "2"], folder)  # with a tokenizer, which the client loads
@@ -42,33 +42,33 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TENANTS)
-def test_two_tenants_in_one_batch_learn_as_alone(found: dict[str, Any], name: str) -> None:
-    alone, mixed = found["alone"][name], found["mixed"][name]
-    assert {step["models_in_batch:max"] for step in alone} == {1.0}
+def test_two_tenants_in_one_batch_learn_as_alone(report: dict[str, Any], name: str) -> None:
+    single, mixed = report["alone"][name], report["mixed"][name]
+    assert {step["models_in_batch:max"] for step in single} == {1.0}
     # SkyRL looks for work every 0.1 s, so that the tenants now and then miss each other
     assert [step["models_in_batch:max"] for step in mixed].count(2.0) >= len(mixed) / 2
-    assert losses(mixed) == pytest.approx(losses(alone), rel=1e-6)
+    assert losses(mixed) == pytest.approx(losses(single), rel=1e-6)
     assert mixed[-1]["loss:sum"] < mixed[1]["loss:sum"]
 
 
 @pytest.mark.parametrize("name", TENANTS)
-def test_a_tenant_learns_as_with_peft(found: dict[str, Any], name: str) -> None:
-    folder = found["folder"]
-    model, checkpoint = found["starts"][name].removeprefix("tinker://").split("/")
+def test_a_tenant_learns_as_with_peft(report: dict[str, Any], name: str) -> None:
+    folder = report["folder"]
+    model, checkpoint = report["starts"][name].removeprefix("tinker://").split("/")
     with tarfile.open(folder / "checkpoints" / model / "sampler_weights" / f"{checkpoint}.tar.gz") as archive:
         archive.extractall(folder / name, filter="data")
     reference = [sys.executable, str(HERE / "reference_tenant.py"), "model", str(folder / name / "adapter"), name]
-    assert losses(found["mixed"][name]) == pytest.approx(json.loads(run(reference, folder)), rel=1e-5)
+    assert losses(report["mixed"][name]) == pytest.approx(json.loads(run(reference, folder)), rel=1e-5)
 
 
-def test_checkpoints_load_and_are_sampled_from(found: dict[str, Any]) -> None:
-    seen = found["losses"]
+def test_checkpoints_load_and_are_sampled_from(report: dict[str, Any]) -> None:
+    seen = report["losses"]
     assert seen["loaded"] == pytest.approx(seen["saved"], rel=1e-6)
     assert seen["trained"] != pytest.approx(seen["saved"], rel=1e-3)
-    assert [len(tokens) for tokens in found["responses"]] == [4, 4]
-    sampler, trainer = found["prompt_logprobs"]
+    assert [len(tokens) for tokens in report["responses"]] == [4, 4]
+    sampler, trainer = report["prompt_logprobs"]
     assert sampler == pytest.approx(trainer, abs=1e-4)
 
 
-def test_what_is_wrong_with_a_request_reaches_the_client(found: dict[str, Any]) -> None:
-    assert "target_tokens" in found["refusal"]
+def test_what_is_wrong_with_a_request_reaches_the_client(report: dict[str, Any]) -> None:
+    assert "target_tokens" in report["refusal"]

@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("twinkle")
-    write_tiny_checkpoint(made / "model", "qwen3")
-    run([sys.executable, str(HERE / "reference_steps.py"), "model", "reference.json"], made)
-    return made
+    directory = tmp_path_factory.mktemp("twinkle")
+    write_tiny_checkpoint(directory / "model", "qwen3")
+    run([sys.executable, str(HERE / "reference_steps.py"), "model", "reference.json"], directory)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_and_norms_are_those_of_transformers(folder: Path, dp: int, tp: int, pp: int) -> None:
     program = [str(HERE / "twinkle_sft.py"), "model", str(dp), str(tp), str(pp), "out.json"]
     run(launched(dp * tp * pp, *program), folder)
-    found, expected = (json.loads((folder / name).read_text()) for name in ("out.json", "reference.json"))
-    assert len(found) == len(expected) == 4
-    for (loss, norm), (reference, reference_norm) in zip(found, expected, strict=True):
+    steps, expected = (json.loads((folder / name).read_text()) for name in ("out.json", "reference.json"))
+    assert len(steps) == len(expected) == 4
+    for (loss, norm), (reference, reference_norm) in zip(steps, expected, strict=True):
         assert loss == pytest.approx(reference, rel=1e-5)
         assert norm == pytest.approx(reference_norm, rel=1e-4)
 
 
 def test_without_mending_one_rank_has_a_norm_that_is_too_large_by_the_tokens(folder: Path) -> None:
-    """What docs/integrations/twinkle.md says of twinkle alone. If this fails, twinkle has mended it: so must the page."""
+    """Check what docs/integrations/twinkle.md says of unpatched twinkle. If this fails, twinkle has fixed it: update the docs."""
     program = folder / "bf16.py"
     source = (
         (HERE / "twinkle_sft.py")
@@ -49,6 +49,6 @@ def test_without_mending_one_rank_has_a_norm_that_is_too_large_by_the_tokens(fol
     )
     program.write_text(source)
     run(launched(1, "--as-it-is", str(program), "model", "1", "1", "1", "as_it_is.json"), folder)
-    found, expected = (json.loads((folder / name).read_text()) for name in ("as_it_is.json", "reference.json"))
+    steps, expected = (json.loads((folder / name).read_text()) for name in ("as_it_is.json", "reference.json"))
     tokens = sum(n - 1 for n in (17, 9, 24, 12))
-    assert found[0][1] == pytest.approx(tokens * expected[0][1], rel=0.03)
+    assert steps[0][1] == pytest.approx(tokens * expected[0][1], rel=0.03)

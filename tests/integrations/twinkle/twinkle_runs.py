@@ -20,16 +20,16 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """A program's output, once it has ended well."""
-    done = subprocess.run(
+    """Run a program that must succeed; return its output."""
+    completed = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout + completed.stderr
 
 
 def launched(ranks: int, *arguments: str) -> list[str]:
-    """A program for twinkle on so many ranks, as docs/integrations/twinkle.md starts it."""
+    """Build the command of a twinkle program on some ranks, as in docs/integrations/twinkle.md."""
     torchrun = [
         "-m",
         "torch.distributed.run",

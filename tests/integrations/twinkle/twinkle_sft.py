@@ -25,7 +25,7 @@ def batches() -> list[list[list[int]]]:
 
 
 def features(ids: list[int]) -> dict[str, list[int]]:
-    """A sequence as twinkle's processors take it; every next token is a label."""
+    """Build a sequence for twinkle's processors, with every next token as label."""
     places = list(range(len(ids)))
     return {"input_ids": ids, "labels": [*ids[1:], -100], "position_ids": places, "attention_mask": [1] * len(ids)}
 

@@ -27,18 +27,18 @@ STEPS = 3
 
 
 def sequences() -> list[dict[str, Any]]:
-    """What verl and the reference train on: the value at a place stands before the token that follows it."""
+    """Build the data of verl and of the reference; the value at a position precedes the next token."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    rows = []
     for prompt, response in LENGTHS:
         returns, old = torch.randn(2, response, generator=generator).tolist()
         ids = torch.randint(3, 250, (prompt + response,), generator=generator).tolist()
-        found.append({"ids": ids, "prompt": prompt, "returns": returns, "old": old})
-    return found
+        rows.append({"ids": ids, "prompt": prompt, "returns": returns, "old": old})
+    return rows
 
 
 def batch(part: slice = slice(None)) -> Any:
-    """What a data parallel rank gets that has this part of the sequences."""
+    """Build a data parallel rank's batch from its sequences."""
 
     def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
@@ -49,10 +49,10 @@ def batch(part: slice = slice(None)) -> Any:
     masks = [torch.tensor([0] * row["prompt"] + [1] * len(row["returns"])) for row in rows]
     tensors = {
         "input_ids": nested(ids),
-        "position_ids": nested([torch.arange(len(each)) for each in ids]),
+        "position_ids": nested([torch.arange(len(tokens)) for tokens in ids]),
         "loss_mask": nested(masks),
-        "prompts": nested([each[: row["prompt"]] for each, row in zip(ids, rows, strict=True)]),
-        "responses": nested([each[row["prompt"] :] for each, row in zip(ids, rows, strict=True)]),
+        "prompts": nested([tokens[: row["prompt"]] for tokens, row in zip(ids, rows, strict=True)]),
+        "responses": nested([tokens[row["prompt"] :] for tokens, row in zip(ids, rows, strict=True)]),
         "response_mask": nested([torch.ones(len(row["returns"]), dtype=torch.long) for row in rows]),
         "values": nested([torch.tensor(row["old"]) for row in rows]),
         "returns": nested([torch.tensor(row["returns"]) for row in rows]),
@@ -80,7 +80,7 @@ def engine_of(path: str) -> Any:
 
 
 def loss_of_verl() -> Any:
-    """verl's own value loss."""
+    """Compute verl's own value loss."""
     settings = SimpleNamespace(cliprange_value=0.2, loss_agg_mode="token-mean", loss_scale_factor=None)
     return partial(value_loss, settings)
 
@@ -95,7 +95,7 @@ def main(critic: str, causal: str, out: str) -> None:
     folder = Path(out)
     engine = engine_of(critic)
     loss = loss_of_verl()
-    found = {"values": values_of(engine)}
+    report = {"values": values_of(engine)}
     losses, norms, micro_batches = [], [], []
     for _ in range(STEPS):
         with engine.train_mode():
@@ -104,23 +104,23 @@ def main(critic: str, causal: str, out: str) -> None:
         norms.append(float(output["metrics"]["grad_norm"]))
         micro_batches.append(len(output["loss"]))
         engine.lr_scheduler_step()
-    found["trained"] = values_of(engine)
+    report["trained"] = values_of(engine)
     weights, _ = engine.get_per_tensor_param()
-    found |= {f"weights.{name}": tensor.clone() for name, tensor in weights}
+    report |= {f"weights.{name}": tensor.clone() for name, tensor in weights}
     engine.save_checkpoint(str(folder / "global_step_3"), global_step=3)
     engine.initialize()
-    found["fresh"] = values_of(engine)
+    report["fresh"] = values_of(engine)
     engine.load_checkpoint(str(folder / "global_step_3"))
-    found["loaded"] = values_of(engine)
+    report["loaded"] = values_of(engine)
     try:
         engine_of(causal)
     except ValueError as error:
         second = str(error)
     engine.backend.close()
     new = engine_of(causal)
-    found["new head"] = dict(new.get_per_tensor_param()[0])["score.weight"].clone()
+    report["new head"] = dict(new.get_per_tensor_param()[0])["score.weight"].clone()
     new.backend.close()
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "found.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in report.items()}, folder / "found.safetensors")
     figures = {"losses": losses, "norms": norms, "micro batches": micro_batches, "second": second}
     (folder / "found.json").write_text(json.dumps(figures))
 

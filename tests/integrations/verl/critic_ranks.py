@@ -23,26 +23,26 @@ def main(critic: str, out: str, settings: str) -> None:
     worker.set_loss_fn(loss_of_verl())
     engine = worker.engine
     part = slice(engine.get_data_parallel_rank(), None, engine.get_data_parallel_size())
-    found: dict[str, Any] = {"data rank": part.start, "collects": engine.is_mp_src_rank_with_outputs()}
+    report: dict[str, Any] = {"data rank": part.start, "collects": engine.is_mp_src_rank_with_outputs()}
 
-    def own(**more: Any) -> Any:
+    def rank_batch(**more: Any) -> Any:
         data = batch(part)
         tensordict_utils.assign_non_tensor(data, **more)
         return data
 
-    answer = worker.infer_batch(own(compute_loss=False))
-    found["values"] = None if answer is None else answer["values"].values().tolist()
-    found["steps"] = []
+    answer = worker.infer_batch(rank_batch(compute_loss=False))
+    report["values"] = None if answer is None else answer["values"].values().tolist()
+    report["steps"] = []
     for _ in range(STEPS):
-        answer = worker.train_batch(own(update_lr_scheduler=True))
+        answer = worker.train_batch(rank_batch(update_lr_scheduler=True))
         metrics = None if answer is None else tensordict_utils.get(answer, "metrics")
-        found["steps"].append(metrics and {name: metrics[name] for name in ("loss", "grad_norm", "lr")})
+        report["steps"].append(metrics and {name: metrics[name] for name in ("loss", "grad_norm", "lr")})
     rank = worker.rank
     save_file(
         {name: tensor.contiguous() for name, tensor in engine.get_per_tensor_param()[0]},
         f"{out}/rank{rank}.safetensors",
     )
-    Path(out, f"rank{rank}.json").write_text(json.dumps(found))
+    Path(out, f"rank{rank}.json").write_text(json.dumps(report))
     engine.backend.close()
 
 

@@ -54,56 +54,56 @@ def main(path: str, out: str) -> None:
         checkpoint_config=McoreCheckpointConfig(),
     )
     engine.initialize()
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     _, ids, masks = batch(calculate_entropy=True)
-    found["ids"], found["masks"] = [each.tolist() for each in ids], [each.tolist() for each in masks]
+    report["ids"], report["masks"] = [row.tolist() for row in ids], [row.tolist() for row in masks]
 
     def infer(**more: Any) -> dict[str, Any]:
         with engine.eval_mode():
             return engine.infer_batch(batch(calculate_entropy=True, **more)[0])["model_output"]
 
     def rows(nested: Any) -> list[list[float]]:
-        return [each.tolist() for each in nested.unbind()]
+        return [row.tolist() for row in nested.unbind()]
 
     before = infer()
-    found["before"] = {name: rows(value) for name, value in before.items()}
-    found["rates"], found["losses"], found["norms"] = [], [], []
+    report["before"] = {name: rows(value) for name, value in before.items()}
+    report["rates"], report["losses"], report["norms"] = [], [], []
     for _ in range(3):
         with engine.train_mode():
             output = engine.train_batch(batch(calculate_entropy=True)[0], policy_loss)
-        found["losses"].append(sum(output["loss"]))
-        found["norms"].append(float(output["metrics"]["grad_norm"]))
-        found["micro batches"] = len(output["loss"])
-        found["seen"] = sum(output["metrics"]["seen"])
-        found["rates"].append(engine.lr_scheduler_step())
+        report["losses"].append(sum(output["loss"]))
+        report["norms"].append(float(output["metrics"]["grad_norm"]))
+        report["micro batches"] = len(output["loss"])
+        report["seen"] = sum(output["metrics"]["seen"])
+        report["rates"].append(engine.lr_scheduler_step())
     after = infer()
-    found["moved"] = float((after["log_probs"].values() - before["log_probs"].values()).abs().max())
+    report["moved"] = float((after["log_probs"].values() - before["log_probs"].values()).abs().max())
     with engine.disable_adapter():
         base = infer()
-    found["base"] = float((base["log_probs"].values() - before["log_probs"].values()).abs().max())
+    report["base"] = float((base["log_probs"].values() - before["log_probs"].values()).abs().max())
     weights, config = engine.get_per_tensor_param(base_sync_done=False)
-    found["weights"] = {name: float(tensor.double().sum()) for name, tensor in weights}
+    report["weights"] = {name: float(tensor.double().sum()) for name, tensor in weights}
     adapter, config = engine.get_per_tensor_param(base_sync_done=True)
-    found["adapter"] = {name: list(tensor.shape) for name, tensor in adapter}
-    found["config"] = {name: str(value) for name, value in config.items()}
+    report["adapter"] = {name: list(tensor.shape) for name, tensor in adapter}
+    report["config"] = {name: str(value) for name, value in config.items()}
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(f"{folder}/global_step_3", global_step=3, max_ckpt_to_keep=1)
         engine.initialize()
         fresh = infer()
-        found["fresh"] = float((fresh["log_probs"].values() - before["log_probs"].values()).abs().max())
+        report["fresh"] = float((fresh["log_probs"].values() - before["log_probs"].values()).abs().max())
         engine.load_checkpoint(f"{folder}/global_step_3")
         loaded = infer()
-        found["loaded"] = float((loaded["log_probs"].values() - after["log_probs"].values()).abs().max())
-        found["next rate"] = engine.lr_scheduler_step()
-    found["errors"] = {}
+        report["loaded"] = float((loaded["log_probs"].values() - after["log_probs"].values()).abs().max())
+        report["next rate"] = engine.lr_scheduler_step()
+    report["errors"] = {}
     for name, value in {"temperature": 0.7, "calculate_sum_pi_squared": True, "enable_routing_replay": True}.items():
         try:
             infer(**{name: value})
         except ValueError as error:
-            found["errors"][name] = str(error)
+            report["errors"][name] = str(error)
     engine.to("cpu")
     with open(out, "w") as file:
-        json.dump(found, file)
+        json.dump(report, file)
 
 
 main(*sys.argv[1:])

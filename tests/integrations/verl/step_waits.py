@@ -57,38 +57,40 @@ def batch(tokens: int, first: int = 0) -> Any:
 
 
 def own_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """The same number as verl's sft_loss, which megascend knows nothing of."""
+    """Compute the same loss as verl's sft_loss, as a function that megascend does not recognize."""
     return sft_loss(None, model_output, data, dp_group)
 
 
 def changed(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """What another verl's sft_loss might be."""
+    """Compute a loss that a changed sft_loss of verl might be."""
     loss, metrics = sft_loss(config, model_output, data, dp_group)
     return 1.1 * loss, metrics
 
 
 @contextmanager
 def waits_of(engine: Any) -> Iterator[Counter[str]]:
-    """Where the host waits for the device in the block, and how often; complete after it."""
+    """Yield a counter of the places where the host waits for the device in the block; complete after it."""
     if get_device_name() == "cpu":
         with HostWaits(ON_CPU) as waits:
             waits.watch(TensorDict, "to")
             waits.mark(on_device(engine.backend.engine))
             yield waits.found
         return
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield counts
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message))
+    counts.update(
+        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchronizing" in str(warning.message)
+    )
 
 
 def on_device(engine: Any) -> Iterator[torch.Tensor]:
-    """What the model and its optimizer keep there."""
+    """Yield the tensors of model and optimizer on the device."""
     for parameter in engine.bare_chunks[0].parameters():
         yield from (parameter, parameter.main_grad)
     for state in engine.optimizer.parameter_states():
@@ -116,30 +118,30 @@ def main(path: str, out: str) -> None:
     linear_logprobs.chunks = counted
     sft = partial(sft_loss, config=None)
     cases = {"sft_loss": (sft, 0), "another": (own_loss, 0), "sft_loss, first trained": (sft, 1)}
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for (name, (loss, first)), tokens in itertools.product(cases.items(), (64, 12)):
         engine.initialize()
         for _ in range(2):  # the first step makes what later ones have
-            given = batch(tokens, first)
+            data = batch(tokens, first)
             projections.clear()
             with waits_of(engine) as waits, engine.train_mode():
-                output = engine.train_batch(given, loss)
+                output = engine.train_batch(data, loss)
             engine.lr_scheduler_step()
-        found[f"{name}, {tokens}"] = {
+        report[f"{name}, {tokens}"] = {
             "waits": dict(waits),
             "micro batches": len(output["loss"]),
             "projections": len(projections),
             "loss": sum(output["loss"]),
             "norm": output["metrics"]["grad_norm"],
-            "log_probs": [each.tolist() for each in output["model_output"]["log_probs"].unbind()],
+            "log_probs": [row.tolist() for row in output["model_output"]["log_probs"].unbind()],
         }
     losses.sft_loss = changed
     try:
         engine.train_batch(batch(64), partial(changed, config=None))
     except LossFunctionError as error:
-        found["changed"] = str(error)
+        report["changed"] = str(error)
     with open(out, "w") as file:
-        json.dump(found, file, indent=1)
+        json.dump(report, file, indent=1)
 
 
 main(*sys.argv[1:])

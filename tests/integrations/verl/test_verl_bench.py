@@ -22,12 +22,12 @@ def test_verls_own_engine_and_ours(tmp_path: Path) -> None:
     runs = ["--run", "megatron", "--run", "megascend", "--warmup", "2", "--steps", "3"]
     work = ["--tiny", "--platform", "cpu", "--shortest", "8", "--lr", "1e-3", "--json", tmp_path / "found.json"]
     command = [sys.executable, ROOT / "scripts" / "bench_verl.py", *runs, *work]
-    done = families.run(command, 2 * DEADLINE_S, env=environment())
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    own, ours = json.loads((tmp_path / "found.json").read_text())["runs"]
-    assert (own["run"], ours["run"]) == ("megatron", "megascend")
-    assert own["tokens"] == ours["tokens"], "the same sequences"
-    assert len(ours["loss"]) == 5
-    assert ours["loss"] == pytest.approx(own["loss"], rel=1e-3), "bf16"
-    assert ours["norm"] == pytest.approx(own["norm"], rel=5e-3), "bf16"
-    assert ours["loss"][-1] < ours["loss"][0] - 0.02, "and something is learned"
+    completed = families.run(command, 2 * DEADLINE_S, env=environment())
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-6000:]
+    verl_run, megascend_run = json.loads((tmp_path / "found.json").read_text())["runs"]
+    assert (verl_run["run"], megascend_run["run"]) == ("megatron", "megascend")
+    assert verl_run["tokens"] == megascend_run["tokens"], "the same sequences"
+    assert len(megascend_run["loss"]) == 5
+    assert megascend_run["loss"] == pytest.approx(verl_run["loss"], rel=1e-3), "bf16"
+    assert megascend_run["norm"] == pytest.approx(verl_run["norm"], rel=5e-3), "bf16"
+    assert megascend_run["loss"][-1] < megascend_run["loss"][0] - 0.02, "and something is learned"

@@ -22,17 +22,17 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """engine_calls.py's report, and transformers' scores of the same sequences."""
-    found = tmp_path_factory.mktemp("engine")
-    made = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], found)
-    assert made.returncode == 0, made.stderr
+    directory = tmp_path_factory.mktemp("engine")
+    new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
+    assert new_model.returncode == 0, new_model.stderr
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
-    done = python([str(HERE / "engine_calls.py"), str(found / "model"), "calls.json"], found, **meeting)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (found / "ids.json").write_text(json.dumps(json.loads((found / "calls.json").read_text())["ids"]))
+    completed = python([str(HERE / "engine_calls.py"), str(directory / "model"), "calls.json"], directory, **meeting)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    (directory / "ids.json").write_text(json.dumps(json.loads((directory / "calls.json").read_text())["ids"]))
     arguments = ["model", "ids.json", "scores.json"]
-    done = python([str(HERE / "reference_scores.py"), *arguments], found, VERL_ENGINE_VENDOR="")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return found
+    completed = python([str(HERE / "reference_scores.py"), *arguments], directory, VERL_ENGINE_VENDOR="")
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,16 @@ def scores(folder: Path) -> dict[str, Any]:
 def test_scores_are_those_of_transformers_at_verls_places(
     calls: dict[str, Any], scores: dict[str, Any], name: str
 ) -> None:
-    for found, expected in zip(calls["before"][name], scores[name], strict=True):
-        assert found == pytest.approx(expected, abs=TOLERANCE)
+    for row, expected in zip(calls["before"][name], scores[name], strict=True):
+        assert row == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_a_policy_loss_with_entropy_is_verls_number(calls: dict[str, Any], scores: dict[str, Any]) -> None:
     """In two micro batches, which have all four sequences."""
     total, tokens = 0.0, 0
     for logprobs, entropy, mask in zip(scores["log_probs"], scores["entropy"], calls["masks"], strict=True):
-        for place, trained in enumerate(mask[1:]):
-            total -= trained * (logprobs[place] - 0.1 * entropy[place])
+        for position, trained in enumerate(mask[1:]):
+            total -= trained * (logprobs[position] - 0.1 * entropy[position])
         tokens += sum(mask)
     assert (calls["micro batches"], calls["seen"]) == (2, 4)
     assert calls["losses"][0] == pytest.approx(total / tokens, abs=TOLERANCE)

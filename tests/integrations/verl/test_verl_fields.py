@@ -52,11 +52,11 @@ def test_every_field_has_a_rule() -> None:
 def test_every_rule_is_of_a_field() -> None:
     """But for attributes that verl sets later."""
     later = {"share_embeddings_and_output_weights"}
-    known: dict[int, set[str]] = {}
+    fields: dict[int, set[str]] = {}
     for of, rules in classes():
-        known.setdefault(id(rules), set()).update(field.name for field in dataclasses.fields(of))
+        fields.setdefault(id(rules), set()).update(field.name for field in dataclasses.fields(of))
     for _, rules in classes():
-        assert not set(rules) - known[id(rules)] - {"_target_"} - later
+        assert not set(rules) - fields[id(rules)] - {"_target_"} - later
 
 
 @pytest.mark.parametrize(("config", "changes"), [
@@ -70,8 +70,8 @@ def test_the_shipped_defaults_are_accepted(config: str, changes: dict[str, Any])
     name = "hf_model" if config == "model" else "megatron"
     shipped = OmegaConf.load(str(files("verl") / "trainer" / "config" / config / f"{name}.yaml"))
     values: Any = OmegaConf.to_container(shipped) | changes  # type: ignore[operator]
-    given: dict[str, Any] = {"model": {"path": "/m"}, "engine": {}, "optim": {}} | {config: values}
-    translate(given["model"], given["engine"], given["optim"], {}, "cpu")
+    sections: dict[str, Any] = {"model": {"path": "/m"}, "engine": {}, "optim": {}} | {config: values}
+    translate(sections["model"], sections["engine"], sections["optim"], {}, "cpu")
 
 
 def test_the_rollouts_shipped_defaults_are_accepted() -> None:
@@ -82,5 +82,5 @@ def test_the_rollouts_shipped_defaults_are_accepted() -> None:
 
     shipped = OmegaConf.load(str(files("verl") / "trainer" / "config" / "rollout" / "rollout.yaml"))
     values: Any = OmegaConf.to_container(OmegaConf.merge(shipped, {"name": rollout.NAME}), resolve=True)
-    found = rollout.translate_rollout(values | {"tensor_model_parallel_size": 1})
-    assert (found.precision, found.max_model_len, found.response_length) == ("bf16", 1024, 512)
+    settings = rollout.translate_rollout(values | {"tensor_model_parallel_size": 1})
+    assert (settings.precision, settings.max_model_len, settings.response_length) == ("bf16", 1024, 512)

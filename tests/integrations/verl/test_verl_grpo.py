@@ -33,20 +33,20 @@ REWARD, DIFFERENCE = "critic/score/mean", "training/rollout_probs_diff_max"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of random weights, prompts and a reward."""
-    found = tmp_path_factory.mktemp("grpo")
-    write_prompts(found)
+    directory = tmp_path_factory.mktemp("grpo")
+    write_prompts(directory)
     command = ["--arch", "qwen3", "--hidden", "64", "--layers", "2"]
     for name, heads in (("qwen3", []), (WIDE_HEADS, ["--heads", "2", "--kv-heads", "1"])):
-        made = python(["-m", "megascend", "new-model", name, *command, *heads], found, VERL_ENGINE_VENDOR="")
-        assert made.returncode == 0, made.stderr
-    return found
+        new_model = python(["-m", "megascend", "new-model", name, *command, *heads], directory, VERL_ENGINE_VENDOR="")
+        assert new_model.returncode == 0, new_model.stderr
+    return directory
 
 
 def vllm_python() -> str:
-    found = os.environ.get("MEGASCEND_VLLM_PYTHON", "")
-    if not found:
+    interpreter = os.environ.get("MEGASCEND_VLLM_PYTHON", "")
+    if not interpreter:
         pytest.skip("MEGASCEND_VLLM_PYTHON names no vLLM: bash scripts/vllm_env.sh makes one")
-    return found
+    return interpreter
 
 
 LAYOUTS = {
@@ -63,13 +63,13 @@ LAYOUTS = {
 
 
 def writing_below(folder: Path) -> list[int]:
-    """Processes whose output goes to a file there: a vLLM's, whatever they are called."""
-    found = []
+    """List processes whose output goes to a file below a folder: vLLM's, whatever their names."""
+    numbers = []
     for number in psutil.pids():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{number}/fd/1").startswith(str(folder)):
-                found.append(number)
-    return found
+                numbers.append(number)
+    return numbers
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,15 +85,15 @@ def test_the_reward_rises(folder: Path, layout: str) -> None:
     engines = folder / f"{name}-engines"
     engines.mkdir()
     files = {"VERL_FILE_LOGGER_PATH": str(log), "TMPDIR": str(engines), "RAY_TMPDIR": "/tmp"}
-    done = python(command, folder, RL_DEADLINE_S, **files, **RAY)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    completed = python(command, folder, RL_DEADLINE_S, **files, **RAY)
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
     if "vLLM" in layout:
         assert list(engines.glob("*/vllm.log"))
     end = time.monotonic() + 60
     while writing_below(engines):
         assert time.monotonic() < end, "processes of the engine are left"
         time.sleep(0.1)
-    assert "verl's engine is megascend" in done.stdout
+    assert "verl's engine is megascend" in completed.stdout
     steps = logged_steps(log)
     assert sorted(steps) == list(range(1, STEPS + 1))
     rewards = [steps[step][REWARD] for step in sorted(steps)]
@@ -117,8 +117,8 @@ def test_a_killed_run_resumes(folder: Path) -> None:
     before = logged_steps(log)
     log.unlink()
     command = grpo_command(folder, name, 1, 13, "trainer.save_freq=10")
-    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    completed = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
     after = logged_steps(log)
     assert sorted(after) == [11, 12, 13]
     start = sum(before[step][REWARD] for step in (1, 2, 3)) / 3

@@ -22,24 +22,24 @@ REFERENCE = ["actor_rollout_ref.actor.use_kl_loss=True"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, prompts and a reward."""
-    found = tmp_path_factory.mktemp("ppo")
-    write_prompts(found)
+    """Create a random model, prompts and a reward."""
+    directory = tmp_path_factory.mktemp("ppo")
+    write_prompts(directory)
     command = ["-m", "megascend", "new-model", "qwen3", "--arch", "qwen3", "--hidden", "64", "--layers", "2"]
-    made = python(command, found, VERL_ENGINE_VENDOR="")
-    assert made.returncode == 0, made.stderr
-    return found
+    new_model = python(command, directory, VERL_ENGINE_VENDOR="")
+    assert new_model.returncode == 0, new_model.stderr
+    return directory
 
 
 def trained(folder: Path, name: str, ranks: int, steps: int, *settings: str) -> dict[int, dict[str, float]]:
-    """The figures of a run's steps; one of a name that was there resumes."""
+    """Run training; return the metrics of its steps. A run of an existing name resumes."""
     log = folder / f"{name}.jsonl"
     log.unlink(missing_ok=True)
     command = grpo_command(folder, name, ranks, steps, *critic_settings(folder), *settings)
-    done = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "verl's engine is megascend" in done.stdout
-    assert "a critic with a new head" in done.stdout
+    completed = python(command, folder, RL_DEADLINE_S, VERL_FILE_LOGGER_PATH=str(log), **RAY)
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    assert "verl's engine is megascend" in completed.stdout
+    assert "a critic with a new head" in completed.stdout
     return logged_steps(log)
 
 
@@ -48,7 +48,7 @@ def mean(steps: dict[int, dict[str, float]], name: str, chosen: Any) -> float:
 
 
 def rises(steps: dict[int, dict[str, float]]) -> None:
-    """The reward rises, the critic's loss falls, and its values become the rewards."""
+    """Check that the reward rises, the critic's loss falls, and its values approach the rewards."""
     assert sorted(steps) == list(range(1, STEPS + 1))
     first, last = (1, 2, 3), (STEPS - 2, STEPS - 1, STEPS)
     print({name: [round(steps[step][name], 4) for step in steps] for name in (REWARD, "critic/vf_loss")})
@@ -70,10 +70,10 @@ def test_ppo_with_a_critic_and_a_reference_trains_and_resumes(folder: Path) -> N
         assert (folder / "one" / f"global_step_{STEPS}" / role / "megascend").is_dir()
     after = trained(folder, "one", 1, STEPS + 2, *REFERENCE, f"trainer.save_freq={STEPS}")
     assert sorted(after) == [STEPS + 1, STEPS + 2]
-    for each in after.values():
-        assert each[REWARD] == pytest.approx(mean(steps, REWARD, (STEPS - 1, STEPS)), abs=0.15)
-        assert each["critic/values/mean"] == pytest.approx(each[REWARD], abs=0.2)
-        assert each[KL] > 1e-3
+    for figures in after.values():
+        assert figures[REWARD] == pytest.approx(mean(steps, REWARD, (STEPS - 1, STEPS)), abs=0.15)
+        assert figures["critic/values/mean"] == pytest.approx(figures[REWARD], abs=0.2)
+        assert figures[KL] > 1e-3
 
 
 @pytest.mark.torchrun
@@ -121,10 +121,12 @@ def test_what_has_a_pool_of_its_own(tmp_path: Path) -> None:
     Beside both and a reward model, a device has room for four processes, and not for three.
     """
     crowded = ["model_engine=megatron", GAE, *REFERENCE, "reward.reward_model.enable=True"]
-    done = python(["-c", POOLS, json.dumps([*(settings for settings, _ in CASES), crowded])], tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    found, four = found[:-1], found[-1]
-    assert [{role: pool for role, pool in each.items() if role != "rm"} for _, each in found] == [of for _, of in CASES]
-    assert {count for count, _ in found} == {3}
+    completed = python(["-c", POOLS, json.dumps([*(settings for settings, _ in CASES), crowded])], tmp_path)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    results = json.loads(completed.stdout.splitlines()[-1])
+    results, four = results[:-1], results[-1]
+    assert [{role: pool for role, pool in pools.items() if role != "rm"} for _, pools in results] == [
+        of for _, of in CASES
+    ]
+    assert {count for count, _ in results} == {3}
     assert four[0] == 4

@@ -35,8 +35,8 @@ SETTINGS = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollout")
     command = ["-m", "megascend", "new-model", "qwen3", "--arch", "qwen3", "--hidden", "64", "--layers", "2"]
-    made = python(command, folder, VERL_ENGINE_VENDOR="")
-    assert made.returncode == 0, made.stderr
+    new_model = python(command, folder, VERL_ENGINE_VENDOR="")
+    assert new_model.returncode == 0, new_model.stderr
     return folder / "qwen3"
 
 

@@ -19,20 +19,20 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
 def scripts(start: str, end: str) -> list[str]:
-    """The page's shell blocks between two of its headings."""
+    """Return the docs' shell blocks between two headings."""
     page = (ROOT / "docs" / "integrations" / "verl.md").read_text(encoding="utf-8")
     section = page[page.index(start) : page.index(end)]
     return re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
-    """What the script prints; it must succeed."""
+    """Run a script that must succeed; return its output."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment(PATH=path, **more)
-    done = families.run(["bash", "-c", "set -e\n" + script], deadline_s, cwd=folder, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "verl's engine is megascend" in done.stdout
-    return done.stdout
+    completed = families.run(["bash", "-c", "set -e\n" + script], deadline_s, cwd=folder, env=env)
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    assert "verl's engine is megascend" in completed.stdout
+    return completed.stdout
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:

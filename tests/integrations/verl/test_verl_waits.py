@@ -23,20 +23,20 @@ CASES = ("sft_loss", "another", "sft_loss, first trained")
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """step_waits.py's report."""
-    found = tmp_path_factory.mktemp("waits")
-    made = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], found)
-    assert made.returncode == 0, made.stderr
+    directory = tmp_path_factory.mktemp("waits")
+    new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
+    assert new_model.returncode == 0, new_model.stderr
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
-    done = python([str(HERE / "step_waits.py"), str(found / "model"), "steps.json"], found, **meeting)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((found / "steps.json").read_text())
+    completed = python([str(HERE / "step_waits.py"), str(directory / "model"), "steps.json"], directory, **meeting)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return json.loads((directory / "steps.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_for_the_norm_alone(steps: dict[str, Any], case: str) -> None:
-    one, five = steps[f"{case}, 64"], steps[f"{case}, 12"]
-    assert (one["micro batches"], five["micro batches"]) == (1, 5)
-    for step in (one, five):
+    single_batch, five_batches = steps[f"{case}, 64"], steps[f"{case}, 12"]
+    assert (single_batch["micro batches"], five_batches["micro batches"]) == (1, 5)
+    for step in (single_batch, five_batches):
         assert [(where.rpartition(":")[0], count) for where, count in step["waits"].items()] == [(NORM, 1)]
 
 
@@ -48,11 +48,11 @@ def test_verls_sft_loss_needs_the_logits_once(steps: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("tokens", [64, 12])
 def test_and_has_the_same_numbers(steps: dict[str, Any], tokens: int) -> None:
-    known, unknown = steps[f"sft_loss, {tokens}"], steps[f"another, {tokens}"]
+    fused, plain = steps[f"sft_loss, {tokens}"], steps[f"another, {tokens}"]
     for name in ("loss", "norm"):
-        assert known[name] == pytest.approx(unknown[name], rel=1e-6)
-    for found, expected in zip(known["log_probs"], unknown["log_probs"], strict=True):
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert fused[name] == pytest.approx(plain[name], rel=1e-6)
+    for row, expected in zip(fused["log_probs"], plain["log_probs"], strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_changed_sft_loss_is_an_error(steps: dict[str, Any]) -> None:

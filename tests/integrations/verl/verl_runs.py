@@ -25,14 +25,14 @@ FP32 = "+engine.override_transformer_config.params_dtype=float32"
 def environment(**more: str) -> dict[str, str]:
     """For a process that imports verl on this machine's CPU; ``vendor`` megascend unless ``more`` says otherwise."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return {**os.environ, **own, **more}
+    variables = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, **variables, **more}
 
 
 def python(
     arguments: list[str], cwd: Path, deadline_s: float = DEADLINE_S, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """A program of verl's interpreter, which is this one, to its end."""
+    """Run a program to its end with verl's interpreter, which is this one."""
     return families.run([sys.executable, *arguments], deadline_s, cwd=cwd, env=environment(**more))
 
 
@@ -51,7 +51,7 @@ def write_data(folder: Path) -> None:
 
 
 def sft_command(folder: Path, model: str, name: str, ranks: int, *settings: str) -> list[str]:
-    """verl's SFT trainer under torchrun; two epochs of three steps, validation after each."""
+    """Return the command of verl's SFT trainer under torchrun; two epochs of three steps, validation after each."""
     return [
         *("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={random.randint(20000, 60000)}"),
         *("-m", "verl.trainer.sft_trainer", "engine=megatron", "optim=megatron", FP32),
@@ -66,7 +66,7 @@ def sft_command(folder: Path, model: str, name: str, ranks: int, *settings: str)
 
 
 def logged(path: Path) -> dict[str, Any]:
-    """What verl's file logger has written: (loss, norm) by step, validation losses by step."""
+    """Read verl's file log: (loss, norm) by step, validation losses by step."""
     steps, validation = {}, {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -112,7 +112,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def grpo_command(folder: Path, name: str, ranks: int, steps: int, *settings: str) -> list[str]:
-    """verl's GRPO with Ray: eight responses to each of eight prompts a step, sampled by megascend's rollout."""
+    """Return the command of verl's GRPO with Ray: eight responses to each of eight prompts a step, by megascend's rollout."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         *("-m", "verl.trainer.main_ppo", "model_engine=megatron", "algorithm.adv_estimator=grpo"),
@@ -138,7 +138,7 @@ def grpo_command(folder: Path, name: str, ranks: int, steps: int, *settings: str
 
 
 def critic_settings(folder: Path) -> list[str]:
-    """What makes a GRPO command PPO with a critic, whose head is new."""
+    """Return the settings that turn a GRPO command into PPO with a critic that has a new head."""
     return [
         *("algorithm.adv_estimator=gae", f"critic.model.path={folder / 'qwen3'}", "critic.optim.lr=1e-3"),
         "critic.ppo_max_token_len_per_gpu=1024",

@@ -1,11 +1,12 @@
-"""SkyRL's interface of a Tinker backend on megascend: adapters of any ranks and targets, several models in one batch.
+"""SkyRL's Tinker backend interface on megascend: adapters of any rank and targets, several models in one batch.
 
-Named to SkyRL as ``megascend.integrations.skyrl.backend:MegascendBackend`` (:mod:`megascend.integrations.skyrl.launch`).
+Its class path is ``megascend.integrations.skyrl.backend:MegascendBackend`` (see :mod:`megascend.integrations.skyrl.launch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +36,7 @@ from megascend.serve.scheduler.commands import (
 )
 
 BASE = "base"
-"""Line of commands for the model without an adapter."""
+"""Name of the command queue for the model without an adapter."""
 
 
 class MegascendBackend(AbstractBackend):
@@ -55,13 +56,13 @@ class MegascendBackend(AbstractBackend):
         self._ranks = Ranks(self.settings)
         self._adapters: dict[str, str] = {}
         self._samplers: dict[str, str] = {}
-        self._made = 0
+        self._created_count = 0
 
     def create_model(self, model_id: str, lora_config: types.LoraConfig, model_role: str = "policy") -> None:
-        """A new adapter.
+        """Create an adapter.
 
         Raises:
-            ConfigError: a critic is asked for, or a rank or layers that are not there.
+            ConfigError: a critic, a rank above the limit, or no layers to train.
         """
         if model_role != "policy":
             raise ConfigError(f"model_role {model_role!r}: megascend's backend for SkyRL trains policies")
@@ -69,9 +70,9 @@ class MegascendBackend(AbstractBackend):
             attention=lora_config.train_attn, mlp=lora_config.train_mlp, output=lora_config.train_unembed
         )
         lora = Lora(rank=lora_config.rank, alpha=lora_config.alpha, targets=targets, seed=lora_config.seed % 2**62)
-        adapter = f"m{self._made}"
-        self._one(lambda number: Create(number, adapter, lora))
-        self._made += 1
+        adapter = f"m{self._created_count}"
+        self._run_one(lambda number: Create(number, adapter, lora))
+        self._created_count += 1
         self._adapters[model_id] = adapter
 
     def has_model(self, model_id: str) -> bool:
@@ -80,28 +81,28 @@ class MegascendBackend(AbstractBackend):
     def delete_model(self, model_id: str) -> None:
         adapter = self._adapters.pop(model_id)
         if self._samplers.pop(model_id, None) is not None:
-            self._one(lambda number: Remove(number, f"{adapter}-sampler"))
-        self._one(lambda number: Remove(number, adapter))
+            self._run_one(lambda number: Remove(number, f"{adapter}-sampler"))
+        self._run_one(lambda number: Remove(number, adapter))
 
     # --- training ---
 
     def forward_backward(
         self, prepared_batch: types.PreparedModelPassBatch
     ) -> dict[str, types.ForwardBackwardOutput | types.ErrorResponse]:
-        """Gradients of the sum of the losses, of all models together."""
+        """Accumulate gradients of the summed losses, of all models in one batch."""
 
-        def command(one: Pass, number: int) -> Command:
-            return ForwardBackward(number, self._adapters[one.model], one.samples, one.loss)
+        def command(request_pass: Pass, number: int) -> Command:
+            return ForwardBackward(number, self._adapters[request_pass.model], request_pass.samples, request_pass.loss)
 
         return self._passes(prepared_batch, command, lambda value: value.logprobs)
 
     def forward(
         self, prepared_batch: types.PreparedModelPassBatch
     ) -> dict[str, types.ForwardBackwardOutput | types.ErrorResponse]:
-        """Log-probabilities and losses, without gradients."""
+        """Compute log-probabilities and losses, without gradients."""
 
-        def command(one: Pass, number: int) -> Command:
-            return Forward(number, self._adapters[one.model], one.samples)
+        def command(request_pass: Pass, number: int) -> Command:
+            return Forward(number, self._adapters[request_pass.model], request_pass.samples)
 
         return self._passes(prepared_batch, command, lambda value: value)
 
@@ -112,33 +113,33 @@ class MegascendBackend(AbstractBackend):
         logprobs: Callable[[Any], Any],
     ) -> dict[str, types.ForwardBackwardOutput | types.ErrorResponse]:
         results: dict[str, types.ForwardBackwardOutput | types.ErrorResponse] = {}
-        good: list[Pass] = []
+        valid: list[Pass] = []
         for index, (request, *_) in enumerate(batch.request_batch_slices):
             try:
-                good.append(pass_of(batch, index))
+                valid.append(pass_of(batch, index))
             except (ConfigError, DataError) as error:
                 results[request] = _failed(error)
-        outcomes = self._ranks.run([lambda number, one=one: command(one, number) for one in good])
-        for one, outcome in zip(good, outcomes, strict=True):
+        outcomes = self._ranks.run([partial(command, request_pass) for request_pass in valid])
+        for request_pass, outcome in zip(valid, outcomes, strict=True):
             if outcome.error is not None:
-                results[one.request] = _failed(outcome.error)
+                results[request_pass.request] = _failed(outcome.error)
                 continue
-            outputs = one.outputs(logprobs(outcome.value))
+            outputs = request_pass.outputs(logprobs(outcome.value))
             total = sum(sum(output["elementwise_loss"]["data"]) for output in outputs)
-            metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.together)}
-            results[one.request] = types.ForwardBackwardOutput(
+            metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.batch_adapters)}
+            results[request_pass.request] = types.ForwardBackwardOutput(
                 loss_fn_output_type="scalar", loss_fn_outputs=outputs, metrics=metrics
             )
         return results
 
     def optim_step(self, model_id: str, request_data: types.OptimStepInput) -> types.OptimStepOutput:
-        """One AdamW step of a model's adapter.
+        """Take an AdamW step of a model's adapter.
 
         Raises:
-            MegascendError: a setting cannot be, or a gradient of this step failed.
+            MegascendError: a setting is invalid, or a forward_backward of this step failed.
         """
         adam, adapter = adam_of(request_data.adam_params.model_dump()), self._adapters[model_id]
-        step = self._one(lambda number: OptimizerStep(number, adapter, adam)).value
+        step = self._run_one(lambda number: OptimizerStep(number, adapter, adam)).value
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}
         return types.OptimStepOutput(metrics=figures)
 
@@ -151,10 +152,10 @@ class MegascendBackend(AbstractBackend):
     def load_checkpoint(self, checkpoint_path: Any, model_id: str, load_optimizer: bool = True) -> None:
         adapter = self._adapters[model_id]
         with download_and_unpack(checkpoint_path) as folder:
-            self._one(lambda number: Load(number, adapter, str(folder / "adapter"), load_optimizer))
+            self._run_one(lambda number: Load(number, adapter, str(folder / "adapter"), load_optimizer))
 
     def save_sampler_checkpoint(self, output_path: Any, model_id: str, persist: bool = True) -> None:
-        """Let sampling see the weights of now; write them, in peft's format, if they are to persist."""
+        """Use the current weights for sampling; also write them in peft's format if ``persist``."""
         if persist:
             with pack_and_upload(output_path) as folder:
                 self._save(model_id, folder, optimizer=False)
@@ -166,38 +167,38 @@ class MegascendBackend(AbstractBackend):
 
     def _save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         adapter = self._adapters[model_id]
-        self._one(lambda number: Save(number, adapter, str(folder / "adapter"), optimizer))
+        self._run_one(lambda number: Save(number, adapter, str(folder / "adapter"), optimizer))
 
-    def _sample_from(self, model_id: str, folder: Path, what: str) -> None:
+    def _sample_from(self, model_id: str, folder: Path, checkpoint: str) -> None:
         name, path = f"{self._adapters[model_id]}-sampler", str(folder / "adapter")
         if model_id in self._samplers:
-            self._one(lambda number: Load(number, name, path, False))
+            self._run_one(lambda number: Load(number, name, path, False))
         else:
-            self._one(lambda number: Create(number, name, None, path, False))
-        self._samplers[model_id] = what
+            self._run_one(lambda number: Create(number, name, None, path, False))
+        self._samplers[model_id] = checkpoint
 
     # --- sampling ---
 
     def sample(self, prepared_batch: types.PreparedSampleBatch) -> dict[str, types.SampleOutput | types.ErrorResponse]:
-        """Responses of saved adapters, or of the model itself, all together."""
+        """Sample from saved adapters or the base model, all requests together."""
         results: dict[str, types.SampleOutput | types.ErrorResponse] = {}
         names: list[str] = []
         commands: list[Callable[[int], Command]] = []
         for index, (request, model_id, start, *_) in enumerate(prepared_batch.request_batch_slices):
             try:
                 adapter = self._sampler(model_id, prepared_batch.all_checkpoint_paths[start])
-                wanted = sample_request_of(prepared_batch, index, adapter)
+                sample_request = sample_request_of(prepared_batch, index, adapter)
             except (MegascendError, OSError) as error:
                 results[request] = _failed(error)
                 continue
             names.append(request)
-            commands.append(lambda number, wanted=wanted, line=adapter or BASE: Respond(number, line, wanted))
+            commands.append(partial(Respond, adapter=adapter or BASE, request=sample_request))
         for request, outcome in zip(names, self._ranks.run(commands), strict=True):
             results[request] = _answer(outcome)
         return results
 
     def _sampler(self, model_id: str, path: str) -> str | None:
-        """The adapter to sample from: a checkpoint's, loaded if another one is there."""
+        """Return the adapter to sample from, after loading the checkpoint if another one is loaded."""
         if not model_id or not path:
             return None
         if self._samplers.get(model_id) != path:
@@ -207,14 +208,14 @@ class MegascendBackend(AbstractBackend):
                 self._sample_from(model_id, folder, path)
         return f"{self._adapters[model_id]}-sampler"
 
-    def _one(self, command: Callable[[int], Command]) -> Outcome:
+    def _run_one(self, command: Callable[[int], Command]) -> Outcome:
         outcome = self._ranks.run([command])[0]
         if outcome.error is not None:
             raise outcome.error
         return outcome
 
     def close(self) -> None:
-        """End the work on all ranks. SkyRL has no call for it; its process ends instead."""
+        """End the work on all ranks. SkyRL never calls it; its process exits instead."""
         self._ranks.close()
 
 
@@ -226,10 +227,12 @@ def _answer(outcome: Outcome) -> types.SampleOutput | types.ErrorResponse:
     if outcome.error is not None or outcome.value.error is not None:
         return types.ErrorResponse(error=str(outcome.error or outcome.value.error), status="failed")
     sequences: Sequence[types.GeneratedSequence] = [
-        types.GeneratedSequence(stop_reason=each.stop_reason, tokens=list(each.tokens), logprobs=list(each.logprobs))
-        for each in outcome.value.samples
+        types.GeneratedSequence(
+            stop_reason=sequence.stop_reason, tokens=list(sequence.tokens), logprobs=list(sequence.logprobs)
+        )
+        for sequence in outcome.value.samples
     ]
-    found = outcome.value.prompt_logprobs
-    # SkyRL 0.3.0 takes numbers alone here, and has none for the first token: 0 stands for it.
-    prompt = None if found is None else [0.0 if value is None else value for value in found]
+    logprobs = outcome.value.prompt_logprobs
+    # SkyRL 0.3.0 requires a number for every token, so 0 stands for the first one, which has no log-probability.
+    prompt = None if logprobs is None else [0.0 if value is None else value for value in logprobs]
     return types.SampleOutput(sequences=list(sequences), prompt_logprobs=prompt)

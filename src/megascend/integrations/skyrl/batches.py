@@ -1,4 +1,4 @@
-"""SkyRL's prepared batches as megascend's samples and requests, and back. Reads attributes only: no SkyRL, no ranks."""
+"""Convert SkyRL's prepared batches to samples and requests, and results back. Needs neither SkyRL nor ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Pass:
     loss: Loss
 
     def outputs(self, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
-        """What SkyRL answers for each sample: log-probabilities of the targets, and the loss's value at each of them."""
+        """Build SkyRL's output per sample: log-probabilities of the targets, and the loss of each target."""
         values = values_of(self.loss, self.samples, logprobs).split([len(sample) for sample in self.samples])
         return [
-            {"elementwise_loss": _tensor(value), "logprobs": _tensor(found)}
-            for value, found in zip(values, logprobs, strict=True)
+            {"elementwise_loss": _tensor(value), "logprobs": _tensor(target_logprobs)}
+            for value, target_logprobs in zip(values, logprobs, strict=True)
         ]
 
 
 def pass_of(batch: Any, number: int) -> Pass:
-    """A request of a ``PreparedModelPassBatch``, by its place in ``request_batch_slices``.
+    """Build the Pass of one request of a ``PreparedModelPassBatch``, by its index in ``request_batch_slices``.
 
     Raises:
-        ConfigError: a loss that is not here, or a setting that it does not have.
+        ConfigError: unknown loss or setting.
         DataError: images; fields of another length, missing or not finite.
     """
     request, model, start, end = batch.request_batch_slices[number]
@@ -60,10 +60,10 @@ def _datum(batch: Any, index: int, loss: Loss) -> Datum:
 
 
 def tokens_of(model_input: Any) -> list[int]:
-    """Token ids of a ``ModelInput``.
+    """Return the token ids of a ``ModelInput``.
 
     Raises:
-        DataError: it has something else in it.
+        DataError: it has chunks other than text.
     """
     other = next((chunk.type for chunk in model_input.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
@@ -72,20 +72,20 @@ def tokens_of(model_input: Any) -> list[int]:
 
 
 def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleRequest:
-    """A request of a ``PreparedSampleBatch``. SkyRL counts a request's seeds up from the first; megascend takes that one.
+    """Build one request of a ``PreparedSampleBatch``, by its index, with the first of its seeds, which SkyRL counts up from.
 
     Raises:
         DataError: images.
     """
     _, _, start, end, prompt_logprobs, *more = batch.request_batch_slices[number]
-    given = batch.all_sampling_params[start]
+    skyrl_params = batch.all_sampling_params[start]
     params = SamplingParams(
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        seed=given.seed,
-        stop=(*(given.stop_tokens or ()), *(given.stop_strings or ())),
+        max_tokens=skyrl_params.max_tokens,
+        temperature=skyrl_params.temperature,
+        top_p=skyrl_params.top_p,
+        top_k=skyrl_params.top_k,
+        seed=skyrl_params.seed,
+        stop=(*(skyrl_params.stop_tokens or ()), *(skyrl_params.stop_strings or ())),
     )
     return SampleRequest(
         prompt=tokens_of(batch.all_model_inputs[start]),

@@ -1,10 +1,9 @@
-"""SkyRL's Tinker server with megascend as its backend, until SkyRL takes a class path for ``--backend``.
+"""Start SkyRL's Tinker server with megascend as its backend, until SkyRL accepts a class path for ``--backend``.
 
     python -m megascend.integrations.skyrl.launch --base-model MODEL --backend-config '{"ranks": 2}' [SkyRL's options]
 
-starts SkyRL's own API server, whose engine process is this module again (with ``--engine``), under torchrun where
-there are several ranks. Two functions of SkyRL's are replaced: the one that knows the names of backends, and the one that
-starts the engine by ``uv run``.
+starts SkyRL's own API server. Its engine process is this module again (with ``--engine``), under torchrun for several ranks. Two
+functions of SkyRL are patched: the lookup of backends by name, and the start of the engine by ``uv run``.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ MODULE = "megascend.integrations.skyrl.launch"
 
 
 def backend_classes(name: str) -> tuple[Any, Any]:
-    """The backend that a class path names, ``package.module:Class``, and the class of its settings."""
+    """Return the backend class of a class path, ``package.module:Class``, and its settings class."""
     module, _, attribute = name.partition(":")
     backend = getattr(import_module(module), attribute)
     return backend, backend.config_class
 
 
 def engine_command(config: Any, arguments: list[str]) -> list[str]:
-    """The command line of the engine process.
+    """Build the command line of the engine process.
 
     Args:
         config: SkyRL's EngineConfig.
-        arguments: its options again.
+        arguments: the same as options.
     """
     ranks = BackendConfig(**config.backend_config).ranks
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -42,21 +41,21 @@ def engine_command(config: Any, arguments: list[str]) -> list[str]:
 
 
 def take_class_paths() -> None:
-    """Let SkyRL's engine find a backend by its class path, in this process."""
+    """Patch SkyRL's engine in this process to accept a backend's class path."""
     from skyrl.tinker import engine
 
     from megascend.changes import patch
 
-    known = engine.get_backend_classes
+    builtin = engine.get_backend_classes
 
     def get_backend_classes(backend_name: str, use_ray: bool = False) -> tuple[Any, Any]:
-        return backend_classes(backend_name) if ":" in backend_name else known(backend_name, use_ray=use_ray)
+        return backend_classes(backend_name) if ":" in backend_name else builtin(backend_name, use_ray=use_ray)
 
     patch(engine, "get_backend_classes", get_backend_classes, "takes a class path, too")
 
 
 def run_server(arguments: list[str]) -> None:
-    """SkyRL's API server; it starts the engine."""
+    """Run SkyRL's API server, which starts the engine."""
     from skyrl.tinker import config as skyrl_config
 
     from megascend.changes import patch
@@ -72,16 +71,16 @@ def run_server(arguments: list[str]) -> None:
     skyrl_config.add_model(parser, skyrl_config.EngineConfig)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    found = vars(parser.parse_args(arguments))
-    host, port = found.pop("host"), found.pop("port")
-    api.app.state.engine_config = skyrl_config.EngineConfig.model_validate(found)
+    options = vars(parser.parse_args(arguments))
+    host, port = options.pop("host"), options.pop("port")
+    api.app.state.engine_config = skyrl_config.EngineConfig.model_validate(options)
     import uvicorn
 
     uvicorn.run(api.app, host=host, port=port, log_level="warning")
 
 
 def run_engine(arguments: list[str]) -> None:
-    """SkyRL's engine on rank 0; megascend's ranks on the others."""
+    """Run SkyRL's engine on rank 0, and the work loop on other ranks."""
     import os
 
     if os.environ.get("RANK", "0") == "0":
@@ -97,16 +96,16 @@ def run_engine(arguments: list[str]) -> None:
 
 
 def settings_from(arguments: list[str]) -> ServeConfig:
-    """megascend's settings from the engine's command line, for the ranks that have no engine of SkyRL's."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)  # --backend is not short for --backend-config
+    """Parse megascend's settings from the engine's command line, on ranks without SkyRL's engine."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)  # otherwise --backend would parse as --backend-config
     parser.add_argument("--base-model")
     parser.add_argument("--backend-config", type=json.loads, default={})
-    found, _ = parser.parse_known_args(arguments)
-    return settings_of(found.base_model, BackendConfig(**found.backend_config))
+    options, _ = parser.parse_known_args(arguments)
+    return settings_of(options.base_model, BackendConfig(**options.backend_config))
 
 
 def main() -> None:
-    """``--engine`` first: the engine process; else the server, with megascend's backend unless another is named."""
+    """Run the engine process if the first argument is ``--engine``, else the server; the default backend is megascend's."""
     arguments = sys.argv[1:]
     if arguments[:1] == [ENGINE]:
         run_engine(arguments[1:])

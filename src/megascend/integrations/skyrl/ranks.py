@@ -1,4 +1,4 @@
-"""The job's ranks, told what to do from a thread of rank 0 that belongs to somebody else's server. Knows nothing of SkyRL."""
+"""The job's ranks, driven from a thread of another project's server on rank 0. Independent of SkyRL."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import Future
 
 from megascend.config.serve import ServeConfig
 from megascend.errors import MegascendError, ProcessGroupError
-from megascend.serve.base_model import BaseModel
 from megascend.serve.scheduler.commands import Command, Outcome
 from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.served_model import ServedModel
 
 
 class Ranks:
-    """Rank 0's side. Builds the model in a thread of its own, and works there.
+    """Rank 0's side: builds the model and runs commands in its own thread.
 
     Args:
-        settings: model, layout, precision, room for adapters.
+        settings: model, layout, precision, adapter limits.
 
     Attributes:
-        base: the model, once it is built.
+        base: the served model.
 
     Raises:
         MegascendError: the model cannot be built.
@@ -33,16 +33,16 @@ class Ranks:
         self._waiting: dict[int, Future[Outcome]] = {}
         self._count = 0
         self._ended: BaseException | None = None
-        ready: Future[BaseModel] = Future()
+        ready: Future[ServedModel] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), name="megascend", daemon=True)
         self._thread.start()
         self.base = ready.result()
 
     def run(self, commands: Sequence[Callable[[int], Command]]) -> list[Outcome]:
-        """Run commands of any models, those of several models in one batch where it can be, and wait until all have ended.
+        """Run commands, batching those of several models, and wait for all outcomes.
 
         Args:
-            commands: make a command for the number it is given.
+            commands: each builds a command from its number.
 
         Raises:
             ProcessGroupError: the ranks have ended.
@@ -52,10 +52,10 @@ class Ranks:
                 raise ProcessGroupError(f"megascend's ranks have ended: {self._ended}")
             numbers = range(self._count, self._count + len(commands))
             self._count += len(commands)
-            made = [command(number) for command, number in zip(commands, numbers, strict=True)]
-            futures: list[Future[Outcome]] = [Future() for _ in made]
+            built = [command(number) for command, number in zip(commands, numbers, strict=True)]
+            futures: list[Future[Outcome]] = [Future() for _ in built]
             self._waiting.update(zip(numbers, futures, strict=True))
-            self._inbox.put(*made)
+            self._inbox.submit(*built)
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class Ranks:
         self._inbox.close()
         self._thread.join()
 
-    def _work(self, ready: Future[BaseModel]) -> None:
-        from megascend.serve.scheduler.lines import work
+    def _work(self, ready: Future[ServedModel]) -> None:
+        from megascend.serve.scheduler.runner import work
         from megascend.serve.server import base_model, make_backend, sampler
 
         try:
@@ -73,7 +73,7 @@ class Ranks:
                 ready.set_result(base_model(self._settings, backend))
                 work(backend, self._settings.batch_tokens, self._inbox, self._report, generate)
             self._end(ProcessGroupError("it was closed"))
-        except BaseException as error:  # noqa: BLE001  whoever waits is told
+        except BaseException as error:  # noqa: BLE001  reported to every waiter
             if not ready.done():
                 ready.set_exception(error)
             self._end(error)
@@ -94,8 +94,8 @@ class Ranks:
 
 
 def follow(settings: ServeConfig) -> None:
-    """Any other rank's side: work until rank 0 closes. Collective with :class:`Ranks`."""
-    from megascend.serve.scheduler.lines import work
+    """Run commands on another rank until rank 0 closes. Collective with :class:`Ranks`."""
+    from megascend.serve.scheduler.runner import work
     from megascend.serve.server import make_backend, sampler
 
     with make_backend(settings) as backend:

@@ -1,4 +1,4 @@
-"""What ``--backend-config`` of SkyRL's Tinker server takes, and megascend's settings from it. No SkyRL, no torch."""
+"""Schema of ``--backend-config`` of SkyRL's Tinker server, and its translation. Imports neither SkyRL nor torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascend.config import Batching, Parallel, PlatformName, Precision
 from megascend.config.serve import ServeConfig
 
 NAME = "megascend.integrations.skyrl.backend:MegascendBackend"
-"""Class path: what ``--backend`` is."""
+"""Class path for ``--backend``."""
 
 
 class BackendConfig(BaseModel, extra="forbid"):
@@ -29,7 +29,7 @@ class BackendConfig(BaseModel, extra="forbid"):
 
 
 def settings_of(base_model: str, config: BackendConfig) -> ServeConfig:
-    """megascend's settings of the ranks. Pure."""
+    """Translate to the settings of the ranks. Pure."""
     return ServeConfig(
         model=Path(base_model),
         engine=config.engine,

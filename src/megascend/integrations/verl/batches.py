@@ -1,7 +1,7 @@
-"""verl's batches as megascend's samples, and its micro batches on the device.
+"""Convert verl's batches to samples, and copy their micro batches to the device.
 
-Nothing here waits for the device while it trains: a batch is on the host, where verl makes it, and what losses see of it is
-copied while the model runs.
+Nothing here synchronizes with the device: batches are on the host, where verl builds them, and the fields that losses read are
+copied asynchronously while the model runs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 
-PLACE = "verl_place"
-"""A field of every token: its place in its sequence, counted from 1, so that padding has 0. Exact in float32 below 2**24."""
+POSITION = "verl_place"
+"""Extra field of every token: its position in its sequence from 1 on (padding has 0). Exact in float32 below 2**24."""
 
 REFUSED = {
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
@@ -29,7 +29,7 @@ REFUSED = {
 
 
 def check(data: TensorDict) -> None:
-    """Raise DataError for what a batch asks of the engine and megascend does not have."""
+    """Raise DataError if a batch requires something that the engine does not support."""
     for name, why in REFUSED.items():
         if tensordict_utils.get(data, name, default=False):
             raise DataError(f"verl's batch has {name}=True: {why}")
@@ -48,10 +48,10 @@ def check(data: TensorDict) -> None:
 
 
 class Batch:
-    """verl's batch of this data parallel rank, which it has checked.
+    """verl's batch of this data parallel rank, validated.
 
     Attributes:
-        data: verl's, on the host.
+        data: verl's TensorDict, on the host.
         lengths: tokens of each sequence.
 
     Raises:
@@ -59,97 +59,97 @@ class Batch:
     """
 
     def __init__(self, data: TensorDict) -> None:
-        there = any(isinstance(of, Tensor) and of.device.type != "cpu" for _, of in data.items())
+        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for _, value in data.items())
         self.data: TensorDict = (
-            data.cpu() if there else data
+            data.cpu() if on_device else data
         )  # verl hands over batches of the host, before anything runs
         check(self.data)
         self._unbound: dict[str, Sequence[Tensor]] = {}
         self.lengths: list[int] = self.data["input_ids"].offsets().diff().tolist()
 
     def samples(self, adapter: str | None, weights: Sequence[Tensor] | None = None) -> list[Sample]:
-        """One for each sequence.
+        """Build one sample per sequence.
 
         Args:
-            weights: of every sequence's targets; default: 1, for verl's losses have masks of their own.
+            weights: target weights per sequence; default: 1, because verl's losses apply their masks themselves.
         """
         longest = max(self.lengths)
-        place, ones = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
+        positions, unit_weights = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
         return [
             Sample(
                 input_ids=ids,
                 target_ids=ids.roll(-1),
-                weights=ones[: len(ids)] if weights is None else weights[row],
-                extra={PLACE: place[: len(ids)]},
+                weights=unit_weights[: len(ids)] if weights is None else weights[row],
+                extra={POSITION: positions[: len(ids)]},
                 adapter=adapter,
             )
             for row, ids in enumerate(self.data["input_ids"].values().split(self.lengths))
         ]
 
     def token_budget(self, context_parallel: int) -> int:
-        """Tokens of one micro batch, from what verl has written into the batch.
+        """Return the tokens per micro batch, from verl's settings in the batch.
 
-        Without dynamic batch sizes it is their number of sequences times the longest one's length: as many short ones fit in.
+        Without dynamic batch sizes it is verl's number of sequences times the longest length, so more short sequences fit.
         """
         if tensordict_utils.get(self.data, "use_dynamic_bsz", default=True):
-            each = tensordict_utils.get(self.data, "max_token_len_per_gpu")
-            if each is None:
+            max_tokens = tensordict_utils.get(self.data, "max_token_len_per_gpu")
+            if max_tokens is None:
                 raise DataError("verl's batch has use_dynamic_bsz=True and no max_token_len_per_gpu")
-            return int(each) * context_parallel
+            return int(max_tokens) * context_parallel
         rows = tensordict_utils.get(self.data, "micro_batch_size_per_gpu")
         if rows is None:
             raise DataError("verl's batch has use_dynamic_bsz=False and no micro_batch_size_per_gpu")
         return int(rows) * max(self.lengths)
 
     def trained_tokens(self) -> float:
-        """The sum of verl's loss mask."""
+        """Return the sum of verl's loss mask."""
         mask = self.data["loss_mask"]
         return (mask.values() if mask.is_nested else mask).sum().item()
 
-    def tell(self, **of_engine: float) -> None:
-        """Write into the batch what verl's losses expect of an engine."""
-        tensordict_utils.assign_non_tensor(self.data, **of_engine)
+    def set_engine_values(self, **values: float) -> None:
+        """Write values into the batch that verl's losses expect from an engine."""
+        tensordict_utils.assign_non_tensor(self.data, **values)
 
     def rows(self, rows: Sequence[int], device: torch.device) -> TensorDict:
-        """Some of the batch's sequences, on the device, by copies that nothing waits for.
+        """Select sequences and copy them to the device asynchronously.
 
-        As verl's ``index_select_tensor_dict``, which takes a nested tensor apart anew for every micro batch.
+        Equivalent to verl's ``index_select_tensor_dict``, which unbinds every nested tensor again for each micro batch.
         """
         index = torch.tensor(rows)
         offsets: dict[tuple[int, ...], Tensor] = {}  # most fields have the lengths of the tokens
-        found = {}
-        for name, of in self.data.items():
-            if not isinstance(of, Tensor):
-                found[name] = of[index] if of.shape else of  # type: ignore[index]
-            elif not of.is_nested:
-                found[name] = to_device(of[index], device)
+        fields = {}
+        for name, value in self.data.items():
+            if not isinstance(value, Tensor):
+                fields[name] = value[index] if value.shape else value  # type: ignore[index]
+            elif not value.is_nested:
+                fields[name] = to_device(value[index], device)
             else:
-                chosen = [self._parts(name, of)[row] for row in rows]
-                dim = _ragged_dim(of)
+                chosen = [self._parts(name, value)[row] for row in rows]
+                dim = _ragged_dim(value)
                 lengths = tuple(part.shape[dim] for part in chosen)
                 values = to_device(torch.cat(chosen, dim), device)
-                found[name] = nested(values, lengths, offsets.get(lengths), dim)
-                offsets[lengths] = found[name].offsets()
-        return TensorDict(source=found, batch_size=len(rows))
+                fields[name] = nested(values, lengths, offsets.get(lengths), dim)
+                offsets[lengths] = fields[name].offsets()
+        return TensorDict(source=fields, batch_size=len(rows))
 
-    def _parts(self, name: str, of: Tensor) -> Sequence[Tensor]:
+    def _parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if name not in self._unbound:
-            self._unbound[name] = of.unbind()
+            self._unbound[name] = tensor.unbind()
         return self._unbound[name]
 
 
-def _ragged_dim(of: Tensor) -> int:
-    """Of a jagged tensor's parts, which dimension differs."""
-    return getattr(of, "_ragged_idx", 1) - 1
+def _ragged_dim(tensor: Tensor) -> int:
+    """Return the ragged dimension of a jagged tensor's parts."""
+    return getattr(tensor, "_ragged_idx", 1) - 1
 
 
 def nested(values: Tensor, lengths: Sequence[int], offsets: Tensor | None = None, ragged_dim: int = 0) -> Tensor:
-    """A jagged tensor that knows its lengths, for which torch would otherwise wait.
+    """Build a jagged tensor with its lengths cached, which torch would otherwise read back from the device.
 
     Args:
-        values: all parts, one after the other.
-        offsets: where they begin, and the end, on the device of ``values``; default: made of ``lengths``.
-        ragged_dim: the dimension in which they follow each other.
+        values: all parts, concatenated.
+        offsets: start of each part, and the end, on the device of ``values``; default: computed from ``lengths``.
+        ragged_dim: dimension of the concatenation.
     """
     if offsets is None:
         offsets = to_device(torch.tensor([0, *lengths]).cumsum(0), values.device)

@@ -1,4 +1,4 @@
-"""A CPU as verl's platform, under ``VERL_PLATFORM=cpu``: verl has CUDA, ROCm and NPUs only."""
+"""CPU platform for verl (``VERL_PLATFORM=cpu``): verl supports CUDA, ROCm and NPUs only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from megascend.changes import patch
 
 REPEATED = "cpu:gloo,cpu:gloo"
-"""What verl asks torch for: Gloo on the host, and the platform's backend on its device. torch refuses the repetition."""
+"""Backend string that verl builds from Gloo for the host and the platform's backend; torch refuses the repeated device."""
 
 
 def register() -> None:
-    """Make the platform known to verl, and have torch take what verl asks for with it."""
-    PlatformRegistry.register(platform="cpu")(CpuPlatform)
+    """Register the platform with verl, and patch torch to accept verl's backend string for it."""
+    PlatformRegistry.register(platform="cpu")(VerlCpuPlatform)
     init = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 class _CpuModule(ModuleType):
-    """``torch.cpu`` with what verl asks of a device module. Memory is the process's: there is no allocator to ask."""
+    """``torch.cpu`` completed to verl's device module interface. Memory is the process's, as there is no allocator to query."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -56,24 +56,24 @@ class _CpuModule(ModuleType):
         torch.set_rng_state(state)
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """Most memory that the process has had, in bytes."""
+        """Return the process's peak memory in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Free and all memory of the host, in bytes."""
+        """Return free and total memory of the host in bytes."""
         import psutil
 
-        found = psutil.virtual_memory()
-        return found.available, found.total
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def get_device_name(self, device: Any = None) -> str:
         return "CPU"
 
 
-class CpuPlatform(PlatformBase):
-    """Ranks are processes on this host's CPUs, and meet over Gloo."""
+class VerlCpuPlatform(PlatformBase):
+    """Platform of ranks on this host's CPUs, with Gloo."""
 
     _module = _CpuModule("cpu")
 
@@ -93,7 +93,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        return "cpu"  # verl hands it to Tensor.to, for which an index would be a GPU
+        return "cpu"  # verl passes it to Tensor.to, which reads an index as a GPU
 
     def device_count(self) -> int:
         return 1
@@ -123,7 +123,7 @@ class CpuPlatform(PlatformBase):
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "MEGASCEND_VISIBLE_CPUS"  # nobody sets it
+        return "MEGASCEND_VISIBLE_CPUS"  # never set; verl requires a name
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -136,7 +136,7 @@ class CpuPlatform(PlatformBase):
         pass
 
     def ray_resource_name(self) -> str:
-        """A GPU, for Ray: verl counts no other devices in a cluster. On a CPU it is told how many ranks there may be."""
+        """Return Ray's GPU resource, the only one that verl counts; on a CPU its number is configured as that of ranks."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

@@ -1,7 +1,7 @@
 """verl's ``BaseEngine`` on megascend's Megatron backend, registered for ``engine=megatron`` and the vendor ``megascend``.
 
-verl imports it through :mod:`megascend.integrations.verl.plugin`. docs/integrations/verl.md tells how to choose it, what becomes
-of verl's settings, and what is not there.
+verl imports it through :mod:`megascend.integrations.verl.plugin`. docs/integrations/verl.md describes its selection, the
+translation of verl's settings, and unsupported features.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megascend.topology.topology import plan
 log = logging.getLogger(__name__)
 
 ADAPTER = "verl"
-"""Name of the one adapter that a run with LoRA trains."""
+"""Name of the single adapter of a LoRA run."""
 
 DEVICES = ["cpu", "cuda", "npu"]
 STATE, HF_MODEL = "megascend", "huggingface"
-"""Below verl's directory of a checkpoint: the backend's own, and the Hugging Face export."""
+"""Subdirectories of a verl checkpoint: the backend's state, and the Hugging Face export."""
 CRITICS: dict[HeadKind, str] = {
     "scalar": "a critic with the head of its checkpoint",
     "new_token_classifier": "a critic with a new head",
@@ -57,10 +57,10 @@ class MegascendEngine(BaseEngine):
     """A language model that verl trains, on all ranks of the default process group.
 
     Args:
-        model_config, engine_config, optimizer_config, checkpoint_config: verl's; what megascend does not have is refused here.
+        model_config, engine_config, optimizer_config, checkpoint_config: verl's configurations.
 
     Raises:
-        ConfigError: settings that megascend does not have, each by its name, or a layout that cannot work.
+        ConfigError: unsupported settings, each by name, or an invalid parallel layout.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
@@ -78,7 +78,7 @@ class MegascendEngine(BaseEngine):
         self._head: HeadKind = critic_head(self._model_dir) if self.settings.value_model else "lm"
         info = inspect_checkpoint(self._model_dir, self._head)
         self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
-        self._place = self._topology.coordinates(dist.get_rank())
+        self._coordinates = self._topology.coordinates(dist.get_rank())
         self._backend: MegatronBackend | None = None
         self._rates: Rates | None = None
         self._saved: list[Path] = []  # directories of checkpoints, oldest first
@@ -88,7 +88,7 @@ class MegascendEngine(BaseEngine):
     # --- construction ---
 
     def initialize(self) -> None:
-        """Read the model, and make its optimizer and scheduler. A second call starts from the model in its directory again.
+        """Load the model, and create optimizer and scheduler. A second call reloads the model from its directory.
 
         Raises:
             ConfigError: another engine of this process has a model.
@@ -124,7 +124,7 @@ class MegascendEngine(BaseEngine):
 
     @property
     def backend(self) -> MegatronBackend:
-        """What trains.
+        """The training backend.
 
         Raises:
             ConfigError: :meth:`initialize` has not been called.
@@ -136,7 +136,7 @@ class MegascendEngine(BaseEngine):
     # --- ranks ---
 
     def get_data_parallel_rank(self) -> int:
-        return self._place.data
+        return self._coordinates.data
 
     def get_data_parallel_size(self) -> int:
         return self._topology.data
@@ -145,10 +145,12 @@ class MegascendEngine(BaseEngine):
         return self.backend.groups.device_group("dp")
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        place = self._place
-        return place.tensor == 0 and place.context == 0 and place.pipeline == self._topology.pipeline - 1
+        coordinates = self._coordinates
+        return (
+            coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == self._topology.pipeline - 1
+        )
 
-    # --- modes and places ---
+    # --- modes and devices ---
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -165,10 +167,10 @@ class MegascendEngine(BaseEngine):
         return BaseEngineCtx(self, "eval", **kwargs)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Nothing moves on a CPU, which is host and device in one.
+        """Do nothing on a CPU; refuse offloading on other devices.
 
         Raises:
-            ConfigError: on cuda and npu, something is to go to the host.
+            ConfigError: on cuda and npu, model or optimizer are to move to the host.
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device != get_device_name() and (model or optimizer or grad):
@@ -183,7 +185,7 @@ class MegascendEngine(BaseEngine):
         self.backend.discard_gradients()
 
     def optimizer_step(self) -> float:
-        """The norm of the gradients before clipping; not finite if the step was skipped for that."""
+        """Take a step; return the gradient norm before clipping, which is not finite if the step was skipped."""
         if self._rates is None:
             raise ConfigError("optimizer_step of an engine with forward_only=True")
         result = self.backend.optimizer_step(lr=self._rates.now)
@@ -201,11 +203,11 @@ class MegascendEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """verl's loss and outputs of this data parallel rank's sequences; nothing on ranks before the last pipeline stage."""
+        """Return verl's losses and outputs of this data parallel rank's sequences; {} before the last pipeline stage."""
         return self._as_verl(self._run(data, loss_function, forward_only))
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        """As verl's. Losses are read after the step, which waits for its norm: the host waits for the device once."""
+        """Train on a batch. Losses are read after the step, which waits for its norm anyway, so the host synchronizes once."""
         maybe_fix_3d_position_ids(data)
         self.optimizer_zero_grad()
         collected = self._run(data, loss_function, forward_only=False)
@@ -216,14 +218,14 @@ class MegascendEngine(BaseEngine):
         return outputs
 
     def _run(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> losses.Collected:
-        """Without reading anything of the device, unless ``forward_only``."""
+        """Run forward and backward without a device synchronization, unless ``forward_only``."""
         if loss_function is None and not forward_only:
             raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
         backend, topology = self.backend, self._topology
         batch = Batch(data)
-        of_values = self.settings.value_model
-        entropy = not of_values and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
-        fusable = not (forward_only or of_values or entropy)
+        is_critic = self.settings.value_model
+        entropy = not is_critic and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
+        fusable = not (forward_only or is_critic or entropy)
         weights = losses.cross_entropy_weights(batch, loss_function) if fusable else None
         tokens, cross_entropy = self._agree(batch, weights is not None)
         adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
@@ -237,59 +239,66 @@ class MegascendEngine(BaseEngine):
         if cross_entropy:
             backend.forward_backward(batch.samples(adapter, weights), loss.as_cross_entropy())
         else:
-            of = "values" if of_values else "logprobs"
-            backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, of))
+            loss_input = "values" if is_critic else "logprobs"
+            backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, loss_input))
         loss.collected.send()
         return loss.collected
 
     def _as_verl(self, collected: losses.Collected) -> dict[str, Any]:
-        return collected.as_verl() if self._place.pipeline == self._topology.pipeline - 1 else {}
+        return collected.as_verl() if self._coordinates.pipeline == self._topology.pipeline - 1 else {}
 
     def _forward(
         self, batch: Batch, samples: list[Sample], entropy: bool, loss: losses.BatchLoss | None
     ) -> losses.Collected:
-        """Outputs at place t are what there is once the token there has been read."""
+        """Run forward. Output at position t is the one after reading token t: of token t + 1, or the value at t."""
         if self.settings.value_model:
-            found = {"values": self.backend.values(samples)}
+            host_outputs = {"values": self.backend.values(samples)}
         else:
             scores = self.backend.forward(samples, entropy=entropy)
-            found = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
-        outputs = {name: to_device(torch.cat(of), self.backend.groups.device) for name, of in found.items()}
+            host_outputs = {"log_probs": scores.logprobs, **({"entropy": scores.entropy} if scores.entropy else {})}
+        outputs = {
+            name: to_device(torch.cat(values), self.backend.groups.device) for name, values in host_outputs.items()
+        }
         if loss is not None:
-            loss.of_whole(outputs)
+            loss.evaluate_batch(outputs)
             return loss.collected
         collected = losses.Collected()
-        of_rows = {name: of.split(batch.lengths) for name, of in outputs.items()}
-        no_loss = torch.ones(())  # as verl's engines have it
-        collected.add(losses.Evaluated(range(len(samples)), of_rows, no_loss, {}))
+        row_outputs = {name: values.split(batch.lengths) for name, values in outputs.items()}
+        no_loss = torch.ones(())  # the placeholder that verl's own engines return
+        collected.add(losses.Evaluated(range(len(samples)), row_outputs, no_loss, {}))
         return collected
 
     def _agree(self, batch: Batch, cross_entropy: bool) -> tuple[float, bool]:
-        """Set what all ranks have in common, in one small exchange over Gloo.
+        """Agree on batch-wide values in one small exchange over Gloo.
 
         Args:
-            cross_entropy: the loss is one on this rank's batch.
+            cross_entropy: True if the loss is a cross entropy on this rank's batch.
 
         Returns:
-            The tokens that are trained, and whether the loss is a cross entropy on all ranks' batches.
+            Number of trained tokens of all ranks, and whether the loss is a cross entropy on all of them.
         """
         backend = self.backend
-        mine = (self._place.data, batch.trained_tokens(), batch.token_budget(self._topology.context), cross_entropy)
-        told = gather_objects(mine, "world", backend.groups, "verl's batch")
-        tokens = sum({data: tokens for data, tokens, _, _ in told}.values())
-        backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in told))
-        batch.tell(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
-        return tokens, tokens > 0 and all(of for _, _, _, of in told)
+        local = (
+            self._coordinates.data,
+            batch.trained_tokens(),
+            batch.token_budget(self._topology.context),
+            cross_entropy,
+        )
+        gathered = gather_objects(local, "world", backend.groups, "verl's batch")
+        tokens = sum({data: tokens for data, tokens, _, _ in gathered}.values())
+        backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in gathered))
+        batch.set_engine_values(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
+        return tokens, tokens > 0 and all(flag for _, _, _, flag in gathered)
 
     # --- weights ---
 
     def get_per_tensor_param(
         self, base_sync_done: bool = False, **_: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
-        """Hugging Face names and whole tensors, one at a time, on every rank; all ranks iterate to the end.
+        """Return an iterator over Hugging Face names and unsharded tensors; all ranks must iterate to the end.
 
-        With LoRA and ``merge`` the adapter is in them; otherwise the model alone comes first, and once ``base_sync_done`` the
-        adapter alone, under peft's names.
+        With LoRA and ``merge`` the adapter is merged. Without ``merge`` the base model is returned first and, once
+        ``base_sync_done``, only the adapter, under peft's names.
         """
         lora = self.settings.lora
         if lora is None:
@@ -303,7 +312,7 @@ class MegascendEngine(BaseEngine):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The frozen model alone in the block; it is the reference of a run with LoRA."""
+        """Disable the adapter within the block: the frozen base model is the reference of a LoRA run."""
         before, self._adapter_on = self._adapter_on, False
         try:
             yield
@@ -316,7 +325,7 @@ class MegascendEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:  # fmt: skip
-        """Model, optimizer, schedule and random state to ``local_path/megascend``, an ``hf_model`` beside it."""
+        """Save model, optimizer, schedule and random state to ``local_path/megascend``, and an ``hf_model`` beside it."""
         _refuse_remote(hdfs_path)
         backend, directory = self.backend, Path(local_path)
         backend.from_rank_0(lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -329,7 +338,7 @@ class MegascendEngine(BaseEngine):
         backend.from_rank_0(lambda: [shutil.rmtree(path) for path in surplus])
 
     def _surplus(self, directory: Path, limit: int | None) -> list[Path]:
-        """Note a complete checkpoint; return those to delete, the oldest beyond ``limit``, as verl's engines do."""
+        """Record a checkpoint; return the oldest ones beyond ``limit``, to be deleted, as verl's engines do."""
         self._saved = [*(path for path in self._saved if path != directory), directory]
         if not limit or limit < 0:
             return []
@@ -350,39 +359,41 @@ class MegascendEngine(BaseEngine):
 
 @EngineRegistry.register("value_model", "megatron", device=DEVICES, vendor=VENDOR)
 class MegascendValueEngine(MegascendEngine):
-    """A critic: a token classifier with one label in place of a language model, and values in place of log-probabilities."""
+    """A critic: a token classifier with one label, which returns values instead of log-probabilities."""
 
 
 class Rates:
-    """The learning rate of each step, by Megatron-Core's scheduler with verl's settings.
+    """Learning rate schedule: Megatron-Core's scheduler with verl's settings.
 
     Attributes:
-        steps: how often it has advanced.
+        steps: number of steps taken.
     """
 
     def __init__(self, optimizer_config: Any) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0}]  # what the scheduler writes into
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": 0.0, "weight_decay": 0.0}
+        ]  # the scheduler writes into this stand-in for an optimizer
         self.steps = 0
         self._scheduler = get_megatron_optimizer_param_scheduler(self, optimizer_config)
 
     @property
     def now(self) -> float:
-        """Learning rate of the next step."""
+        """The learning rate of the next step."""
         return float(self.param_groups[0]["lr"])
 
     def advance(self, steps: int = 1) -> float:
-        """Advance by ``steps`` and return the rate then."""
+        """Advance by ``steps``; return the new learning rate."""
         self._scheduler.step(steps)
         self.steps += steps
         return self.now
 
 
 def critic_head(model_dir: Path) -> HeadKind:
-    """Return the head that a critic's checkpoint has, or a new one, as verl's other engines. Reads headers alone.
+    """Return the kind of head in a critic's checkpoint, or a new one, as in verl's other engines. Reads headers only.
 
     Raises:
-        ConfigError: the checkpoint asks for dropout before the head, which verl switches off in all critics.
-        CheckpointError: its head is not one of a number for each token.
+        ConfigError: the checkpoint has dropout before the head, which verl disables in all critics.
+        CheckpointError: the head does not give one number per token.
     """
     if WEIGHT not in tensor_headers(model_dir):
         return "new_token_classifier"
@@ -397,7 +408,7 @@ def critic_head(model_dir: Path) -> HeadKind:
 
 
 class _TrainMode(BaseEngineCtx):
-    """Drops gradients when the block ends."""
+    """Context of train mode, which discards gradients at its end."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.zero_grad_on_exit or exc_type is not None:

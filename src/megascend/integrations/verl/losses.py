@@ -1,13 +1,13 @@
-"""verl's loss functions on megascend's micro batches.
+"""Run verl's loss functions on megascend's micro batches.
 
-verl's value at place t of a sequence is that of token t + 1. Its losses take whole sequences of a micro batch and give one
-number, divided by the global batch's tokens and multiplied by the data parallel size. Megascend's take the tokens of a rank and
-give a value for each. So verl's loss is differentiated here, with respect to each log-probability and entropy, and the products
-of these gradients with what they belong to are the values: their sum has the same gradient.
+In verl, position t of a sequence has the value of token t + 1. Its losses take whole sequences of a micro batch and return one
+number, divided by the global batch's tokens and multiplied by the data parallel size. megascend's losses take the tokens of a
+rank and return one value per token. So verl's loss is differentiated here with respect to each log-probability and entropy, and
+each token's value is the product of gradient and input: their sum has the same gradient.
 
-verl's loss for supervised fine-tuning is a weighted cross entropy, whose gradient is known before the log-probabilities are: it
-is formed with the logits at hand, and they are computed once instead of twice (:func:`cross_entropy_weights`). verl's function is
-called all the same, for its number, and its gradient must be that.
+verl's SFT loss is a weighted cross entropy, whose gradient is known before the log-probabilities. It is computed together with
+the logits, which are then computed once instead of twice (:func:`cross_entropy_weights`). verl's function is still called for
+its value, and its gradient is compared.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from verl.workers.utils.losses import sft_loss
 
 from megascend.batch.losses import Loss, LossInputs
 from megascend.errors import LossFunctionError
-from megascend.integrations.verl.batches import PLACE, Batch, nested
+from megascend.integrations.verl.batches import POSITION, Batch, nested
 from megascend.kernels.host_copy import HostCopy, to_device
 
 VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 LARGEST_DIFFERENCE = 1e-3
-"""Of a gradient of verl's loss from that of the cross entropy, whose largest is about 1."""
+"""Tolerance between the gradients of verl's loss and of the cross entropy, which are about 1 at most."""
 
 
 def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tensor] | None:
-    """The weight of each target, by sequence, if ``function`` is verl's ``sft_loss`` and a cross entropy on this batch.
+    """Return target weights by sequence if ``function`` is verl's ``sft_loss`` and a cross entropy on this batch, else None.
 
-    It shifts the mask of all sequences of a micro batch at once. So a sequence whose first token has a mask would train the last
-    place of the one before it, whichever that is; such batches are left to verl's function itself.
+    verl shifts the concatenated mask of a micro batch, so an unmasked first token trains the last position of the preceding
+    sequence, whichever that is. Such batches are left to verl's function.
     """
     settings = function.keywords if isinstance(function, partial) and not function.args else {}
     inner = function.func if isinstance(function, partial) and settings.keys() <= {"config"} else function
@@ -50,18 +50,18 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     masks = mask.values().float()
     if bool(masks[mask.offsets()[:-1]].any()) or not bool(((masks >= 0) & masks.isfinite()).all()):
         return None
-    return [each.roll(-1) for each in masks.split(batch.lengths)]
+    return [row_mask.roll(-1) for row_mask in masks.split(batch.lengths)]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What verl's function made of sequences.
+    """Result of verl's loss function on some sequences.
 
     Attributes:
-        rows: which of the batch's.
-        outputs: by name, each of these sequences' values, on the device.
-        loss: verl's number.
-        metrics: verl's.
+        rows: indices of the sequences in the batch.
+        outputs: output name to the values of each sequence, on the device.
+        loss: verl's loss.
+        metrics: verl's metrics.
     """
 
     rows: Sequence[int]
@@ -71,10 +71,10 @@ class Evaluated:
 
 
 class Collected:
-    """What a batch's micro batches gave on a rank that sees outputs, in the order in which they ran.
+    """Results of a batch's micro batches in execution order, on a rank of the last pipeline stage.
 
     Attributes:
-        metrics: by name, each micro batch's.
+        metrics: metric name to the values of the micro batches.
     """
 
     def __init__(self) -> None:
@@ -84,29 +84,29 @@ class Collected:
         self._differences: list[Tensor] = []
         self._copy: HostCopy | None = None
 
-    def add(self, found: Evaluated, difference: Tensor | None = None) -> None:
-        """Of one micro batch.
+    def add(self, evaluated: Evaluated, difference: Tensor | None = None) -> None:
+        """Add the result of one micro batch.
 
         Args:
-            difference: of verl's gradient from the one that the model was given.
+            difference: maximum difference between verl's gradient and the one applied.
         """
-        for name, tensors in found.outputs.items():
-            self._outputs.setdefault(name, {}).update(zip(found.rows, tensors, strict=True))
-        self._losses.append(found.loss.detach().float().reshape(()))
-        append_to_dict(self.metrics, dict(found.metrics))
+        for name, tensors in evaluated.outputs.items():
+            self._outputs.setdefault(name, {}).update(zip(evaluated.rows, tensors, strict=True))
+        self._losses.append(evaluated.loss.detach().float().reshape(()))
+        append_to_dict(self.metrics, dict(evaluated.metrics))
         if difference is not None:
             self._differences.append(difference)
 
     def send(self) -> None:
-        """Start copying to the host what :meth:`as_verl` reads there."""
+        """Start the copy to the host that :meth:`as_verl` reads."""
         if self._losses:
             self._copy = HostCopy(torch.stack([*self._losses, *self._differences]))
 
     def as_verl(self) -> dict[str, Any]:
-        """``forward_backward_batch``'s answer: sequences in the order of the batch.
+        """Return the result of ``forward_backward_batch``, with sequences in the order of the batch.
 
         Raises:
-            LossFunctionError: verl's sft_loss has another gradient than the cross entropy that was trained.
+            LossFunctionError: the gradient of verl's sft_loss is not that of the cross entropy applied.
         """
         if self._copy is None:
             self.send()
@@ -118,9 +118,9 @@ class Collected:
                 "a token's): megascend's integration is for verl 0.9.1. The step was taken with that mean"
             )
         outputs = {}
-        for name, of in self._outputs.items():
-            ordered = [of[row] for row in sorted(of)]
-            outputs[name] = nested(torch.cat(ordered), [len(each) for each in ordered])
+        for name, rows in self._outputs.items():
+            ordered = [rows[row] for row in sorted(rows)]
+            outputs[name] = nested(torch.cat(ordered), [len(tensor) for tensor in ordered])
         return {"model_output": outputs, "loss": losses, "metrics": self.metrics}
 
 
@@ -128,12 +128,12 @@ class BatchLoss:
     """verl's loss function on the micro batches of one batch.
 
     Args:
-        batch: of this data parallel rank.
-        function: verl's.
-        group: its data parallel group, which verl hands to losses.
-        device: of the tensors that losses see.
-        context_parallel, data_parallel: sizes.
-        tokens: the sum of all data parallel ranks' loss masks.
+        batch: batch of this data parallel rank.
+        function: verl's loss function.
+        group: data parallel group, an argument of verl's losses.
+        device: device of the losses' tensors.
+        context_parallel, data_parallel: group sizes.
+        tokens: sum of the loss masks of all data parallel ranks.
     """
 
     def __init__(
@@ -145,70 +145,77 @@ class BatchLoss:
         self._outputs: tuple[str, ...] = ("log_probs", "entropy")
         self.collected = Collected()
 
-    def as_loss(self, entropy: bool, of: Literal["logprobs", "values"] = "logprobs") -> Loss:
-        """For ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
-        self._outputs = ("values",) if of == "values" else ("log_probs", "entropy")
-        return Loss("verl", self._values, entropy=entropy, reduction="sum", of=of)
+    def as_loss(self, entropy: bool, quantity: Literal["logprobs", "values"] = "logprobs") -> Loss:
+        """Return the Loss for ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
+        self._outputs = ("values",) if quantity == "values" else ("log_probs", "entropy")
+        return Loss("verl", self._values, entropy=entropy, reduction="sum", of=quantity)
 
     def as_cross_entropy(self) -> Loss:
-        """The same for a function that is a cross entropy, of samples with :func:`cross_entropy_weights`."""
+        """Return the Loss for a function that is a cross entropy, of samples with :func:`cross_entropy_weights`."""
         return Loss("verl's sft_loss", self._cross_entropy, is_cross_entropy=True)
 
-    def of_whole(self, outputs: Mapping[str, Tensor]) -> None:
-        """verl's loss of the whole batch at once, without gradients, from all sequences' outputs, one after the other."""
+    def evaluate_batch(self, outputs: Mapping[str, Tensor]) -> None:
+        """Evaluate verl's loss on the whole batch, without gradients, from the concatenated outputs of all sequences."""
         rows = list(range(len(self._batch.lengths)))
-        found = self._call(rows, outputs)
-        self.collected.add(found)
+        evaluated = self._call(rows, outputs)
+        self.collected.add(evaluated)
 
     def _values(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        given = [of for of in (logprobs, inputs.entropy) if of is not None]
-        found, gradients = self._evaluate(given, inputs)
-        self.collected.add(found)
-        values = logprobs * 0.0
-        for of, gradient in zip(given, gradients, strict=True):
-            values = values + gradient * of / self._parallel
+        tensors = [tensor for tensor in (logprobs, inputs.entropy) if tensor is not None]
+        evaluated, gradients = self._evaluate(tensors, inputs)
+        self.collected.add(evaluated)
+        values = logprobs * 0.0  # in the graph even if verl's loss depends on no input
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            # verl scales its loss by the data parallel size, for gradients that are averaged; here they are summed
+            values = values + gradient * tensor / self._parallel
         return values
 
     def _cross_entropy(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        found, (gradient,) = self._evaluate([logprobs], inputs)
-        of_verl = gradient * (self._tokens / self._parallel)
-        self.collected.add(found, (of_verl + inputs.weights).abs().max())
+        evaluated, (gradient,) = self._evaluate([logprobs], inputs)
+        verl_gradient = gradient * (self._tokens / self._parallel)
+        self.collected.add(evaluated, (verl_gradient + inputs.weights).abs().max())
         return -logprobs
 
-    def _evaluate(self, given: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
-        """verl's function on a micro batch, and its gradient for each token of ``given``, 0 for padding."""
+    def _evaluate(self, tensors: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
+        """Evaluate verl's function on a micro batch; return also its gradients for each of ``tensors``, 0 for padding."""
         rows = sorted(inputs.members)
         length = sum(self._batch.lengths[row] for row in rows)
-        at = self._places(rows, length, inputs)
-        whole = [self._whole(of, at, length, inputs) for of in given]
-        found = self._call(rows, dict(zip(self._outputs, whole, strict=False)))
-        depends = found.loss.requires_grad
-        parts = torch.autograd.grad(found.loss, whole, allow_unused=True) if depends else [None] * len(whole)
-        gradients = [torch.zeros_like(of) if part is None else part for of, part in zip(whole, parts, strict=True)]
-        return found, [torch.cat([of, of.new_zeros(1)])[at] for of in gradients]
+        indices = self._token_indices(rows, length, inputs)
+        full = [self._full_sequences(tensor, indices, length, inputs) for tensor in tensors]
+        evaluated = self._call(rows, dict(zip(self._outputs, full, strict=False)))
+        depends = evaluated.loss.requires_grad
+        parts = torch.autograd.grad(evaluated.loss, full, allow_unused=True) if depends else [None] * len(full)
+        gradients = [
+            torch.zeros_like(tensor) if part is None else part for tensor, part in zip(full, parts, strict=True)
+        ]
+        # padding has the index of the appended 0
+        return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
-    def _places(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
-        """int64 [n], where each token is among the ``length`` of the micro batch's sequences in verl's order; padding: behind."""
-        begins, end = {}, 0
+    def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
+        """Return token indices, int64 [n], into the micro batch's ``length`` tokens in verl's order; ``length`` for padding."""
+        starts, end = {}, 0
         for row in rows:
-            begins[row], end = end, end + self._batch.lengths[row]
+            starts[row], end = end, end + self._batch.lengths[row]
         assert inputs.extra is not None
-        place = inputs.extra[PLACE].long() - 1
-        begin = to_device(torch.tensor([begins[member] for member in inputs.members]), place.device)
-        return torch.where(place < 0, length, begin[inputs.sample] + place)
+        position = inputs.extra[POSITION].long() - 1
+        start = to_device(torch.tensor([starts[member] for member in inputs.members]), position.device)
+        return torch.where(position < 0, length, start[inputs.sample] + position)
 
-    def _whole(self, values: Tensor, at: Tensor, length: int, inputs: LossInputs) -> Tensor:
-        """[length], all tokens of the micro batch's sequences in verl's order, to be differentiated by."""
-        whole = values.new_zeros(length + 1).index_copy_(0, at, values.detach())[:length]
+    def _full_sequences(self, values: Tensor, indices: Tensor, length: int, inputs: LossInputs) -> Tensor:
+        """Scatter values to all tokens of the micro batch in verl's order, [length], as a leaf that requires gradients."""
+        # one more slot, which takes all padding
+        full = values.new_zeros(length + 1).index_copy_(0, indices, values.detach())[:length]
         if self._context > 1:
-            whole = inputs.reduce_context(whole)
-        return whole.detach().requires_grad_()
+            full = inputs.reduce_context(full)
+        return full.detach().requires_grad_()
 
     def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> Evaluated:
-        """verl's function on the sequences ``rows``, of whose outputs ``outputs`` has all tokens, one after the other."""
+        """Call verl's function on the sequences ``rows``, whose concatenated outputs are ``outputs``."""
         lengths = [self._batch.lengths[row] for row in rows]
         data = self._batch.rows(rows, self._device)
         offsets = data["input_ids"].offsets()
-        seen = {name: nested(of, lengths, offsets) for name, of in outputs.items()}
-        loss, metrics = self._function(model_output=seen, data=data, dp_group=self._group)
-        return Evaluated(rows, {name: of.detach().split(lengths) for name, of in outputs.items()}, loss, metrics)
+        nested_outputs = {name: nested(tensor, lengths, offsets) for name, tensor in outputs.items()}
+        loss, metrics = self._function(model_output=nested_outputs, data=data, dp_group=self._group)
+        return Evaluated(
+            rows, {name: tensor.detach().split(lengths) for name, tensor in outputs.items()}, loss, metrics
+        )

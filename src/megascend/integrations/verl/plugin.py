@@ -1,8 +1,8 @@
-"""What verl loads from the entry point ``verl.plugins`` while it is imported: nothing, unless megascend's engine was asked for.
+"""Entry point ``verl.plugins``, which verl loads on import: does nothing unless ``VERL_ENGINE_VENDOR=megascend``.
 
-With ``VERL_ENGINE_VENDOR=megascend`` the process is bootstrapped here, before verl imports Megatron-Core, and the engine is
-registered when verl's registry exists. With ``VERL_PLATFORM=cpu`` verl gets a CPU platform, too. verl hides what a plugin
-raises, in a message at debug level, and would then train with its own engine; so a failure ends the process.
+It bootstraps the process before verl imports Megatron-Core, and registers the engine once verl's registry exists. With
+``VERL_PLATFORM=cpu`` it also registers a CPU platform. verl logs a plugin's exceptions at debug level only and would train with
+its own engine, so a failure ends the process.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import traceback
 from megascend.integrations.verl.settings_table import VENDOR
 
 ROLLOUT = "megascend"
-"""The value of ``actor_rollout_ref.rollout.name`` that asks for megascend's rollout."""
+"""Value of ``actor_rollout_ref.rollout.name`` that selects megascend's rollout."""
 
 
-def asked_for() -> bool:
-    """Whether this process is to train with megascend."""
+def is_selected() -> bool:
+    """Check whether this process is to use megascend's engine."""
     return os.environ.get("VERL_ENGINE_VENDOR", "") == VENDOR
 
 
 def install() -> None:
-    """Prepare the process, and register what verl looks up by name. Once."""
+    """Prepare the process, and register engine, rollout and trainer with verl. Call once."""
     import megascend
     from megascend.bootstrap.import_hooks import after_import
 
@@ -33,6 +33,7 @@ def install() -> None:
 
         register()
     megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
+    # verl loads plugins while it is imported itself, before its registries exist.
     after_import("verl.workers.engine", _register_engine)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)
@@ -44,7 +45,7 @@ def _register_engine() -> None:
 
 
 def _register_adapter() -> None:
-    """By the table that verl itself looks up: it has no function for it."""
+    """Add the adapter to verl's table directly: verl has no function to register one."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     _ROLLOUT_REGISTRY[ROLLOUT, "async"] = "megascend.integrations.verl.rollout.ServerAdapter"
@@ -67,10 +68,10 @@ def _register_trainer() -> None:
     register()
 
 
-if asked_for():
+if is_selected():
     try:
         install()
     except Exception as error:
         traceback.print_exc()
-        print(f"VERL_ENGINE_VENDOR={VENDOR}: the engine cannot be had: {error}", file=sys.stderr, flush=True)
+        print(f"VERL_ENGINE_VENDOR={VENDOR}: the engine cannot be used: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error

@@ -1,8 +1,8 @@
-"""The rollout ``megascend`` for verl: its replicas, which serve requests, and what brings the trainer's weights to them.
+"""The rollout ``megascend`` for verl: replicas that serve requests, and the adapter that sends them the trainer's weights.
 
-verl 0.9.1 has rollouts by vLLM, SGLang and TensorRT-LLM, in verl's own environment only; its Hugging Face rollout is not in its
-table (``_ROLLOUT_REGISTRY`` of ``verl/workers/rollout/base.py``) and cannot be constructed. This one's engines need neither an
-accelerator nor verl's environment. It is registered under verl's own names by :mod:`megascend.integrations.verl.plugin`.
+verl 0.9.1 has rollouts with vLLM, SGLang and TensorRT-LLM, all in verl's own environment; its Hugging Face rollout is not
+registered (``_ROLLOUT_REGISTRY`` of ``verl/workers/rollout/base.py``). Engines of this rollout need neither an accelerator nor
+verl's environment. :mod:`megascend.integrations.verl.plugin` registers it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from weightwire.remote_engine import RemoteEngine
 
 
 def settings_of(config: Any) -> RolloutSettings:
-    """Of verl's ``RolloutConfig``, or of what it is made from."""
+    """Translate verl's ``RolloutConfig``, or the OmegaConf section that it is built from."""
     return translate_rollout(_plain(config))
 
 
 def _plain(value: Any) -> Any:
-    """The value with dictionaries for verl's dataclasses, which are mappings, and for OmegaConf's."""
+    """Convert verl's dataclasses, which are mappings, and OmegaConf's containers to dictionaries."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
@@ -46,32 +46,32 @@ def _plain(value: Any) -> Any:
 
 
 def actor_name(replica_rank: int) -> str:
-    """Ray's name of a replica's server."""
+    """Return the Ray actor name of a replica's server."""
     return f"megascend_rollout_{replica_rank}"
 
 
 def stop_tokens(model: HFModelConfig) -> tuple[int, ...]:
-    """Ids that end a response: those of the generation config, and the tokenizer's end of sequence.
+    """Return the ids that end a response: the generation config's, and the tokenizer's end of sequence.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: neither has one.
     """
-    given = getattr(model.generation_config, "eos_token_id", None)
-    found = [*(given if isinstance(given, list) else [given]), getattr(model.tokenizer, "eos_token_id", None)]
-    ids = tuple(dict.fromkeys(int(one) for one in found if one is not None))
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    candidates = [*(eos if isinstance(eos, list) else [eos]), getattr(model.tokenizer, "eos_token_id", None)]
+    ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
     if not ids:
         raise ConfigError(f"{model.local_path}: neither its generation config nor its tokenizer has an end of sequence")
     return ids
 
 
 class Replica(replica.RolloutReplica):
-    """One engine, with an actor that verl's agents ask. It belongs to as many of the trainer's ranks as it has workers."""
+    """One engine behind an actor that verl's agents call. It has as many workers as the replica has trainer ranks."""
 
     async def launch_servers(self) -> None:
         """Start the actor on the node of the replica's first rank, and the engine.
 
         Raises:
-            ConfigError: settings that this rollout does not have, or a replica that is none of the policy's.
+            ConfigError: unsupported settings, or a replica of a reward model or teacher.
         """
         if self.is_reward_model or self.is_teacher_model:
             raise ConfigError(
@@ -101,23 +101,23 @@ class Replica(replica.RolloutReplica):
 class ServerAdapter(base.BaseRollout):
     """One trainer rank's side: the first rank of a replica sends the weights to its engine, the others take part in the export.
 
-    That rank holds the whole model once more, on the CPU, in the engine's precision: verl hands weights over as a stream, and an
+    The first rank holds a copy of the whole model on the CPU, in the engine's precision: verl passes weights as a stream, but an
     update begins with the list of its tensors.
     """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
         self._settings = settings_of(self.config)
-        own, place = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
-        self.replica_rank = own if replica_rank == -1 else replica_rank
-        self.is_leader_rank = place == 0
+        replica_index, replica_worker = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
+        self.replica_rank = replica_index if replica_rank == -1 else replica_rank
+        self.is_leader_rank = replica_worker == 0
         self._delivery: Delivery | None = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing: the engine keeps its memory."""
+        """Do nothing: the engine keeps its memory."""
 
     async def release(self) -> None:
-        """Nothing: the engine keeps its memory."""
+        """Do nothing: the engine keeps its memory."""
 
     async def update_weights(
         self,
@@ -127,15 +127,15 @@ class ServerAdapter(base.BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Put the trainer's weights in force on the replica's engine, verified.
+        """Update the replica's engine to the trainer's weights, verified.
 
         Raises:
-            ConfigError: an adapter is to be sent alone.
-            WeightSyncError: the engine did not take them; the message says what happened, and which weights are in force.
+            ConfigError: the update is an adapter only.
+            WeightSyncError: the update failed; the message has the error, and the weights that the engine uses now.
         """
         if wire_format != "named_tensors" or peft_config is not None:
             raise ConfigError(
-                f"rollout {NAME}: {'an adapter alone' if peft_config is not None else wire_format} is not taken; set "
+                f"rollout {NAME}: {'an adapter alone' if peft_config is not None else wire_format} is not supported; set "
                 "actor_rollout_ref.model.lora.merge=True"
             )
         dtype = getattr(torch, DTYPES[self._settings.precision])
@@ -162,7 +162,7 @@ class ServerAdapter(base.BaseRollout):
 
 
 class _ActorsEngine(RemoteEngine):
-    """The engine of a :class:`RolloutServer`, for a delivery, which sets its deadlines."""
+    """Client of a :class:`RolloutServer`'s engine, for a Delivery, which applies the deadlines."""
 
     def __init__(self, server: Any, name: str) -> None:
         self.name, self._server = name, server

@@ -1,6 +1,6 @@
-"""The actor that serves one replica of verl's rollouts: an inference engine of megascend's behind verl's calls.
+"""The actor that serves one replica of verl's rollout: a megascend inference engine behind verl's interface.
 
-The engine is the local one, of transformers, in the actor's own process, or a vLLM in an environment of its own, over HTTP.
+The engine is the local one (transformers) in the actor's process, or vLLM in a separate environment, over HTTP.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from weightwire.remote_engine import read_call
 from weightwire.vllm.contract import STAGING
 
 START_S = 900.0
-"""How long a vLLM may take to start, in seconds."""
+"""Deadline of vLLM's start, in seconds."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-PLAIN = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
-"""Parameters of a request that must have one of these values."""
-TAKEN = {*PLAIN, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
+FIXED = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
+"""Sampling parameters that are accepted with these values only."""
+SUPPORTED = {*FIXED, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
 
 
 class RolloutServer:
-    """Made an actor by Ray; see :class:`megascend.integrations.verl.rollout.Replica`.
+    """Ray actor, started by :class:`megascend.integrations.verl.rollout.Replica`.
 
     Args:
-        settings: of the engine.
+        settings: settings of the engine.
         model: directory of a Hugging Face checkpoint.
-        replica: its number.
-        stop_token_ids: any of them ends a response.
+        replica: index of the replica.
+        stop_token_ids: tokens that end a response.
     """
 
     def __init__(self, settings: RolloutSettings, model: str, replica: int, stop_token_ids: Sequence[int]) -> None:
@@ -48,12 +48,12 @@ class RolloutServer:
         self._engine: InferenceEngine | None = None
         self._process: VllmProcess | None = None
         self._steps: dict[int, int | None] = {0: None}
-        """verl's step of each version that was in force."""
+        """Weight version to verl's global step."""
 
     # --- construction ---
 
     async def start(self) -> str:
-        """Start the engine. Its name, which no other replica has.
+        """Start the engine; return its name, which is unique among replicas.
 
         Raises:
             EngineError, EngineLostError: vLLM does not start; the message has the end of its log.
@@ -92,7 +92,7 @@ class RolloutServer:
             self._model,
             key_file=folder / "key",
             log=folder / "vllm.log",
-            environment={STAGING: "cpu"},  # verl hands the weights on in host memory
+            environment={STAGING: "cpu"},  # verl passes the weights in host memory
             options=[
                 *("--dtype", DTYPES[settings.precision], "--seed", str(settings.seed + self._replica)),
                 *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.rows)),
@@ -122,11 +122,11 @@ class RolloutServer:
         video_data: Any = None,
         **more: Any,
     ) -> TokenOutput:
-        """Token ids of one response, and the logarithms of the probabilities that they were sampled with.
+        """Sample one response; return its token ids and their log-probabilities.
 
         Raises:
-            ConfigError: the request is for what engines do not sample; the message names it.
-            EngineError: no room is left behind the prompt, or the engine failed.
+            ConfigError: an unsupported input or parameter; the message names it.
+            EngineError: the prompt leaves no room for a response, or the engine failed.
         """
         if image_data or video_data or any(more.values()):
             named = [
@@ -134,78 +134,74 @@ class RolloutServer:
             ]
             raise ConfigError(f"rollout {request_id}: {', '.join(named)}: only text is supported")
         prompt = [int(token) for token in prompt_ids]
-        (found,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
-        steps = self._steps.get(found.first_version), self._steps.get(found.last_version)
+        (response,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
+        steps = self._steps.get(response.first_version), self._steps.get(response.last_version)
         return TokenOutput(
-            token_ids=list(found.tokens),
-            log_probs=list(found.logprobs) if sampling_params.get("logprobs") else None,
+            token_ids=list(response.tokens),
+            log_probs=list(response.logprobs) if sampling_params.get("logprobs") else None,
             stop_reason="completed",
             num_preempted=0,
             extra_fields={"global_steps": steps[1], "min_global_steps": steps[0], "max_global_steps": steps[1]},
         )
 
-    def _sampling(self, prompt: int, asked: Mapping[str, Any]) -> Sampling:
+    def _sampling(self, prompt: int, params: Mapping[str, Any]) -> Sampling:
         settings = self._settings
-        for name, value in asked.items():
-            if name not in TAKEN:
+        for name, value in params.items():
+            if name not in SUPPORTED:
                 raise ConfigError(f"sampling parameter {name}={value!r}: not supported with the rollout megascend")
-            if name in PLAIN and value not in PLAIN[name]:
+            if name in FIXED and value not in FIXED[name]:
                 raise ConfigError(
-                    f"sampling parameter {name}={value!r}: the rollout megascend has {PLAIN[name][0]:g} only"
+                    f"sampling parameter {name}={value!r}: the rollout megascend has {FIXED[name][0]:g} only"
                 )
         room = settings.max_model_len - prompt
         if room < 1:
             raise EngineError(
                 f"a prompt of {prompt} tokens leaves no room: sequences have at most {settings.max_model_len}"
             )
-        wanted = asked.get("max_tokens", asked.get("max_new_tokens", settings.response_length))
-        stop = () if asked.get("ignore_eos", settings.ignore_eos) else self._stop
+        max_tokens = params.get("max_tokens", params.get("max_new_tokens", settings.response_length))
+        stop = () if params.get("ignore_eos", settings.ignore_eos) else self._stop
         return Sampling(
-            max_tokens=min(int(wanted), room),
-            temperature=float(asked.get("temperature", 1.0)),
-            stop_token_ids=(*stop, *(asked.get("stop_token_ids") or ())),
-            seed=asked.get("seed"),
+            max_tokens=min(int(max_tokens), room),
+            temperature=float(params.get("temperature", 1.0)),
+            stop_token_ids=(*stop, *(params.get("stop_token_ids") or ())),
+            seed=params.get("seed"),
         )
 
-    # --- weights: what a Delivery asks of an engine ---
+    # --- weights: called by a Delivery ---
 
     def announce(self, global_steps: int | None) -> int:
-        """The number of the next version, whose weights are those of verl's step ``global_steps``."""
+        """Return the number of the next weight version, and record its ``global_steps``."""
         version = max(self._steps) + 1
         self._steps[version] = global_steps
         return version
 
     async def call_engine(self, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call of the engine's contract, with JSON for arguments and result."""
+        """Call a method of the engine interface, with JSON arguments and result."""
         return await read_call(call, arguments)(self.engine)
 
-    # --- what verl calls around a step ---
+    # --- called by verl around a step ---
 
     async def sleep(self) -> None:
-        """Nothing: the engine keeps its memory."""
+        """Do nothing: the engine keeps its memory."""
 
     async def wake_up(self) -> None:
-        """Nothing: the engine does not sleep."""
+        """Do nothing: the engine does not sleep."""
 
     async def clear_kv_cache(self) -> None:
-        """Nothing: a commit clears what was computed with other weights."""
+        """Do nothing: the commit of an update clears caches of older weights."""
 
     async def start_profile(self, **_: Any) -> None:
-        """Nothing: engines are not profiled."""
+        """Do nothing: engines are not profiled."""
 
     async def stop_profile(self) -> None:
-        """Nothing: engines are not profiled."""
+        """Do nothing: engines are not profiled."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Of verl's asynchronous trainers.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: only verl's asynchronous trainers call this, which are not supported."""
         raise ConfigError("rollout megascend: requests are not aborted; it works with trainer.v1.trainer_mode=sync")
 
     async def close(self) -> None:
-        """End the engine."""
+        """Close the engine and its process."""
         if self._engine is not None:
             await self._engine.close()
         if self._process is not None:

@@ -1,4 +1,4 @@
-"""verl's settings of a rollout as those of the rollout ``megascend``, or a ConfigError that names those that cannot be. Pure."""
+"""Translate verl's rollout settings to the rollout ``megascend``, or raise ConfigError naming the unsupported ones. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from megascend.config import Precision
 from megascend.errors import ConfigError
 from megascend.integrations.verl.settings import PRECISIONS, check
-from megascend.integrations.verl.settings_table import OWN, Rule, mapped, no_effect, only
+from megascend.integrations.verl.settings_table import READ_BY_VERL, Rule, mapped, no_effect, only
 
 NAME = "megascend"
-"""The value of ``actor_rollout_ref.rollout.name`` that asks for this rollout."""
+"""Value of ``actor_rollout_ref.rollout.name`` that selects this rollout."""
 
 _PLAIN = (
     "responses are sampled from the whole distribution, which is the one that the trainer's log-probabilities are of"
@@ -20,20 +20,20 @@ _PLAIN = (
 _OPTIONS = no_effect("vLLM's own option; give it in engine_kwargs.megascend.options")
 
 ROLLOUT: dict[str, Rule] = {
-    "_target_": OWN,
+    "_target_": READ_BY_VERL,
     "name": only(NAME, why="another rollout"),
     "mode": only("async", why="verl has no other one"),
     "nnodes": only(0, why="engines belong to the trainer's ranks; standalone ones are not supported"),
-    "n_gpus_per_node": OWN,
+    "n_gpus_per_node": READ_BY_VERL,
     "temperature": mapped("sampling of each request"),
     "top_k": only(-1, 0, why=_PLAIN),
     "top_p": only(1, 1.0, why=_PLAIN),
-    "do_sample": OWN,
-    "n": OWN,
+    "do_sample": READ_BY_VERL,
+    "n": READ_BY_VERL,
     "repetition_penalty": only(1.0, 1, why=_PLAIN),
     "full_determinism": only(False, why="which requests are sampled together depends on when they come"),
     "seed": mapped("of the engine, with the replica's number added"),
-    "over_sample_rate": OWN,
+    "over_sample_rate": READ_BY_VERL,
     "prompt_length": mapped("longest sequence, with response_length"),
     "response_length": mapped("longest response"),
     "dtype": mapped("of the engine's weights; float32 for log-probabilities that equal the trainer's to rounding"),
@@ -54,21 +54,21 @@ ROLLOUT: dict[str, Rule] = {
     "val_kwargs": mapped("key by key"),
     "max_model_len": mapped("longest sequence"),
     "max_num_seqs": mapped("most sequences at a time"),
-    "log_prob_micro_batch_size": OWN,
-    "log_prob_micro_batch_size_per_gpu": OWN,
-    "log_prob_use_dynamic_bsz": OWN,
-    "log_prob_max_token_len_per_gpu": OWN,
+    "log_prob_micro_batch_size": READ_BY_VERL,
+    "log_prob_micro_batch_size_per_gpu": READ_BY_VERL,
+    "log_prob_use_dynamic_bsz": READ_BY_VERL,
+    "log_prob_max_token_len_per_gpu": READ_BY_VERL,
     "disable_log_stats": only(True, why="engines keep no statistics for verl"),
     "multi_stage_wake_up": no_effect("engines do not sleep"),
     "engine_kwargs": mapped("those below megascend, key by key"),
     "calculate_log_probs": mapped("whether responses have them"),
-    "agent": OWN,
-    "trace": OWN,
-    "multi_turn": OWN,
+    "agent": READ_BY_VERL,
+    "trace": READ_BY_VERL,
+    "multi_turn": READ_BY_VERL,
     "server": no_effect("of SGLang"),
     "prometheus": mapped("refused unless it is off"),
-    "custom": OWN,
-    "checkpoint_manager_class": OWN,
+    "custom": READ_BY_VERL,
+    "checkpoint_manager_class": READ_BY_VERL,
     "checkpoint_engine": mapped("refused unless its backend is naive"),
     "profiler": no_effect("engines are not profiled"),
     "enable_chunked_prefill": _OPTIONS,
@@ -82,21 +82,21 @@ ROLLOUT: dict[str, Rule] = {
     "quantization": only(None, why="weights are not quantised"),
     "quantization_config_file": only(None, why="weights are not quantised"),
     "enable_rollout_routing_replay": only(False, why="router replay is not supported"),
-    "moe_load_balance_metrics_interval": OWN,
+    "moe_load_balance_metrics_interval": READ_BY_VERL,
     "enable_sleep_mode": no_effect("engines do not sleep"),
     "mtp": mapped("refused unless it is off"),
     "qat": mapped("refused unless it is off"),
     "disaggregation": mapped("refused unless it is off"),
-    "router_config_path": OWN,
+    "router_config_path": READ_BY_VERL,
 }  # fmt: skip
 
 VALIDATION: dict[str, Rule] = {
-    "_target_": OWN,
+    "_target_": READ_BY_VERL,
     "temperature": mapped("sampling of each request"),
     "top_k": only(-1, 0, why=_PLAIN),
     "top_p": only(1, 1.0, why=_PLAIN),
-    "do_sample": OWN,
-    "n": OWN,
+    "do_sample": READ_BY_VERL,
+    "n": READ_BY_VERL,
 }
 
 OWN_SETTINGS: dict[str, Rule] = {
@@ -111,21 +111,21 @@ _OFF = {"prometheus": "enable", "mtp": "enable", "qat": "enable", "disaggregatio
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """One replica's engine.
+    """Settings of one replica's engine.
 
     Attributes:
-        vllm_python: the interpreter that vLLM is started with; None: the local engine, of transformers.
-        options: of vLLM.
+        vllm_python: interpreter for vLLM; None: the local engine, based on transformers.
+        options: vLLM options.
         host: address under which the engine reaches the trainer.
-        timeout_s: deadline of a request, and of each step of an update, in seconds.
-        precision: of the engine's weights.
-        seed: of the first replica; each has its own.
-        response_length: longest response, in tokens.
-        max_model_len: longest sequence, in tokens.
-        rows: most sequences at a time.
-        tensor_parallel: workers of the engine, and trainer ranks of a replica.
-        ignore_eos: responses do not end by themselves.
-        eager: vLLM compiles nothing.
+        timeout_s: deadline of a request, and of each phase of an update, in seconds.
+        precision: precision of the engine's weights.
+        seed: seed of the first replica; each replica adds its number.
+        response_length: maximum response length in tokens.
+        max_model_len: maximum sequence length in tokens.
+        rows: maximum number of concurrent sequences.
+        tensor_parallel: workers of the engine, and trainer ranks per replica.
+        ignore_eos: continue responses past the end token.
+        eager: run vLLM without compilation.
     """
 
     vllm_python: str | None
@@ -143,22 +143,22 @@ class RolloutSettings:
 
 
 def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
-    """verl's ``rollout``, as a mapping that holds mappings.
+    """Translate verl's ``rollout`` section, a mapping of mappings.
 
     Raises:
-        ConfigError: what cannot be, all of it, each by its name.
+        ConfigError: unsupported settings; the message names all of them.
     """
-    own = (rollout.get("engine_kwargs") or {}).get(NAME) or {}
-    problems = [*_problems(rollout, own)]
+    options = (rollout.get("engine_kwargs") or {}).get(NAME) or {}
+    problems = [*_problems(rollout, options)]
     if problems:
         raise ConfigError(f"verl's settings, with the rollout {NAME}:\n- " + "\n- ".join(problems))
     response = int(rollout.get("response_length", 512))
     longest = rollout.get("max_model_len") or int(rollout.get("prompt_length", 512)) + response
     return RolloutSettings(
-        vllm_python=own.get("vllm_python"),
-        options=tuple(map(str, own.get("options") or ())),
-        host=str(own.get("host", "127.0.0.1")),
-        timeout_s=float(own.get("timeout_s", 600.0)),
+        vllm_python=options.get("vllm_python"),
+        options=tuple(map(str, options.get("options") or ())),
+        host=str(options.get("host", "127.0.0.1")),
+        timeout_s=float(options.get("timeout_s", 600.0)),
         precision=PRECISIONS[str(rollout.get("dtype", "bfloat16"))],
         seed=int(rollout.get("seed", 42)),
         response_length=response,
@@ -170,27 +170,27 @@ def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
     )
 
 
-def _problems(rollout: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    place = "actor_rollout_ref.rollout"
-    problems = check(place, ROLLOUT, rollout)
-    problems += check(f"{place}.val_kwargs", VALIDATION, rollout.get("val_kwargs") or {})
-    problems += check(f"{place}.engine_kwargs.{NAME}", OWN_SETTINGS, own)
+def _problems(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    prefix = "actor_rollout_ref.rollout"
+    problems = check(prefix, ROLLOUT, rollout)
+    problems += check(f"{prefix}.val_kwargs", VALIDATION, rollout.get("val_kwargs") or {})
+    problems += check(f"{prefix}.engine_kwargs.{NAME}", OWN_SETTINGS, options)
     for name, switch in _OFF.items():
         if (rollout.get(name) or {}).get(switch):
-            problems.append(f"{place}.{name}.{switch}=True: not supported with this rollout")
+            problems.append(f"{prefix}.{name}.{switch}=True: not supported with this rollout")
     backend = (rollout.get("checkpoint_engine") or {}).get("backend", "naive")
     if backend != "naive":
         problems.append(
-            f"{place}.checkpoint_engine.backend={backend!r}: this rollout brings weights itself; leave it at naive"
+            f"{prefix}.checkpoint_engine.backend={backend!r}: this rollout brings weights itself; leave it at naive"
         )
     if rollout.get("dtype", "bfloat16") not in PRECISIONS:
-        problems.append(f"{place}.dtype={rollout['dtype']!r}; known: {', '.join(PRECISIONS)}")
+        problems.append(f"{prefix}.dtype={rollout['dtype']!r}; known: {', '.join(PRECISIONS)}")
     ranks = int(rollout.get("tensor_model_parallel_size", 2))
-    if not own.get("vllm_python") and ranks != 1:
+    if not options.get("vllm_python") and ranks != 1:
         problems.append(
-            f"{place}.tensor_model_parallel_size={ranks}: the local engine is one process; set it to 1, or "
+            f"{prefix}.tensor_model_parallel_size={ranks}: the local engine is one process; set it to 1, or "
             f"engine_kwargs.{NAME}.vllm_python"
         )
-    if not own.get("vllm_python") and own.get("options"):
-        problems.append(f"{place}.engine_kwargs.{NAME}.options are vLLM's, and there is no vllm_python")
+    if not options.get("vllm_python") and options.get("options"):
+        problems.append(f"{prefix}.engine_kwargs.{NAME}.options are vLLM's, and there is no vllm_python")
     return problems

@@ -1,4 +1,4 @@
-"""verl's settings as megascend's, or a ConfigError that names those that cannot be. Pure: no torch, no verl."""
+"""Translate verl's settings to megascend's, or raise ConfigError naming the unsupported ones. Pure: no torch, no verl."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ TARGETS = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's names of layers, and Hugging Face's; what is not among them is taken for Hugging Face's already."""
+"""Megatron layer names to Hugging Face names; other names are assumed to be Hugging Face names already."""
 
 STATE = frozenset({"model", "optimizer", "extra"})
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a backend is constructed with, and what the engine itself goes by.
+    """Settings of the backend and of the engine.
 
     Attributes:
-        value_model: a critic.
-        forward_only: no optimizer, no gradients.
-        lora: the one adapter's; None: the model itself is trained.
-        adapter_path: where that adapter starts from.
-        merge: a weight sync sends the adapter merged into the model.
-        hf_model: a checkpoint has a Hugging Face directory beside it.
-        async_save: saving does not wait until the checkpoint is complete.
+        value_model: True for a critic.
+        forward_only: no optimizer and no gradients.
+        lora: settings of the adapter; None: full fine-tuning.
+        adapter_path: initial weights of the adapter, or None.
+        merge: weight syncs send the adapter merged into the model.
+        hf_model: checkpoints include a Hugging Face directory.
+        async_save: save without waiting for completion.
     """
 
     parallel: Parallel
@@ -73,14 +73,14 @@ def translate(
     checkpoint: Mapping[str, Any] | None,
     platform: str,
 ) -> EngineSettings:
-    """verl's four configurations as one.
+    """Translate verl's four configurations.
 
     Args:
-        optimizer: None for an engine that only runs forward.
+        optimizer: None for a forward-only engine.
         platform: cpu, cuda or npu.
 
     Raises:
-        ConfigError: settings that megascend does not have, or has no rule for; all of them, each by its name.
+        ConfigError: settings that are unsupported or have no rule; the message names all of them.
     """
     optimizer, checkpoint = optimizer or {}, checkpoint or {}
     problems = [*_problems(model, engine, optimizer, checkpoint), *_offload(engine, platform)]
@@ -106,20 +106,20 @@ def translate(
     )
 
 
-def check(place: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
-    """One line for each of ``values`` that has no rule, or whose rule refuses it.
+def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> list[str]:
+    """List the problems of ``values``: settings without a rule, and values that their rule refuses.
 
     Args:
-        place: what stands before their names: ``engine``.
+        prefix: prefix of their names, such as ``engine``.
     """
     problems = []
     for name in values:
         rule, value = rules.get(name), _plain(values[name])
         if rule is None:
-            problems.append(f"{place}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
+            problems.append(f"{prefix}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
         elif rule.only is not None and value not in rule.only:
-            allowed = " or ".join(repr(each) for each in rule.only)
-            problems.append(f"{place}.{name}={value!r}: {rule.why}; it must be {allowed}")
+            allowed = " or ".join(repr(allowed_value) for allowed_value in rule.only)
+            problems.append(f"{prefix}.{name}={value!r}: {rule.why}; it must be {allowed}")
     return problems
 
 
@@ -141,8 +141,8 @@ def _problems(
         ("model.lora", table.LORA, _part(model, "lora")),
         ("checkpoint", table.CHECKPOINT, checkpoint),
     )
-    for place, rules, values in sections:
-        yield from check(place, rules, values)
+    for prefix, rules, values in sections:
+        yield from check(prefix, rules, values)
     if model.get("hf_config_path") not in (None, model.get("path")):
         yield f"model.hf_config_path={model['hf_config_path']!r}: the configuration must be the one in model.path"
     if _is_value_model(model) and _part(model, "lora").get("rank"):
@@ -177,7 +177,7 @@ def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dictionaries of any kind (omegaconf has its own) as Python's."""
+    """Convert lists and dictionaries, such as OmegaConf's, to Python's."""
     if isinstance(value, Mapping) and type(value).__name__ in ("dict", "DictConfig"):
         return dict(value)
     return list(value) if type(value).__name__ in ("tuple", "ListConfig") else value
@@ -242,5 +242,5 @@ def _lora(lora: Mapping[str, Any]) -> Lora | None:
     if isinstance(names, str):
         targets: Any = names if names == "all-linear" else (names,)
     else:
-        targets = tuple(dict.fromkeys(each for name in names for each in TARGETS.get(name, (name,))))
+        targets = tuple(dict.fromkeys(target for name in names for target in TARGETS.get(name, (name,))))
     return Lora(rank=lora["rank"], alpha=lora.get("alpha", 32), dropout=lora.get("dropout", 0.0), targets=targets)

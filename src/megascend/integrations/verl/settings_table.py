@@ -1,7 +1,7 @@
-"""What becomes of each of verl's settings: a table of rules, pure. Of verl 0.9.1.
+"""Table of rules for verl's settings (verl 0.9.1). Pure data.
 
-Every field of verl's dataclasses, and every key of its free dictionaries that is known, has one rule. What has none is refused,
-so that a setting of a newer verl is not passed over.
+Every field of verl's dataclasses, and every known key of its free-form dictionaries, has a rule. Settings without one are
+refused, so that those of a newer verl are not silently ignored.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 VENDOR = "megascend"
-"""The value of ``VERL_ENGINE_VENDOR`` that asks for megascend's engine."""
+"""Value of ``VERL_ENGINE_VENDOR`` that selects megascend's engine."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one setting.
+    """Rule for one setting.
 
     Attributes:
-        why: where it goes, why it has no effect, or why it is refused.
-        only: the values that are allowed; None: all of them.
+        why: megascend's setting, or the reason why it has no effect or is refused.
+        only: allowed values; None: any.
     """
 
     why: str
@@ -27,21 +27,21 @@ class Rule:
 
 
 def mapped(to: str) -> Rule:
-    """Its value goes to megascend's setting ``to``."""
+    """Return the rule of a setting that maps to megascend's setting ``to``."""
     return Rule(to)
 
 
 def no_effect(why: str) -> Rule:
-    """Any value is taken, and changes nothing here."""
+    """Return the rule of a setting that is accepted and ignored."""
     return Rule(why)
 
 
 def only(*values: Any, why: str) -> Rule:
-    """Refused unless it is one of ``values``."""
+    """Return the rule of a setting that is refused unless it is one of ``values``."""
     return Rule(why, values)
 
 
-OWN = no_effect("verl reads it itself")
+READ_BY_VERL = no_effect("verl reads it itself")
 SHAPE = "verl's names of Hydra"
 BY_BATCH = mapped("token budget of a micro batch, read from each batch, into which verl writes it")
 MUON = no_effect("of Muon, which optimizer: adam does not run")
@@ -194,19 +194,19 @@ MODEL: dict[str, Rule] = {
     "path": mapped("model, by verl's local copy of it"),
     "local_path": mapped("model"),
     "hf_config_path": mapped("refused unless it is model.path"),
-    "local_hf_config_path": OWN,
-    "tokenizer_path": OWN,
-    "local_tokenizer_path": OWN,
+    "local_hf_config_path": READ_BY_VERL,
+    "tokenizer_path": READ_BY_VERL,
+    "local_tokenizer_path": READ_BY_VERL,
     "model_type": only("language_model", "value_model", why="other models are not supported"),
-    "load_tokenizer": OWN,
-    "hf_config": OWN,
-    "generation_config": OWN,
-    "tokenizer": OWN,
-    "processor": OWN,
-    "use_shm": OWN,
+    "load_tokenizer": READ_BY_VERL,
+    "hf_config": READ_BY_VERL,
+    "generation_config": READ_BY_VERL,
+    "tokenizer": READ_BY_VERL,
+    "processor": READ_BY_VERL,
+    "use_shm": READ_BY_VERL,
     "trust_remote_code": only(False, why="no code of a checkpoint is run"),
-    "custom_chat_template": OWN,
-    "external_lib": OWN,
+    "custom_chat_template": READ_BY_VERL,
+    "external_lib": READ_BY_VERL,
     "override_config": mapped("refused but for attn_implementation, which is verl's FSDP engines'"),
     "enable_gradient_checkpointing": no_effect(
         "verl's Megatron engine does not read it either: engine.override_transformer_config.recompute_granularity"
@@ -224,8 +224,8 @@ MODEL: dict[str, Rule] = {
     "use_fused_kernels": no_effect("verl writes it into engine.use_fused_kernels"),
     "fused_kernel_options": no_effect("of use_fused_kernels"),
     "tiled_mlp": mapped("refused unless it is off"),
-    "architectures": OWN,
-    "share_embeddings_and_output_weights": OWN,
+    "architectures": READ_BY_VERL,
+    "share_embeddings_and_output_weights": READ_BY_VERL,
     "mtp": mapped("refused unless it is off"),
 }
 
@@ -238,7 +238,7 @@ MTP: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
     "enable": only(False, why="multi-token prediction is not supported"),
     "enable_train": only(False, why="multi-token prediction is not supported"),
-    "enable_rollout": OWN,
+    "enable_rollout": READ_BY_VERL,
     **{
         name: no_effect("of mtp.enable")
         for name in (
@@ -273,8 +273,8 @@ LORA: dict[str, Rule] = {
     "a2a_experimental": only(False, why="not supported"),
     "dtype": only(None, "float32", "fp32", why="adapters are fp32"),
     "adapter_path": mapped("load_adapter"),
-    "freeze_vision_model": OWN,
-    "freeze_vision_projection": OWN,
+    "freeze_vision_model": READ_BY_VERL,
+    "freeze_vision_projection": READ_BY_VERL,
     "freeze_language_model": only(True, why="the model under adapters is frozen"),
 }
 

@@ -1,13 +1,12 @@
-"""verl's synchronous PPO trainer, whose critic and reference model have processes of their own.
+"""verl's synchronous PPO trainer with critic and reference model in separate processes.
 
 verl 0.9.1 puts all roles into one resource pool (``PPOTrainer._init_resource_pool_mgr``) and the roles of a pool into one
 process for each device (``PPOTrainer._setup``, by ``create_colocated_worker_cls``), and makes actor and reference one worker.
-Megatron-Core keeps its parallel state in globals, so a process has one backend of megascend. verl's worker groups can share
-devices, though: each bundle of a pool's placement groups has room for three (``ResourcePoolManager.max_colocate_count``), and
-each group has ranks and an address of its own. So critic and reference get pools of their own here, on the placement groups of
-the actor's.
+Megatron-Core keeps its parallel state in globals, so a process can hold one megascend backend only. verl's worker groups can
+share devices: each bundle of a pool's placement groups has room for three groups (``ResourcePoolManager.max_colocate_count``),
+each with its own ranks and address. So critic and reference get separate pools here, on the actor's placement groups.
 
-It is registered under verl's own name, ``trainer.v1.trainer_mode=sync``, by :mod:`megascend.integrations.verl.plugin`.
+:mod:`megascend.integrations.verl.plugin` registers it under verl's own name, ``trainer.v1.trainer_mode=sync``.
 """
 
 from __future__ import annotations
@@ -34,35 +33,35 @@ ENGINE = "megatron"
 
 
 class _SharedPool(RayResourcePool):
-    """Other processes on the devices of another pool: its placement groups, which are made once."""
+    """A pool of separate processes on another pool's devices, through that pool's placement groups."""
 
-    def __init__(self, of: RayResourcePool) -> None:
+    def __init__(self, pool: RayResourcePool) -> None:
         super().__init__(
-            process_on_nodes=of.store,
-            use_gpu=of.use_gpu,
-            name_prefix=of.name_prefix,
-            max_colocate_count=of.max_colocate_count,
+            process_on_nodes=pool.store,
+            use_gpu=pool.use_gpu,
+            name_prefix=pool.name_prefix,
+            max_colocate_count=pool.max_colocate_count,
         )
-        self._of = of
+        self._owner = pool
 
     def get_placement_groups(self, *arguments: Any, **named: Any) -> list[Any]:
-        return self._of.get_placement_groups(*arguments, **named)
+        return self._owner.get_placement_groups(*arguments, **named)
 
 
 class _Pools(ResourcePoolManager):
-    """verl's pools, and shared ones, which need no devices of their own and are not counted."""
+    """verl's pools plus shared ones, which need no devices and so do not count towards the available ones."""
 
     shared: dict[str, str]
-    """By its name, whose devices a pool has."""
+    """Shared pool name to the name of the pool whose devices it uses."""
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()
-        for name, of in self.shared.items():
-            self.resource_pool_dict[name] = _SharedPool(self.resource_pool_dict[of])
+        for name, owner in self.shared.items():
+            self.resource_pool_dict[name] = _SharedPool(self.resource_pool_dict[owner])
 
 
 class SeparateRolesTrainer(PPOTrainerSync):
-    """verl's trainer; a critic or a reference model on Megatron-Core is in processes of its own, on the actor's devices."""
+    """verl's trainer, with Megatron critic and reference model in separate processes on the actor's devices."""
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -98,14 +97,14 @@ class SeparateRolesTrainer(PPOTrainerSync):
             self.ref_policy_wg = self._reference()
 
     def _reference(self) -> Any:
-        """The reference model's workers; verl's own set-up makes none beside an actor that samples, too."""
+        """Start the reference model's workers: verl's setup creates none beside an actor that also samples."""
         name = str(Role.RefPolicy)
-        made = RayClassWithInitArgs(
+        worker_class = RayClassWithInitArgs(
             cls=ray.remote(ActorRolloutRefWorker), config=self.config.actor_rollout_ref, role=name
         )
         group = RayWorkerGroup(
             resource_pool=self.resource_pool_manager.get_resource_pool(Role.RefPolicy),
-            ray_cls_with_init=create_colocated_worker_cls(class_dict={name: made}),
+            ray_cls_with_init=create_colocated_worker_cls(class_dict={name: worker_class}),
             device_name=self.config.trainer.device,
         )
         workers = group.spawn(prefix_set={name})[name]
@@ -114,6 +113,6 @@ class SeparateRolesTrainer(PPOTrainerSync):
 
 
 def register() -> None:
-    """Put it in place of verl's own; verl's function for registering refuses a second class of a name."""
+    """Replace verl's trainer in its registry directly: verl's register function refuses a second class of a name."""
     TRAINER_REGISTRY[MODE] = SeparateRolesTrainer
-    changed("verl's synchronous PPO trainer", "critic and reference model get processes of their own")
+    changed("verl's synchronous PPO trainer", "critic and reference model get separate processes")

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from megascend.serve.api.bodies import CancelFuture, CreateSampler, RetrieveFutures, SamplerTarget, WithMetadata
 from megascend.serve.api.catalogue import catalogue_routes
-from megascend.serve.api.guard import Audit, Guard, Handler, Json
+from megascend.serve.api.guard import Audit, Handler, Json, RequestGuard
 from megascend.serve.api.keys import Keys
 from megascend.serve.api.page import ServiceGauges, show_page, status
 from megascend.serve.api.reading import LARGE, read_body, read_json
@@ -27,19 +27,18 @@ from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.operations import BY_PATH, number_in, settled, train
 from megascend.serve.samplers.adapters import Samplers
-from megascend.serve.samplers.wire import SampleAnswer
+from megascend.serve.samplers.messages import SampleAnswer
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import spoil
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
 LONG_POLL_S = 30.0
-"""How long an answer is waited for; clients give up a call after 45 s."""
+"""Longest wait of a poll; clients time out after 45 s."""
 TICK_S = 2.0
 SWEEP_S = 600.0
-"""How often checkpoints whose time is over are looked for."""
+"""Interval of the search for expired checkpoints."""
 TRIM_S = 30.0
-"""How often freed memory is given back to the system."""
+"""Interval of returning freed memory to the system."""
 
 ABSENT = {
     ("POST", "auth/token"): "exchanging keys for tokens; every request carries the API key",
@@ -57,27 +56,27 @@ ABSENT = {
     ("GET", "sessions/{session}/trace_export"): "exporting traces; /metrics has the server's figures",
     ("POST", "sessions/search"): "searching sessions; list them",
 }
-"""What is not here, by method and path under /api/v1."""
+"""Missing features by method and path under /api/v1, with the alternative."""
 
 
 class Api:
-    """Answers requests.
+    """The request handlers.
 
     Args:
-        service: what they are about.
-        keys: who may ask.
+        service: the service that handlers act on.
+        keys: accepted API keys.
     """
 
     def __init__(self, service: Service, keys: Keys) -> None:
         self.service = service
-        put = service.put if service.vllm is None else service.vllm.put
-        self._samplers = Samplers(service, service.settings.max_samplers, put)
+        submit = service.submit if service.vllm is None else service.vllm.submit
+        self._samplers = Samplers(service, service.settings.max_samplers, submit)
         storage = service.settings.storage
         self.audit = Audit(storage / "audit.jsonl" if service.settings.log == "requests" else None)
-        self._guard = Guard(service, keys, self.audit)
+        self._guard = RequestGuard(service, keys, self.audit)
 
     def routes(self) -> list[Route]:
-        """List the routes of the API and of the rest."""
+        """List the routes of the API, health, metrics and status page."""
         posts: dict[str, Handler] = {
             "client/config": self.client_config,
             "create_session": self.create_session,
@@ -94,9 +93,9 @@ class Api:
             "cancel_future": self.cancel_future,
             "telemetry": self.telemetry,
         }
-        posts |= {path: partial(self.ask, path) for path in BY_PATH}
+        posts |= {path: partial(self.submit_operation, path) for path in BY_PATH}
         gets: dict[str, Handler] = {"get_server_capabilities": self.capabilities, "samplers/{sampler}": self.sampler}
-        entries = [("POST", *each) for each in posts.items()] + [("GET", *each) for each in gets.items()]
+        entries = [("POST", *item) for item in posts.items()] + [("GET", *item) for item in gets.items()]
         entries += [(method, path, partial(handle, self.service)) for method, path, handle in catalogue_routes()]
         entries += [(method, path, partial(self.refuse, path)) for method, path in ABSENT]
         before = self._guard.before
@@ -148,23 +147,24 @@ class Api:
     # --- training ---
 
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
-        most = self.service.settings.limits.samples
+        max_samples = self.service.settings.limits.samples
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
-            train_request = await asyncio.to_thread(train_request_of_protobuf, body, most)
+            # in a thread, like all parsing of large bodies: it would block the event loop
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
-            train_request = await asyncio.to_thread(train_request_of_json, body, most, forward_only=forward_only)
+            train_request = await asyncio.to_thread(train_request_of_json, body, max_samples, forward_only=forward_only)
         future = train(self.service, tenant, train_request)
-        self.service.durability.asked(future, path, body, train_request.number)
-        return _promised(future)
+        self.service.durability.note_request(future, path, body, train_request.number)
+        return _pending_answer(future)
 
-    async def ask(self, path: str, request: Request, tenant: str) -> Response:
-        """Whatever else is answered with a future."""
+    async def submit_operation(self, path: str, request: Request, tenant: str) -> Response:
+        """Handle the paths of :data:`~megascend.serve.operations.BY_PATH`, which are answered with a future."""
         body = settled(path, await read_json(request))
         future = BY_PATH[path](self.service, tenant, body)
-        self.service.durability.asked(future, path, body, number_in(path, body))
-        return _promised(future)
+        self.service.durability.note_request(future, path, body, number_in(path, body))
+        return _pending_answer(future)
 
     async def forward(self, request: Request, tenant: str) -> Response:
         return await self.forward_backward(request, tenant, forward_only=True)
@@ -174,11 +174,11 @@ class Api:
     async def create_sampling_session(self, request: Request, tenant: str) -> Response:
         body = await read_json(request)
         session = self.service.tenancy.session(body.get("session_id"), tenant)
-        asked = CreateSampler.read(body)
-        name = sampler_name(session.name, asked.sampling_session_seq_id)
-        if asked.model_path is not None:
-            self.service.checkpoints.find(tenant, CheckpointPath.parse(asked.model_path), public=True)
-        self.service.add_sampler(session, name, asked.model_path)
+        options = CreateSampler.read(body)
+        name = sampler_name(session.name, options.sampling_session_seq_id)
+        if options.model_path is not None:
+            self.service.checkpoints.find(tenant, CheckpointPath.parse(options.model_path), public=True)
+        self.service.add_sampler(session, name, options.model_path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sampler(self, request: Request, tenant: str) -> Response:
@@ -198,7 +198,7 @@ class Api:
         future = await self.service.wait(tenant, body.get("request_id"), LONG_POLL_S)
         if future.ended is None:
             pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
-            return Json(pending, 408)
+            return Json(pending, 408)  # on which clients poll again
         if future.failure is not None:
             return Json({"error": future.failure.message, "category": future.failure.category})
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):
@@ -219,21 +219,23 @@ class Api:
         return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
 
     async def retrieve_futures(self, request: Request, tenant: str) -> Response:
-        """Answer which requests of one client of a sampler have ended since it asked last."""
-        asked, futures = RetrieveFutures.read(await read_json(request)), self.service.futures
-        sampler, timeout, known = asked.target.sampling_session_id, asked.timeout, asked.retrieved_request_ids
+        """Answer with the requests of one client of a sampler that have ended since its last poll."""
+        query, futures = RetrieveFutures.read(await read_json(request)), self.service.futures
+        sampler, timeout, retrieved = query.target.sampling_session_id, query.timeout, query.retrieved_request_ids
         self.service.tenancy.sampler(sampler, tenant)
         timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
-        for name in known if isinstance(known, list) else []:
+        for name in retrieved if isinstance(retrieved, list) else []:
             if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
                 futures.release(name, tenant)
-        clone = asked.target.cloned_sampler_id
-        ended, cursor = await futures.completions.since(sampler, clone, asked.prev_cursor, timeout_s)
-        completions = [{"state": "finished" if each else "failed", "request_id": name} for name, each in ended.items()]
+        clone = query.target.cloned_sampler_id
+        ended, cursor = await futures.completions.since(sampler, clone, query.prev_cursor, timeout_s)
+        completions = [
+            {"state": "finished" if succeeded else "failed", "request_id": name} for name, succeeded in ended.items()
+        ]
         return Json({"completions": completions, "cursor": cursor})
 
     async def cancel_future(self, request: Request, tenant: str) -> Response:
-        """End a request to sample that nobody waits for. One that has ended, or is not known, is as it is."""
+        """Cancel a sampling request; a finished or unknown one is ignored."""
         future = self.service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
         if future is not None and future.kind == "sample" and future.ended is None:
             self.service.cancel(future)
@@ -242,14 +244,14 @@ class Api:
     # --- the rest ---
 
     async def telemetry(self, request: Request, tenant: str) -> Response:
-        return Json({"status": "accepted"})  # nothing of it is kept
+        return Json({"status": "accepted"})  # discarded
 
     async def refuse(self, path: str, request: Request, tenant: str) -> Response:
-        what = ABSENT[request.method, path]
-        raise RequestRefusedError(f"{path} is not supported by this server. It lacks {what}")
+        feature = ABSENT[request.method, path]
+        raise RequestRefusedError(f"{path} is not supported by this server: {feature}")
 
     async def health(self, request: Request) -> Response:
-        """Healthy as soon as it answers; ready once the ranks have the model."""
+        """Answer health (always) and readiness (once the ranks have the model)."""
         if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
             return Json({"status": "starting"}, 503)
         return Json({"status": "ok"})
@@ -258,7 +260,7 @@ class Api:
         return Response(self.service.figures.text(), media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
-        """Answer with what the page shows: totals alone for a request without a key."""
+        """Answer with the figures of the status page; only totals for a request without a key."""
         try:
             tenant = self._guard.tenant(request) if "x-api-key" in request.headers else None
         except RequestRefusedError as error:
@@ -266,16 +268,12 @@ class Api:
         return Json(status(self.service, tenant), headers={"cache-control": "no-store"})
 
 
-def _promised(future: Future) -> Response:
+def _pending_answer(future: Future) -> Response:
     return Json({"request_id": future.name, "model_id": future.model})
 
 
 def make_application(service: Service, keys: Keys) -> Starlette:
-    """Build the application of a service.
-
-    Args:
-        keys: who may use it.
-    """
+    """Build the ASGI application of a service."""
     service.figures.registry.register(ServiceGauges(service))
     api = Api(service, keys)
 
@@ -308,10 +306,10 @@ def make_application(service: Service, keys: Keys) -> Starlette:
 
 
 def sweep(service: Service) -> None:
-    """End what is over: silent sessions, waits for requests that never came, answers nobody fetched."""
-    if service.durability.stalled:  # nobody is answered: that is nobody's silence
-        service.tenancy.heard_of_all()
-        service.futures.keep_longer()
+    """Apply timeouts: silent sessions, requests missing from a model's order, unfetched answers, expired checkpoints."""
+    if service.durability.stalled:  # nothing is answered meanwhile, so silence is not the clients' fault
+        service.tenancy.restart_session_timeouts()
+        service.futures.restart_retention()
         return
     for session in service.tenancy.silent(service.settings.session_timeout_s):
         service.end_session(session)
@@ -326,26 +324,26 @@ def sweep(service: Service) -> None:
 
 
 def _skip_missing(service: Service, model: Model) -> None:
-    """Let those run that wait for requests which have not come; the step that these belonged to fails."""
+    """Fail the requests missing from a model's order, so that those behind them can run; their optimizer step fails."""
     for number in model.order.missing():
-        problem = f"request {number} of this model did not come within {service.settings.gap_timeout_s} s"
-        spoil(service, model, number, problem)
+        problem = f"request {number} of this model did not arrive within {service.settings.gap_timeout_s} s"
+        service.enqueue_missing(model, number, problem)
     model.gap_since = service.clock() if model.order.early else None
 
 
 @cache
 def _trim() -> Callable[[int], int] | None:
-    """Return glibc's ``malloc_trim``; None where the C library is another one."""
+    """Return glibc's ``malloc_trim``, or None with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def return_freed() -> None:
-    """Give whole pages of freed memory back to the system, in all arenas. Takes milliseconds, in which other threads run.
+    """Return freed pages to the system, in all arenas. Takes milliseconds, without blocking other threads.
 
-    glibc keeps what was freed below anything that is still in use. A server that makes and forgets tensors of many sizes, and
-    keeps small answers for minutes, would come to hold a multiple of what it needs.
+    glibc keeps freed memory below any block still in use. A server that allocates tensors of many sizes and retains small answers
+    for minutes would otherwise grow to a multiple of what it needs.
     """
     trim = _trim()
     if trim is not None:

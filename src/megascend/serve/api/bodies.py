@@ -1,4 +1,4 @@
-"""Small requests as clients send them in JSON. Unknown fields are ignored, as the protocol grows; null is as if left out."""
+"""Pydantic models of small JSON requests. Unknown fields are ignored, as the protocol grows; null counts as left out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megascend.errors import ConfigError, MegascendError
 from megascend.serve.errors import RequestRefusedError
 
 LONGEST_S = 100 * 365 * 24 * 3600
-"""The longest time that a checkpoint can be asked to be kept for, other than for ever."""
+"""Longest finite lifetime of a checkpoint."""
 B = TypeVar("B", bound="Body")
 
 
 def as_float(value: Any) -> Any:
-    """Return a whole number as a float, infinite if no float can hold it: JSON does not bound its digits."""
+    """Convert an int to float, infinite if out of range: JSON integers have any number of digits."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     try:
@@ -34,14 +34,14 @@ def _check_size(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
-Whole = Annotated[int, Field(ge=0, lt=2**62)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 Lifetime = Annotated[int, Field(ge=0, le=LONGEST_S)]
 Real = Annotated[float, BeforeValidator(as_float)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_size)]
 
 
 class Body(BaseModel):
-    """Base of all: values are of the very kind that is expected, and not converted."""
+    """Base class: values must have the declared type and are not converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -53,42 +53,42 @@ class Body(BaseModel):
         return values
 
     @classmethod
-    def read(cls: type[B], values: Any, what: str = "", error: type[MegascendError] = RequestRefusedError) -> B:
-        """Check a body, or a part of one.
+    def read(cls: type[B], values: Any, part: str = "", error: type[MegascendError] = RequestRefusedError) -> B:
+        """Validate a body, or a part of one.
 
         Args:
-            what: name of the part.
+            part: name of the part, for the message.
+            error: class of the error to raise.
 
         Raises:
-            RequestRefusedError: 422; a value is missing, of another kind, or out of range.
-            error: in its place.
+            RequestRefusedError: 422, a value is missing, of another type, or out of range; or ``error`` instead.
         """
         try:
             return cls.model_validate(values)
         except ValidationError as invalid:
             first = invalid.errors(include_url=False)[0]
-            place = ".".join(str(each)[:60] for each in (*([what] if what else []), *first["loc"])) or "the body"
+            location = ".".join(str(key)[:60] for key in (*([part] if part else []), *first["loc"])) or "the body"
             missing = first["type"] == "missing"
-            message = f"{place}: {first['msg']}" + ("" if missing else f", got {str(first['input'])[:60]!r}")
+            message = f"{location}: {first['msg']}" + ("" if missing else f", got {str(first['input'])[:60]!r}")
             raise (RequestRefusedError(message, 422) if error is RequestRefusedError else error(message)) from None
 
 
 class WithMetadata(Body):
-    """What a client may attach metadata to."""
+    """Base class of requests with user metadata."""
 
     user_metadata: Metadata | None = None
 
 
 class LoraSettings(Body):
-    """The adapter that a client asks for.
+    """LoRA settings of ``create_model``.
 
     Attributes:
-        seed: of its first values; None: any.
-        train_attn, train_mlp, train_unembed: which layers are trained.
+        seed: seed of the initial values; None: random.
+        train_attn, train_mlp, train_unembed: layers to train.
     """
 
-    rank: Whole
-    seed: Whole | None = None
+    rank: NonNegative
+    seed: NonNegative | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -97,17 +97,17 @@ class LoraSettings(Body):
 class CreateModel(WithMetadata):
     """``create_model``."""
 
-    model_seq_id: Whole
+    model_seq_id: NonNegative
     base_model: Text
     lora_config: LoraSettings | None = None
     optimizer_config: Any = None
 
     @property
     def lora(self) -> LoraSettings:
-        """The adapter.
+        """The LoRA settings.
 
         Raises:
-            ConfigError: an optimizer other than AdamW, or full fine-tuning, is asked for.
+            ConfigError: full fine-tuning, or an optimizer other than AdamW, is requested.
         """
         if self.lora_config is None:
             raise ConfigError("this server trains LoRA adapters; create_model needs a lora_config")
@@ -118,7 +118,7 @@ class CreateModel(WithMetadata):
 
 
 class AdamParams(Body):
-    """The settings of a step, with what clients mean by one that they leave out."""
+    """Settings of an optimizer step, with the defaults of the Tinker client."""
 
     type: Any = "adamw"
     learning_rate: Real = 1e-4
@@ -130,10 +130,10 @@ class AdamParams(Body):
 
 
 def adam_of(settings: Mapping[str, Any]) -> Adam:
-    """Return the settings of a step.
+    """Return the settings of an optimizer step.
 
     Raises:
-        ConfigError: one is not possible.
+        ConfigError: a setting is invalid.
     """
     params = AdamParams.read(settings, "adam_params", ConfigError)
     if params.type not in ("adamw", "adam"):
@@ -148,30 +148,30 @@ def adam_of(settings: Mapping[str, Any]) -> Adam:
 
 
 class SaveWeights(WithMetadata):
-    """``save_weights`` and ``save_weights_for_sampler``, but for the model and the request's number."""
+    """``save_weights`` and ``save_weights_for_sampler``, without model and request number."""
 
     path: Text | None = None
     ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     kind: Any = "snapshot"
-    sampling_session_seq_id: Whole | None = None
+    sampling_session_seq_id: NonNegative | None = None
 
 
 class LoadWeights(WithMetadata):
-    """``load_weights``, but for what it is loaded into."""
+    """``load_weights``, without its target."""
 
     path: Text
     optimizer: bool = False
 
 
 class LoadNewModel(LoadWeights):
-    """``load_weights`` as a new model of a session."""
+    """``load_weights`` into a new model of a session."""
 
-    model_seq_id: Whole
+    model_seq_id: NonNegative
 
 
 class KeepFor(Body):
-    """How long a checkpoint is kept from now on; None: for ever."""
+    """Lifetime of a checkpoint from now on; None: unlimited."""
 
     ttl_seconds: Lifetime | None = None
 
@@ -183,9 +183,9 @@ class WeightsInfo(Body):
 
 
 class CreateSampler(Body):
-    """``create_sampling_session``, but for the session."""
+    """``create_sampling_session``, without the session."""
 
-    sampling_session_seq_id: Whole
+    sampling_session_seq_id: NonNegative
     model_path: Text | None = None
 
 
@@ -193,14 +193,14 @@ class SamplerTarget(Body):
     """One client of a sampler."""
 
     sampling_session_id: Text
-    cloned_sampler_id: Whole = 0
+    cloned_sampler_id: NonNegative = 0
 
 
 class RetrieveFutures(Body):
     """``retrieve_futures``."""
 
     target: SamplerTarget
-    prev_cursor: Whole = 0
+    prev_cursor: NonNegative = 0
     timeout: Any = None
     retrieved_request_ids: Any = None
 
@@ -211,8 +211,8 @@ class CancelFuture(Body):
     request_id: Text
 
 
-class Sample(Body):
-    """``asample``. What may be large, or is an error of the request's future, is not checked here."""
+class SampleBody(Body):
+    """``asample``. Fields that may be large, or whose errors belong to the request's future, are not checked here."""
 
     prompt: Any = None
     sampling_params: Any = None
@@ -220,33 +220,33 @@ class Sample(Body):
 
     sampling_session_id: Text | None = None
     model_path: Text | None = None
-    seq_id: Whole | None = None
-    num_samples: Whole = 1
+    seq_id: NonNegative | None = None
+    num_samples: NonNegative = 1
     prompt_logprobs: bool = False
-    prompt_logprobs_last_n: Whole | None = None
-    topk_prompt_logprobs: Whole = 0
-    topk_sample_logprobs: Whole = 0
-    prompt_alt_tokens_k: Whole = 0
+    prompt_logprobs_last_n: NonNegative | None = None
+    topk_prompt_logprobs: NonNegative = 0
+    topk_sample_logprobs: NonNegative = 0
+    prompt_alt_tokens_k: NonNegative = 0
     record_stability_info: bool = False
 
 
 class MaxTokens(Body):
-    """How long a response may be; None: as long as the model takes."""
+    """Maximum response length; None: up to the model's maximum."""
 
-    max_tokens: Whole | None = None
+    max_tokens: NonNegative | None = None
 
 
-def _in_64_bits(value: float) -> float:
+def _check_64_bits(value: float) -> float:
     if not abs(value) < 2**63:
         raise ValueError("must be below 2**63")
     return value
 
 
-Bounded = Annotated[int | float, AfterValidator(_in_64_bits)]
+Bounded = Annotated[int | float, AfterValidator(_check_64_bits)]
 
 
 class SamplingSettings(Body):
-    """The rest of ``sampling_params``."""
+    """The other fields of ``sampling_params``."""
 
     temperature: Bounded = 1.0
     top_p: Bounded = 1.0

@@ -27,12 +27,12 @@ from megascend.serve.tenancy import Model
 
 
 def pack(directory: Path) -> IO[bytes]:
-    """Pack the files of a directory (tar, gzip), and nothing that lies elsewhere: no links, no directories.
+    """Pack the regular files of a directory (tar, gzip): no links, which could point elsewhere, and no directories.
 
-    It says nothing of who owns them here.
+    Owners and permissions of this machine are left out.
 
     Returns:
-        A temporary file without a name, at its end.
+        An anonymous temporary file, positioned at its end.
     """
     packed = tempfile.TemporaryFile(suffix=".tar.gz")  # noqa: SIM115  the answer reads it
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
@@ -43,7 +43,7 @@ def pack(directory: Path) -> IO[bytes]:
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """None for what is no file after all; hard links are files."""
+    """Strip owner and mode; return None to skip anything but files (tarfile marks repeated hard links as links)."""
     if not (entry.isfile() or entry.islnk()):
         return None
     entry.uid = entry.gid = 0
@@ -52,8 +52,8 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-MOST_DOWNLOADS = 4
-"""Archives that a tenant is sent at a time: each is a temporary file until its client has read it."""
+MAX_DOWNLOADS = 4
+"""Concurrent downloads per tenant: each holds a temporary file until its client has read it."""
 
 Listing = Callable[[Service, Request, str], Awaitable[Response]]
 
@@ -65,8 +65,8 @@ def catalogue_routes() -> list[tuple[str, str, Listing]]:
         ("POST", "weights_info", weights_info),
         ("GET", "training_runs", list_runs),
         ("GET", "training_runs/{model}", get_run),
-        ("GET", "training_runs/{model}/checkpoints", list_of_run),
-        ("GET", "checkpoints", list_all),
+        ("GET", "training_runs/{model}/checkpoints", list_run_checkpoints),
+        ("GET", "checkpoints", list_checkpoints),
         ("DELETE", checkpoint, delete),
         ("POST", f"{checkpoint}/publish", publish),
         ("DELETE", f"{checkpoint}/publish", unpublish),
@@ -100,7 +100,7 @@ def _checkpoint(record: Record) -> dict[str, Any]:
     }
 
 
-def _window(request: Request, most: int = 1000) -> tuple[int, int]:
+def _window(request: Request, max_limit: int = 1000) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
     numbers = []
     for name, default in (("offset", "0"), ("limit", "20")):
@@ -108,7 +108,7 @@ def _window(request: Request, most: int = 1000) -> tuple[int, int]:
         if not value.isascii() or not value.isdecimal() or len(value) > 9:
             raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
         numbers.append(int(value))
-    return numbers[0], min(numbers[1], most)
+    return numbers[0], min(numbers[1], max_limit)
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:
@@ -121,7 +121,7 @@ async def weights_info(service: Service, request: Request, tenant: str) -> Respo
 
 
 def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
-    checkpoints = [_checkpoint(record) for record in service.checkpoints.of_tenant(tenant, model.name)]
+    checkpoints = [_checkpoint(record) for record in service.checkpoints.list_records(tenant, model.name)]
     last = {
         kind: next((c for c in checkpoints if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
     }
@@ -151,16 +151,16 @@ async def get_run(service: Service, request: Request, tenant: str) -> Response:
     return Json(_run(service, service.tenancy.model(request.path_params["model"], tenant), tenant))
 
 
-async def list_of_run(service: Service, request: Request, tenant: str) -> Response:
-    records = service.checkpoints.of_tenant(tenant, request.path_params["model"])
+async def list_run_checkpoints(service: Service, request: Request, tenant: str) -> Response:
+    records = service.checkpoints.list_records(tenant, request.path_params["model"])
     return Json({"checkpoints": [_checkpoint(record) for record in records]})
 
 
-async def list_all(service: Service, request: Request, tenant: str) -> Response:
+async def list_checkpoints(service: Service, request: Request, tenant: str) -> Response:
     offset, limit = _window(request)
-    records = service.checkpoints.of_tenant(tenant)
+    records = service.checkpoints.list_records(tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
-    return Json({"checkpoints": [_checkpoint(each) for each in records[offset : offset + limit]], "cursor": cursor})
+    return Json({"checkpoints": [_checkpoint(record) for record in records[offset : offset + limit]], "cursor": cursor})
 
 
 async def delete(service: Service, request: Request, tenant: str) -> Response:
@@ -179,7 +179,7 @@ async def unpublish(service: Service, request: Request, tenant: str) -> Response
 
 
 async def keep_for(service: Service, request: Request, tenant: str) -> Response:
-    """Have a checkpoint expire some time from now, or never."""
+    """Set the lifetime of a checkpoint, from now on."""
     seconds = KeepFor.read(await read_json(request)).ttl_seconds
     expires = None if seconds is None else time.time() + seconds
     service.checkpoints.change(tenant, _path(request), expires=expires)
@@ -187,10 +187,10 @@ async def keep_for(service: Service, request: Request, tenant: str) -> Response:
 
 
 async def archive(service: Service, request: Request, tenant: str) -> Response:
-    """Answer with the checkpoint's files in one archive (tar, gzip)."""
+    """Answer with the checkpoint's files as one archive (tar, gzip)."""
     record, directory = service.checkpoints.find(tenant, _path(request), public=True)
-    if service.downloads[tenant] >= MOST_DOWNLOADS:
-        raise RequestRefusedError(f"{MOST_DOWNLOADS} of your archives are being sent; one more has to wait", 429)
+    if service.downloads[tenant] >= MAX_DOWNLOADS:
+        raise RequestRefusedError(f"{MAX_DOWNLOADS} of your archives are being sent; wait for one to finish", 429)
     download = ExitStack()
     service.downloads[tenant] += 1
     download.callback(service.downloads.subtract, [tenant])
@@ -204,18 +204,19 @@ async def archive(service: Service, request: Request, tenant: str) -> Response:
         download.close()
         raise
     parts = iter(partial(packed.read, 2**18), b"")
+    # The response owns the resources now: the handler returns long before the archive has been sent.
     return _Download(download, parts, headers)
 
 
 class _Download(StreamingResponse):
-    """An archive, and what is to be given back when it has been sent, or its client has gone."""
+    """Response that streams an archive and frees its resources at the end or when the client disconnects."""
 
-    def __init__(self, held: ExitStack, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, resources: ExitStack, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(parts, media_type="application/gzip", headers=headers)
-        self._held = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
+        with self._resources:
             await super().__call__(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""What runs before every handler: the request's tenant, answers to what is raised, and the audit log."""
+"""Wrapper of every handler: authentication, error responses and the audit log."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from megascend.serve.service import Service
 
 
 class Json(Response):
-    """A JSON answer in ASCII.
+    """JSON response in ASCII.
 
-    What clients sent may come back in it: halves of surrogate pairs, which JSON can hold and UTF-8 cannot, stay escaped. Numbers
-    that are not finite are written as Python's clients read them.
+    Answers may echo client input, so lone surrogates, which JSON can hold and UTF-8 cannot, stay escaped. NaN and infinities are
+    written as Python's json module reads them.
     """
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Return ``content`` as text."""
+        """Serialize ``content``."""
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
-"""Paths that clients ask for all the time."""
+"""Paths polled by clients, which are not logged."""
 
 
 class Audit:
-    """Appends to a file that only its owner can read.
+    """Audit log in a file that only its owner can read.
 
-    Requests without a valid key are only counted in the figures: whoever sends them could fill the disk.
+    Requests without a valid key are not logged, only counted: anyone could fill the disk with them.
 
     Args:
-        file: made if it is not there; None: nothing is written.
+        file: created if missing; None: no log.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -58,7 +58,7 @@ class Audit:
             self._stream = file.open("a", encoding="utf-8", buffering=1)
 
     def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
-        """Note a request and the HTTP status of its answer."""
+        """Append a request and the HTTP status of its answer."""
         if self._stream is None or path in QUIET:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -66,66 +66,66 @@ class Audit:
         self._stream.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:
-        """Close the file; nothing is written any more."""
+        """Close the file."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
 Handler = Callable[[Request, str], Awaitable[Response]]
-"""Answers a request of a tenant."""
+"""Handles a tenant's request: (request, tenant) to a response."""
 
 log = logging.getLogger("megascend.serve")
 
 
-class Guard:
-    """Lets tenants' requests through to their handlers.
+class RequestGuard:
+    """Authenticates requests and passes them to their handlers.
 
     Args:
-        service: in whose figures refusals are counted.
-        keys: who may ask.
-        audit: where requests are noted.
+        service: service whose metrics count refusals.
+        keys: accepted keys.
+        audit: log of requests.
     """
 
     def __init__(self, service: Service, keys: Keys, audit: Audit) -> None:
         self._service, self._keys, self._audit = service, keys, audit
         self._bodies = Bodies(service.settings.limits.body_bytes)
-        self._open: Counter[str] = Counter()  # requests of each tenant that are being answered
+        self._open: Counter[str] = Counter()  # requests in progress by tenant
 
     def before(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """``handler`` for callers with a key; whatever it raises becomes an answer."""
+        """Wrap a handler: require a valid key, and turn exceptions into responses."""
 
         async def answer(request: Request) -> Response:
             try:
                 tenant = self.tenant(request)
             except RequestRefusedError as error:
                 return self.refusal(error)
-            request.scope[OWNER] = tenant
+            request.scope[OWNER] = tenant  # tells the connection limits whose connection this is
             self._open[tenant] += 1
             try:
-                with self._bodies.of(tenant) as body:
+                with self._bodies.reserve(tenant) as body:
                     request.state.body = body
-                    response = await self._answered(handler, request, tenant)
+                    response = await self._respond(handler, request, tenant)
             finally:
                 self._open[tenant] -= 1
                 if not self._open[tenant]:
                     del self._open[tenant]
             address = request.client.host if request.client is not None else ""
-            # not request.url, which is put together with what the client says in Host
+            # not request.url, which includes the client's Host header
             self._audit.write(tenant, request.method, request.scope["path"], response.status_code, address)
             return response
 
         return answer
 
-    async def _answered(self, handler: Handler, request: Request, tenant: str) -> Response:
+    async def _respond(self, handler: Handler, request: Request, tenant: str) -> Response:
         durability = self._service.durability
         try:
             self._check_open(tenant)
-            if request.method != "POST":  # nothing is promised
+            if request.method != "POST":  # changes no durable state
                 return await handler(request, tenant)
-            await durability.writable()
+            await durability.writable()  # before the handler, which would already have had its effect
             response = await handler(request, tenant)
-            await durability.durable()
+            await durability.durable()  # the response is a promise: sent only when a restart would keep it
             return response
         except MegascendError as error:
             refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)
@@ -136,17 +136,17 @@ class Guard:
         return self.refusal(refused)
 
     def _check_open(self, tenant: str) -> None:
-        most = self._service.settings.limits.requests
-        if self._open[tenant] > most:
+        limit = self._service.settings.limits.requests
+        if self._open[tenant] > limit:
             raise RequestRefusedError(
-                f"{most} requests of yours are under way (limits.requests); wait for some first", 429
+                f"{limit} requests of yours are in progress (limits.requests); wait for some first", 429
             )
 
     def tenant(self, request: Request) -> str:
-        """Whose key a request has.
+        """Return the tenant of a request's key.
 
         Raises:
-            RequestRefusedError: 401; nobody's, or it has several, of which a proxy may have seen another one.
+            RequestRefusedError: 401, an unknown key, or several keys, of which a proxy may have checked another one.
         """
         keys = request.headers.getlist("x-api-key")
         tenant = self._keys.tenant(keys[0].encode("latin-1")) if len(keys) == 1 else None
@@ -155,14 +155,14 @@ class Guard:
         return tenant
 
     def refusal(self, error: RequestRefusedError) -> Response:
-        """Build the answer to a request that is refused."""
+        """Build the response to a refused request."""
         self._service.figures.refuse(error.status)
         headers = {"retry-after": "1"} if error.status == 429 else {}
         category = "user" if error.status < 500 else "server"
         return Json({"detail": str(error), "category": category}, error.status, headers)
 
     def _note(self, request: Request, tenant: str, error: RequestRefusedError) -> None:
-        """Show a refusal among the tenant's errors, if it is for a fault in the request: others pass, or clients expect them."""
+        """Show a refusal among the tenant's errors if the request was invalid; other refusals are temporary or expected."""
         if error.status in (400, 413, 415, 422):
             kind = request.scope["path"].rsplit("/", 1)[-1][:80]
             self._service.figures.note(tenant, Problem(self._service.clock(), kind, "", "user", str(error)))

@@ -1,4 +1,4 @@
-"""API keys and the tenants that they belong to. Keys are kept as SHA-256 digests only."""
+"""API keys and their tenants. Only SHA-256 digests of keys are kept."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megascend.io.paths import make_directory
 
 VARIABLE = "MEGASCEND_API_KEYS"
 PREFIX = "tml-"
-"""Clients refuse keys that begin with something else."""
+"""Prefix that Tinker clients require."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Keys:
-    """Finds the tenant of a key.
+    """Lookup of tenants by key.
 
     Args:
-        tenants: by the SHA-256 digest of a key, in hexadecimal, the tenant's name.
+        tenants: hexadecimal SHA-256 digest of a key to tenant name.
     """
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
@@ -33,22 +33,22 @@ class Keys:
         self._tenants = {bytes.fromhex(digest): name for digest, name in tenants.items()}
 
     def tenant(self, key: str | bytes) -> str | None:
-        """Name of the tenant that ``key`` belongs to, or None. Takes as long whichever key it is, and if it is none."""
+        """Return the tenant of ``key``, or None, in constant time for any key."""
         digest = hashlib.sha256(key.encode("utf-8", "replace") if isinstance(key, str) else key).digest()
         owner = None
-        for known, name in self._tenants.items():
-            if hmac.compare_digest(known, digest):
+        for stored, name in self._tenants.items():  # no break: the time must not depend on which key matches
+            if hmac.compare_digest(stored, digest):
                 owner = name
         return owner
 
     @property
     def tenants(self) -> list[str]:
-        """Names of all tenants, sorted."""
+        """Sorted names of all tenants."""
         return sorted(set(self._tenants.values()))
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 of a key in hexadecimal."""
+    """Return the SHA-256 of a key in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -57,14 +57,13 @@ def new_key() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def of_text(text: str) -> dict[str, str]:
-    """Read tenants by digest from ``MEGASCEND_API_KEYS``: ``tml-...`` or ``NAME=tml-...``, separated by commas.
+def parse_keys(text: str) -> dict[str, str]:
+    """Parse ``MEGASCEND_API_KEYS``, comma-separated ``tml-...`` or ``NAME=tml-...``, into tenants by digest.
 
-    A key without a name is the tenant ``k`` and the first 12 digits of its digest, so that it stays the same tenant from one
-    start to the next.
+    The tenant of a key without a name is ``k`` and the first 12 digits of its digest, the same after a restart.
 
     Raises:
-        ConfigError: a key does not begin with ``tml-``, is shorter than 20 characters, or is there twice. Keys are not repeated.
+        ConfigError: a key lacks the prefix ``tml-``, is shorter than 20 characters, or occurs twice. The message omits it.
     """
     tenants: dict[str, str] = {}
     for number, entry in enumerate((part.strip() for part in text.split(",")), 1):
@@ -81,11 +80,11 @@ def of_text(text: str) -> dict[str, str]:
     return tenants
 
 
-def of_file(path: Path) -> dict[str, str]:
-    """Read tenants by digest from a file with lines ``NAME SHA256``; ``#`` begins a comment.
+def read_keys(path: Path) -> dict[str, str]:
+    """Read tenants by digest from a file with lines ``NAME SHA256``; ``#`` starts a comment.
 
     Raises:
-        ConfigError: it cannot be read, or a line is no such line.
+        ConfigError: the file cannot be read, or a line is malformed.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -102,24 +101,24 @@ def of_file(path: Path) -> dict[str, str]:
     return tenants
 
 
-def _add(tenants: dict[str, str], digest: str, name: str, where: str) -> None:
+def _add(tenants: dict[str, str], digest: str, name: str, source: str) -> None:
     if not _TENANT.fullmatch(name):
-        raise ConfigError(f"{where}: {name!r} is no name of a tenant: up to 64 letters, digits, '_' and '-'")
+        raise ConfigError(f"{source}: {name!r} is not a valid tenant name: up to 64 letters, digits, '_' and '-'")
     if digest in tenants:
-        raise ConfigError(f"{where}: this key is there twice")
+        raise ConfigError(f"{source}: this key occurs twice")
     tenants[digest] = name
 
 
-def made_once(path: Path) -> tuple[dict[str, str], str | None]:
-    """Read a file as :func:`of_file` does, or write one with a new key, which is then returned beside its tenants.
+def load_or_create(path: Path) -> tuple[dict[str, str], str | None]:
+    """Read a key file, or create it with a new key, which is then returned as well.
 
-    The key itself is nowhere: whoever started the server first was shown it.
+    The key itself is not stored: it is printed once, at the first start.
     """
     if path.exists():
-        return of_file(path), None
+        return read_keys(path), None
     key = new_key()
     make_directory(path.parent)
     with replacing(path, durable=True) as temporary:
         temporary.touch(0o600)
         temporary.write_text(f"local {digest_of(key)}\n", "utf-8")
-    return of_file(path), key
+    return read_keys(path), key

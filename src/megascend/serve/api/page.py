@@ -1,4 +1,4 @@
-"""What a service shows of itself: the page at ``/``, ``/status``, which the page asks, and gauges of ``/metrics``."""
+"""The status page at ``/``, its data at ``/status``, and gauges of ``/metrics``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from megascend.serve.tenancy import Model
 
 
 def status(service: Service, tenant: str | None) -> dict[str, Any]:
-    """Describe the service as it is now.
+    """Describe the current state of the service.
 
     Args:
-        tenant: whose sessions, models and errors are told as well; None: totals alone, as at ``/metrics``, without any name.
+        tenant: tenant whose sessions, models and errors are included; None: only totals, without any name, as at ``/metrics``.
     """
     content: dict[str, Any] = {"totals": totals(service)}
     if tenant is not None:
-        content["tenant"] = of_tenant(service, tenant)
+        content["tenant"] = tenant_status(service, tenant)
     return content
 
 
 def totals(service: Service) -> dict[str, Any]:
-    """Count over all tenants. Times are in seconds, memory is in bytes and rank 0's."""
+    """Compute totals over all tenants. Times in seconds, rank 0's memory in bytes."""
     figures, tenancy = service.figures, service.tenancy
     return {
         "ready": service.ready,
@@ -48,8 +48,8 @@ def totals(service: Service) -> dict[str, Any]:
     }
 
 
-def of_tenant(service: Service, tenant: str) -> dict[str, Any]:
-    """Describe a tenant's sessions, its models with the loss of their last steps, and its last errors, newest first."""
+def tenant_status(service: Service, tenant: str) -> dict[str, Any]:
+    """Describe a tenant's sessions, models with recent losses, and recent errors, newest first."""
     now, tenancy = service.clock(), service.tenancy
     sessions = [session for session in tenancy.sessions.values() if session.tenant == tenant]
     return {
@@ -57,21 +57,21 @@ def of_tenant(service: Service, tenant: str) -> dict[str, Any]:
         "base_model": service.base.names[0],
         "pending_tokens": service.futures.tokens(tenant),
         "sessions": [
-            {"name": each.name, "silent_s": now - each.heard, "models": len(each.models), "samplers": len(each.samplers)}
-            for each in sessions
+            {"name": item.name, "silent_s": now - item.last_heard, "models": len(item.models), "samplers": len(item.samplers)}
+            for item in sessions
         ],
-        "models": [_model(service, model) for model in tenancy.models.values() if model.tenant == tenant],
+        "models": [_model_status(service, model) for model in tenancy.models.values() if model.tenant == tenant],
         "errors": [
-            {"ago_s": now - each.time, "kind": each.kind, "model": each.model, "category": each.category, "message": each.message}
-            for each in reversed(service.figures.problems.get(tenant, ()))
+            {"ago_s": now - item.time, "kind": item.kind, "model": item.model, "category": item.category, "message": item.message}
+            for item in reversed(service.figures.problems.get(tenant, ()))
         ],
     }  # fmt: skip
 
 
 def loss_curve(losses: Iterable[tuple[int, float, int]]) -> list[tuple[int, float | None]]:
-    """Return (step, loss per token) of each step, from (step, sum over tokens, tokens) of its forward_backwards.
+    """Return (step, loss per token), from (step, sum over tokens, tokens) of each forward_backward.
 
-    None stands for a step without tokens or with a loss that is not finite, neither of which JSON can hold as a number.
+    The loss is None for a step without tokens or with a loss that is not finite, which JSON cannot represent.
     """
     sums: dict[int, tuple[float, int]] = {}
     for step, loss, tokens in losses:
@@ -81,7 +81,7 @@ def loss_curve(losses: Iterable[tuple[int, float, int]]) -> list[tuple[int, floa
     return [(step, mean if math.isfinite(mean) else None) for step, mean in means]
 
 
-def _model(service: Service, model: Model) -> dict[str, Any]:
+def _model_status(service: Service, model: Model) -> dict[str, Any]:
     trained = {"attention": model.attention, "mlp": model.mlp, "output": model.output}
     return {
         "name": model.name,
@@ -97,12 +97,12 @@ def _model(service: Service, model: Model) -> dict[str, Any]:
 
 
 def _requests(service: Service) -> list[dict[str, Any]]:
-    """By kind: how many wait, and how those ended that did."""
-    pending, done = service.futures.pending_by_kind(), service.figures.ended
-    kinds = sorted({*pending, *(kind for kind, _ in done)})
+    """Count requests by kind: pending ones, and finished ones by outcome."""
+    pending, ended = service.futures.pending_by_kind(), service.figures.ended
+    kinds = sorted({*pending, *(kind for kind, _ in ended)})
     return [
         {"kind": kind, "pending": pending.get(kind, 0)}
-        | {how: done.get((kind, how), 0) for how in ("ok", "user", "server")}
+        | {how: ended.get((kind, how), 0) for how in ("ok", "user", "server")}
         for kind in kinds
     ]
 
@@ -112,7 +112,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 @cache
 def page() -> tuple[bytes, str]:
-    """Return the page, and the Content-Security-Policy that allows its one style and one script by their digests."""
+    """Return the page and the Content-Security-Policy that allows only its own style and script, by digest."""
     text = _FILE.read_text("utf-8")
     style, script = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
     policy = (
@@ -124,11 +124,11 @@ def page() -> tuple[bytes, str]:
 
 def _digests(parts: list[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
-    return " ".join(f"'sha256-{each}'" for each in digests)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 async def show_page(request: Request) -> Response:
-    """Answer with the page, which holds no figures itself."""
+    """Answer with the page; its figures come from ``/status``."""
     text, policy = page()
     headers = {
         "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
@@ -138,20 +138,22 @@ async def show_page(request: Request) -> Response:
 
 
 class ServiceGauges:
-    """Collect what a service holds at present."""
+    """Prometheus collector of a service's current state."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        yield GaugeMetricFamily("megascend_sessions", "Sessions that are open.", len(service.tenancy.sessions))
+        yield GaugeMetricFamily("megascend_sessions", "Open sessions.", len(service.tenancy.sessions))
         yield GaugeMetricFamily("megascend_models", "Models in training.", len(service.tenancy.models))
         memory = service.device_memory()
         if memory is not None:
             allocated, peak = memory["allocated"], memory["peak"]
             yield GaugeMetricFamily("megascend_device_memory_bytes", "Rank 0's memory on its device.", allocated)
-            yield GaugeMetricFamily("megascend_device_memory_peak_bytes", "The most of it so far.", peak)
+            yield GaugeMetricFamily(
+                "megascend_device_memory_peak_bytes", "Peak of rank 0's memory on its device.", peak
+            )
         pending = GaugeMetricFamily("megascend_pending", "Requests that have not ended.", labels=["kind"])
         for kind, count in sorted(service.futures.pending_by_kind().items()):
             pending.add_metric([kind], count)

@@ -1,30 +1,29 @@
-"""Bodies of requests, read and opened within bounds: large and compressed ones, and messages before anything is made of them."""
+"""Read and decompress request bodies within limits on time and memory, before anything is parsed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from megascend.serve.errors import RequestRefusedError
 
 MAX_WINDOW = 8 * 2**20
-"""Most memory that opening a zstd frame may take: what every encoder stays within unless it is told otherwise (RFC 8878)."""
+"""Largest zstd window accepted: the limit that encoders keep by default (RFC 8878)."""
 
 STEP = 512
-"""Bytes that are opened at a time: at most 128 KiB come of four, so that no step gives more than 16 MiB."""
+"""Compressed bytes per step: 4 bytes expand to at most 128 KiB, so a step yields at most 16 MiB."""
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """Decompress a body to at most ``limit`` bytes.
 
     Raises:
-        RequestRefusedError: 413, it is larger; 415, an encoding other than zstd or identity; 400, it is damaged.
+        RequestRefusedError: 413, too large; 415, an encoding other than zstd or identity; 400, damaged.
     """
     if encoding in ("", "identity"):
         return body
@@ -37,164 +36,83 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
         parts, size = [], 0
         for start in range(0, len(body), STEP):
             if opener.eof:
-                raise RequestRefusedError("the body has something after its zstd frame")
+                raise RequestRefusedError("the body has data after its zstd frame")
             parts.append(opener.decompress(body[start : start + STEP]))
             size += len(parts[-1])
             if size > limit:
-                raise RequestRefusedError(f"the body has more than {limit} bytes when it is opened", 413)
+                raise RequestRefusedError(f"the body has more than {limit} bytes when decompressed", 413)
     except zstandard.ZstdError as error:
-        raise RequestRefusedError(f"the body is no zstd frame that this server opens: {error}") from None
+        raise RequestRefusedError(f"the body is not a zstd frame that this server accepts: {error}") from None
     if not opener.eof:
         raise RequestRefusedError("the body ends within its zstd frame")
     return b"".join(parts)
 
 
 MAX_CONTAINERS = 2**18
-"""Most objects and arrays in a body of JSON: an empty one takes two bytes there and 64 in memory."""
+"""Maximum number of objects and arrays in a JSON body: an empty one takes 2 bytes there and 64 in memory."""
 
 
 def check_json(body: bytes) -> None:
-    """Count what may begin an object or array before a parser makes one of each. Brackets in texts count, too.
+    """Bound the number of objects and arrays before parsing. Brackets in strings count, too.
 
     Raises:
-        RequestRefusedError: 413; there are too many.
+        RequestRefusedError: 413, too many.
     """
     if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
         raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
 
 
-Schema = Mapping[int, "Schema | None"]
-"""Of a protobuf message: by the numbers of its fields that hold messages, those messages' own; None: numbers in a row."""
-
-MAX_DEPTH = 16
-
-
-def schema_of(descriptor: Any) -> Schema:
-    """Return the schema of a message that the client's package describes, with those in it."""
-    return _schema(descriptor, MAX_DEPTH)
-
-
-def _schema(descriptor: Any, depth: int) -> Schema:
-    schema: dict[int, Schema | None] = {}
-    for field in descriptor.fields:
-        if field.message_type is not None:
-            schema[field.number] = _schema(field.message_type, depth - 1) if depth else {}
-        elif _is_repeated(field) and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
-            schema[field.number] = None
-    return schema
-
-
-def _is_repeated(field: Any) -> bool:
-    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED  # protobuf < 6
-
-
-def check_message(body: bytes, schema: Schema, limit: int) -> None:
-    """Count the fields in a protobuf body before a parser makes something of each.
-
-    An empty message takes two bytes there, a number in a row one.
-
-    Args:
-        limit: most fields, those of messages in messages included.
-
-    Raises:
-        RequestRefusedError: 413, there are more; 400, this is no protobuf message.
-    """
-    waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
-    count = 0
-    while waiting:
-        inside, position, end = waiting.pop()
-        while position < end:
-            tag, position = _varint(body, position, end)
-            kind = tag & 7
-            count += 1
-            if kind == 2:
-                length, position = _varint(body, position, end)
-                if position + length > end:
-                    raise RequestRefusedError("the body is no protobuf message: it ends within a field")
-                of_field = inside.get(tag >> 3, {})
-                if of_field:
-                    waiting.append((of_field, position, position + length))
-                elif of_field is None:
-                    count += _numbers(body, position, position + length)
-                position += length
-            elif kind == 0:
-                _, position = _varint(body, position, end)
-            elif kind in (1, 5):
-                position += 8 if kind == 1 else 4
-            else:
-                raise RequestRefusedError(f"the body is no protobuf message: wire type {kind}")
-            if count > limit:
-                raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
-
-
-def _numbers(body: bytes, start: int, end: int) -> int:
-    """Bound how many numbers a row holds: each has one byte below 128, or is written in four or more."""
-    return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
-
-
-def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < end and shift < 64:
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise RequestRefusedError("the body is no protobuf message: it ends within a number")
-
-
 TIMEOUT_S = 120.0
-"""How long a client may take to send a body."""
+"""Deadline for receiving a body."""
 
 SMALL = 2**20
-"""Most bytes of a request in JSON that holds no tokens."""
+"""Maximum bytes of a JSON request without tokens."""
 
 LARGE = 16 * 2**20
-"""Most bytes of one that does. JSON takes a multiple of its size in memory, and nothing else runs while it is parsed. What is
-larger comes as protobuf."""
+"""Maximum bytes of a JSON request with tokens. JSON takes a multiple of its size in memory, and parsing blocks the event loop;
+larger requests must use protobuf."""
 
 
 class Bodies:
-    """Bytes of bodies that are being read or answered, of each tenant and of all, so that many requests at once fit in memory.
+    """Limits on the bytes of bodies being read or processed, per tenant and in total, so that concurrent requests fit in memory.
 
     Args:
-        largest: most bytes of one body. A tenant may have four of them at a time, all tenants sixteen.
+        largest: maximum bytes of one body. A tenant may have four times as much in flight, all tenants sixteen times.
     """
 
     def __init__(self, largest: int) -> None:
-        self.largest, self._each, self._all = largest, 4 * largest, 16 * largest
-        self._held: dict[str, int] = {}
+        self.largest, self._tenant_limit, self._total_limit = largest, 4 * largest, 16 * largest
+        self._used: dict[str, int] = {}
 
     @contextmanager
-    def of(self, tenant: str) -> Iterator[Held]:
-        """Count the bytes of a tenant's request until the block ends."""
-        held = Held(self, tenant)
+    def reserve(self, tenant: str) -> Iterator[BodyQuota]:
+        """Yield the quota of one request; its bytes are released at the end of the block."""
+        quota = BodyQuota(self, tenant)
         try:
-            yield held
+            yield quota
         finally:
-            left = self._held.get(tenant, 0) - held.size
+            left = self._used.get(tenant, 0) - quota.size
             if left:
-                self._held[tenant] = left
+                self._used[tenant] = left
             else:
-                self._held.pop(tenant, None)
+                self._used.pop(tenant, None)
 
     def add(self, tenant: str, size: int) -> None:
-        """Count bytes.
+        """Charge bytes to a tenant.
 
         Raises:
-            RequestRefusedError: 429; there are too many.
+            RequestRefusedError: 429, over the limit.
         """
-        if self._held.get(tenant, 0) + size > self._each or sum(self._held.values()) + size > self._all:
+        if self._used.get(tenant, 0) + size > self._tenant_limit or sum(self._used.values()) + size > self._total_limit:
             raise RequestRefusedError("too many bytes of requests are being read; send fewer at a time", 429)
-        self._held[tenant] = self._held.get(tenant, 0) + size
+        self._used[tenant] = self._used.get(tenant, 0) + size
 
 
-class Held:
-    """Bytes that one request holds.
+class BodyQuota:
+    """Bytes charged to one request.
 
     Attributes:
-        largest: that its body may have, after it is opened.
+        largest: maximum bytes of its body, decompressed.
     """
 
     def __init__(self, bodies: Bodies, tenant: str) -> None:
@@ -202,42 +120,42 @@ class Held:
         self.largest = bodies.largest
 
     def add(self, size: int) -> None:
-        """Count bytes; see :meth:`Bodies.add`."""
+        """Charge bytes; see :meth:`Bodies.add`."""
         self._bodies.add(self._tenant, size)
         self.size += size
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """Read the body, and decompress it.
+    """Read and decompress the body.
 
     Args:
-        limit: most bytes; None: as many as the server takes.
+        limit: maximum bytes; None: the server's limit.
 
     Raises:
-        RequestRefusedError: 413, it is larger; 429, too much is being read; and as :func:`decompress`.
+        RequestRefusedError: 413, too large; 429, too many bytes in flight; 408, timeout; and as :func:`decompress`.
     """
-    held: Held = request.state.body
-    limit = held.largest if limit is None else min(limit, held.largest)
+    quota: BodyQuota = request.state.body
+    limit = quota.largest if limit is None else min(limit, quota.largest)
     try:
-        body = await asyncio.wait_for(_read(request, held, limit), TIMEOUT_S)
+        body = await asyncio.wait_for(_read(request, quota, limit), TIMEOUT_S)
     except ClientDisconnect:
-        raise RequestRefusedError("the client went away before its body had ended") from None
+        raise RequestRefusedError("the client disconnected before the end of its body") from None
     except (TimeoutError, asyncio.TimeoutError):
-        raise RequestRefusedError(f"the body had not ended after {TIMEOUT_S:g} s", 408) from None
+        raise RequestRefusedError(f"the body was not complete after {TIMEOUT_S:g} s", 408) from None
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return body
     opened = await asyncio.to_thread(decompress, body, encoding, limit)
-    held.add(len(opened))
+    quota.add(len(opened))
     return opened
 
 
-async def _read(request: Request, held: Held, limit: int) -> bytes:
-    body = bytearray()  # not a list of its parts: each may be a byte
+async def _read(request: Request, quota: BodyQuota, limit: int) -> bytes:
+    body = bytearray()  # not a list of chunks: a client may send single bytes, whose objects take 34 times as much
     async for part in request.stream():
         if len(body) + len(part) > limit:
             raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
-        held.add(len(part))
+        quota.add(len(part))
         body += part
     return bytes(body)
 
@@ -246,7 +164,7 @@ async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:
     """Read the body as a JSON object.
 
     Raises:
-        RequestRefusedError: 400 or 422, it is none; 413, it is larger than ``limit``, or holds too many objects.
+        RequestRefusedError: 400 or 422, not a JSON object; 413, larger than ``limit`` or with too many objects.
     """
     body = await read_body(request, limit)
     check_json(body)

@@ -1,4 +1,4 @@
-"""What clients send and are sent: JSON, and the protobuf messages of the client's own package."""
+"""Training requests and answers on the wire: JSON, and the protobuf messages of the Tinker client's package."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 
 from megascend.errors import DataError, MissingDependencyError
-from megascend.serve.api.reading import Schema, check_message, schema_of
 from megascend.serve.errors import RequestRefusedError
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens [offset, offset + length) of a sequence's prompt, or of what was sampled after it.
+class ProvenanceSpan:
+    """Tokens [offset, offset + length) of a recorded sequence's prompt or of its sampled tokens.
 
     Attributes:
-        sequence: its id, which the client has from its request to sample.
+        sequence: sequence id, from the answer to the sampling request.
     """
 
     sequence: str
@@ -29,47 +28,118 @@ class Span:
     sampled: bool
 
 
-def spans_of_message(datum: Any) -> tuple[list[Span], list[Span]]:
-    """Read the spans of a protobuf ``Datum``'s tokens and of its targets. Clients from before they were known send none.
-
-    Raises:
-        DataError: a span names nothing.
-    """
-    known = datum.DESCRIPTOR.fields_by_name
+def spans_of_message(datum: Any) -> tuple[list[ProvenanceSpan], list[ProvenanceSpan]]:
+    """Read the provenance spans of a protobuf ``Datum``'s tokens and targets; none from older clients."""
+    available = datum.DESCRIPTOR.fields_by_name
     fields = ("model_input_spans", "loss_fn_input_spans")
-    spans = [[_span(each) for each in getattr(datum, name)] if name in known else [] for name in fields]
+    spans = [[_span(span) for span in getattr(datum, name)] if name in available else [] for name in fields]
     return spans[0], spans[1]
 
 
-def _span(message: Any) -> Span:
+def _span(message: Any) -> ProvenanceSpan:
     kind = message.WhichOneof("span")
     if kind is None:
-        raise DataError("a provenance span says neither prompt_tokens nor sampled_tokens")
+        raise DataError("a provenance span has neither prompt_tokens nor sampled_tokens")
     part = getattr(message, kind)
-    return Span(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
+    return ProvenanceSpan(part.sequence_id, part.offset, part.length, kind == "sampled_tokens")
+
+
+Schema = Mapping[int, "Schema | None"]
+"""Schema of a protobuf message: field number to the schema of a nested message, None for packed numbers."""
+
+MAX_DEPTH = 16
+
+
+def schema_of(descriptor: Any, depth: int = MAX_DEPTH) -> Schema:
+    """Return the schema of a message type in the client's package, nested messages included."""
+    schema: dict[int, Schema | None] = {}
+    for entry in descriptor.fields:
+        # is_repeated is new in protobuf 6, which deprecates label
+        repeated = entry.is_repeated if hasattr(entry, "is_repeated") else entry.label == entry.LABEL_REPEATED
+        if entry.message_type is not None:
+            schema[entry.number] = schema_of(entry.message_type, depth - 1) if depth else {}
+        elif repeated and entry.type not in (entry.TYPE_STRING, entry.TYPE_BYTES):
+            schema[entry.number] = None
+    return schema
+
+
+def check_message(body: bytes, schema: Schema, limit: int) -> None:
+    """Bound the number of fields in a protobuf body before parsing.
+
+    An empty message takes 2 bytes on the wire and a packed number 1, but far more as parsed objects.
+
+    Args:
+        limit: maximum number of fields, nested messages included.
+
+    Raises:
+        RequestRefusedError: 413, too many fields; 400, not a protobuf message.
+    """
+    waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
+    count = 0
+    while waiting:
+        inside, position, end = waiting.pop()
+        while position < end:
+            tag, position = _varint(body, position, end)
+            kind = tag & 7
+            count += 1
+            if kind == 2:
+                length, position = _varint(body, position, end)
+                if position + length > end:
+                    raise RequestRefusedError("the body is not a protobuf message: it ends within a field")
+                subschema = inside.get(tag >> 3, {})
+                if subschema:
+                    waiting.append((subschema, position, position + length))
+                elif subschema is None:
+                    count += _count_numbers(body, position, position + length)
+                position += length
+            elif kind == 0:
+                _, position = _varint(body, position, end)
+            elif kind in (1, 5):
+                position += 8 if kind == 1 else 4
+            else:
+                raise RequestRefusedError(f"the body is not a protobuf message: wire type {kind}")
+            if count > limit:
+                raise RequestRefusedError(f"the request holds more than {limit} samples and pieces of samples", 413)
+
+
+def _count_numbers(body: bytes, start: int, end: int) -> int:
+    """Bound the count of packed numbers from above: a varint has exactly one byte below 128, a fixed number 4 or 8 bytes."""
+    return int(np.count_nonzero(np.frombuffer(body, np.uint8, end - start, start) < 0x80)) if end > start else 0
+
+
+def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = body[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise RequestRefusedError("the body is not a protobuf message: it ends within a number")
 
 
 PROTOBUF = "application/x-protobuf"
 ARRAY_BYTES = 128
-"""Of an array in memory, beside its numbers."""
+"""Memory overhead of an array."""
 PIECES = 64
-"""Most fields of a message for each sample that it may have: some twenty describe one."""
+"""Maximum message fields per allowed sample; about twenty describe one."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sample as it came.
+    """One sample of a request.
 
     Attributes:
         tokens: int64 [n].
-        inputs: by name what the loss takes, int64 or float32, [n] or [n, k].
-        token_spans, target_spans: where tokens and targets come from, one after the other; empty if the client does not say.
+        inputs: loss inputs by name, int64 or float32, [n] or [n, k].
+        token_spans, target_spans: provenance of tokens and targets, in order; empty if the client sent none.
     """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
-    token_spans: Sequence[Span] = ()
-    target_spans: Sequence[Span] = ()
+    token_spans: Sequence[ProvenanceSpan] = ()
+    target_spans: Sequence[ProvenanceSpan] = ()
 
 
 @dataclass(frozen=True)
@@ -77,8 +147,8 @@ class TrainRequest:
     """A ``forward_backward`` or ``forward``.
 
     Attributes:
-        problem: what is wrong with the samples, of which there are none then. The request keeps its place in line.
-        resolved: what the server remembers of its samples stands in them.
+        problem: error in the samples, which are empty then. The request still takes its turn, to fail there.
+        resolved: True if recorded log-probabilities have been filled in.
     """
 
     model: str
@@ -96,8 +166,8 @@ class TrainAnswer:
     """Answer to a :class:`TrainRequest`.
 
     Attributes:
-        logprobs: float32 for each sample, of the shape of its targets.
-        metrics: ``NAME:REDUCTION``, as clients put those of several requests together.
+        logprobs: float32 per sample, in the shape of its targets.
+        metrics: values by ``NAME:REDUCTION``; the reduction tells clients how to combine several requests.
     """
 
     logprobs: Sequence[np.ndarray]
@@ -105,19 +175,19 @@ class TrainAnswer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(each.nbytes + ARRAY_BYTES for each in self.logprobs)
+        """Size in memory, bytes."""
+        return sum(array.nbytes + ARRAY_BYTES for array in self.logprobs)
 
     def json(self) -> dict[str, Any]:
-        """Write the answer for older clients."""
+        """Encode the answer for older clients."""
         outputs = [
-            {"logprobs": {"data": each.ravel().tolist(), "dtype": "float32", "shape": list(each.shape)}}
-            for each in self.logprobs
+            {"logprobs": {"data": array.ravel().tolist(), "dtype": "float32", "shape": list(array.shape)}}
+            for array in self.logprobs
         ]
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self._finite()}
 
     def protobuf(self) -> bytes:
-        """Write the answer for newer clients. Samples of one width are one record, in the order of the samples."""
+        """Encode the answer for newer clients. Consecutive samples of one width share a record."""
         messages = messages_of_client()
         answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         answer.metrics.update(self._finite())
@@ -142,10 +212,10 @@ class TrainAnswer:
 
 
 def messages_of_client() -> Any:
-    """Import the protobuf messages of the Tinker client's package; nothing of them is ours.
+    """Import the protobuf messages from the Tinker client's package.
 
     Raises:
-        MissingDependencyError: the package is missing, or from before it had them.
+        MissingDependencyError: the package is missing, or too old to have them.
     """
     try:
         from tinker.proto import tinker_public_pb2
@@ -157,7 +227,7 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
-    """Read a request of a client from before protobuf. Unknown fields are ignored.
+    """Read a request in JSON, from older clients. Unknown fields are ignored.
 
     Raises:
         RequestRefusedError: model, number or loss are missing, or there are too many samples.
@@ -180,7 +250,7 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
-    """Write what :func:`train_request_of_json` reads as the same request for gradients."""
+    """Encode a forward_backward for :func:`train_request_of_json`."""
     data = [
         {
             "model_input": {"chunks": [{"tokens": datum.tokens.tolist()}]},
@@ -200,10 +270,10 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
 
 
 def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
-    """Read a request of a client that speaks protobuf.
+    """Read a request in protobuf, from newer clients.
 
     Raises:
-        RequestRefusedError: this is no such message, or there are too many samples.
+        RequestRefusedError: not such a message, or too many samples.
     """
     from google.protobuf.message import DecodeError
 
@@ -212,7 +282,7 @@ def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
     try:
         message.ParseFromString(body)
     except (DecodeError, RuntimeError, ValueError) as error:
-        raise RequestRefusedError(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise RequestRefusedError(f"the body is not a ForwardBackwardRequest: {error}") from None
     if len(message.data) > max_data:
         raise RequestRefusedError(f"the request has {len(message.data)} samples, more than {max_data}", 413)
     settings: dict[str, Any] = dict(message.loss_fn_config)
@@ -231,10 +301,10 @@ def _schema() -> Schema:
 
 
 def number_of(value: Any) -> int | None:
-    """Check a request's number in its model's order; None if the client has not numbered it.
+    """Validate a request's number in its model's order; None if the client sent none.
 
     Raises:
-        RequestRefusedError: it is no number, or none that a client could have counted to.
+        RequestRefusedError: not an integer in [1, 2**62).
     """
     if value is None:
         return None
@@ -247,6 +317,7 @@ def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) 
     datums, opened = [], 0
     for index, datum in enumerate(data):
         try:
+            # from the shapes alone, before anything is allocated
             opened += sum(math.prod(abs(int(size)) for size in shape) for shape in sparse_shapes(datum))
             if opened > MAX_DENSE:
                 raise DataError(f"the sparse tensors up to here have more than {MAX_DENSE} values")
@@ -275,10 +346,10 @@ def _datum_of_json(datum: Any) -> Datum:
 
 
 def tokens_of_json(model_input: Any) -> np.ndarray:
-    """Read the tokens, int64 [n], of what clients call a model input.
+    """Read the tokens, int64 [n], of a ``ModelInput``.
 
     Raises:
-        DataError: a piece of it is no text.
+        DataError: a chunk is not text.
     """
     parts = []
     for chunk in model_input["chunks"]:
@@ -287,7 +358,7 @@ def tokens_of_json(model_input: Any) -> np.ndarray:
             raise DataError(f"model_input holds {str(kind)[:40]!r}; this server takes encoded_text only")
         tokens = _integers(chunk["tokens"])
         if tokens.ndim != 1:
-            raise DataError(f"tokens {list(tokens.shape)}; expected a list of whole numbers")
+            raise DataError(f"tokens {list(tokens.shape)}; expected a list of integers")
         parts.append(tokens)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -343,14 +414,14 @@ def tensor_of_message(tensor: Any) -> np.ndarray:
 
 
 MAX_DENSE = 2**24
-"""Most values of a request's tensors that came in sparse form: their shapes cost the client nothing."""
+"""Maximum dense values of a request's sparse tensors: a large shape costs the client nothing."""
 
 
 def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
-    """Build a [n, k] tensor from compressed sparse rows; 0 where nothing is listed.
+    """Build a dense [n, k] tensor from compressed sparse rows.
 
     Raises:
-        DataError: the parts do not fit each other.
+        DataError: indices, values and shape do not fit.
     """
     sizes = [int(size) for size in shape]
     if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] > MAX_DENSE:

@@ -1,4 +1,4 @@
-"""Responses that the server remembers, so that training requests can name them instead of sending their log-probabilities."""
+"""Recorded responses, which training requests reference instead of sending their log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from megascend.errors import DataError
 from megascend.sampling.request import SampleResult
-from megascend.serve.samplers.wire import SampleAnswer
+from megascend.serve.samplers.messages import SampleAnswer
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.tenancy import Session
 
 KEEP_S = 24 * 3600.0
-"""How long a response is kept after it was last used."""
+"""Retention of a response after its last use."""
 
 
 @dataclass
 class RecordedSequence:
-    """A response.
+    """A sampled response.
 
     Attributes:
-        session: that sampled it, and that alone may train on it.
+        session: session that sampled it; only this session may train on it.
         prompt, tokens: int64.
-        logprobs: float32, of ``tokens`` in the model that sampled them, temperature 1.
-        used: when it was last asked for.
+        logprobs: float32, log-probabilities of ``tokens`` under the sampling model at temperature 1.
+        used: clock time of its last use.
     """
 
     session: str
@@ -37,41 +37,41 @@ class RecordedSequence:
 
 
 class Sequences:
-    """Responses of all tenants, each tenant's within a bound: the one that was used longest ago makes room.
+    """Recorded responses of all tenants, least recently used ones dropped beyond a limit per tenant.
 
     Args:
-        clock: seconds, monotonic.
-        most_tokens: of one tenant, prompts included.
+        clock: monotonic seconds.
+        max_tokens: tokens per tenant, prompts included.
 
     Attributes:
-        kept, dropped: called with the name of a response that is remembered, or not any more.
+        on_keep, on_drop: callbacks for a recorded and for a dropped response, called with its name.
     """
 
-    def __init__(self, clock: Callable[[], float], most_tokens: int) -> None:
-        self._clock, self._most = clock, most_tokens
-        self._kept: dict[str, OrderedDict[str, RecordedSequence]] = {}
+    def __init__(self, clock: Callable[[], float], max_tokens: int) -> None:
+        self._clock, self._max_tokens = clock, max_tokens
+        self._sequences: dict[str, OrderedDict[str, RecordedSequence]] = {}
         self._tokens: dict[str, int] = {}
-        self.kept: Callable[[str, RecordedSequence], None] = lambda name, sequence: None
-        self.dropped: Callable[[str], None] = lambda name: None
+        self.on_keep: Callable[[str, RecordedSequence], None] = lambda name, sequence: None
+        self.on_drop: Callable[[str], None] = lambda name: None
 
     def record(self, session: Session, prompt: np.ndarray, names: list[str], result: SampleResult) -> None:
-        """Keep the responses of a request under their ``names``."""
+        """Record the responses of a request under ``names``."""
         for name, sample in zip(names, result.samples, strict=True):
             tokens, logprobs = np.asarray(sample.tokens, np.int64), np.asarray(sample.logprobs, np.float32)
             sequence = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
-            self.kept(name, sequence)
+            self.on_keep(name, sequence)
             self.keep(session.tenant, name, sequence)
 
     def keep(self, tenant: str, name: str, sequence: RecordedSequence) -> None:
-        """Keep a response of a tenant from now on; older ones make room."""
+        """Add a tenant's response; drop older ones beyond the limit."""
         sequence.used = self._clock()
-        self._kept.setdefault(tenant, OrderedDict())[name] = sequence
+        self._sequences.setdefault(tenant, OrderedDict())[name] = sequence
         self._tokens[tenant] = self._tokens.get(tenant, 0) + len(sequence.prompt) + len(sequence.tokens)
-        while self._tokens.get(tenant, 0) > self._most:
-            self._drop(tenant, next(iter(self._kept[tenant])))
+        while self._tokens.get(tenant, 0) > self._max_tokens:
+            self._drop(tenant, next(iter(self._sequences[tenant])))
 
     def watch(self, future: Future, session: Session, prompt: np.ndarray) -> None:
-        """Keep what a request to sample will give, under the names that its client was told."""
+        """Record the responses of a pending sampling request when it completes, under the names that its client has."""
         answer_of = future.answer_of
 
         def answer(value: object) -> SampleAnswer:
@@ -82,35 +82,35 @@ class Sequences:
         future.answer_of = answer
 
     def find(self, tenant: str, session: str, name: str) -> RecordedSequence:
-        """Return a response of a session, which is kept for another day.
+        """Return a session's response and restart its retention.
 
         Raises:
-            DataError: none of that name was recorded there, or it is not kept any more.
+            DataError: no such response was recorded in the session, or it was dropped.
         """
-        sequence = self._kept.get(tenant, {}).get(name)
+        sequence = self._sequences.get(tenant, {}).get(name)
         if sequence is None or sequence.session != session:
             raise DataError(
-                f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it is not kept any more"
+                f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it was dropped since"
             )
         sequence.used = self._clock()
-        self._kept[tenant].move_to_end(name)
+        self._sequences[tenant].move_to_end(name)
         return sequence
 
     def forget(self, session: Session) -> None:
-        """Drop what a session sampled."""
-        sequences = self._kept.get(session.tenant, {})
+        """Drop the responses of a session."""
+        sequences = self._sequences.get(session.tenant, {})
         for name in [name for name, sequence in sequences.items() if sequence.session == session.name]:
             self._drop(session.tenant, name)
 
     def expire(self) -> None:
-        """Drop what nobody has used for a day."""
-        for tenant, sequences in list(self._kept.items()):
+        """Drop responses past their retention."""
+        for tenant, sequences in list(self._sequences.items()):
             while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
                 self._drop(tenant, next(iter(sequences)))
 
     def _drop(self, tenant: str, name: str) -> None:
-        gone = self._kept[tenant].pop(name)
-        self.dropped(name)
-        self._tokens[tenant] -= len(gone.prompt) + len(gone.tokens)
-        if not self._kept[tenant]:
-            del self._kept[tenant], self._tokens[tenant]
+        sequence = self._sequences[tenant].pop(name)
+        self.on_drop(name)
+        self._tokens[tenant] -= len(sequence.prompt) + len(sequence.tokens)
+        if not self._sequences[tenant]:
+            del self._sequences[tenant], self._tokens[tenant]

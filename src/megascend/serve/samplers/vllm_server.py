@@ -1,7 +1,7 @@
-"""A running vLLM server as what answers requests to sample: vLLM's OpenAI-compatible API, by token ids.
+"""Client of a vLLM server's OpenAI-compatible API, by token ids.
 
 Written for vLLM 0.32 (docs.vllm.ai: "OpenAI-Compatible Server", "LoRA Adapters"). The server must report log-probabilities of the
-model's own distribution (``--logprobs-mode raw_logprobs``, vLLM's default).
+unmodified distribution (``--logprobs-mode raw_logprobs``, vLLM's default).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 CONTROL_S = 60.0
 LOAD_S = 300.0
 HEALTH_S = 10.0
-SHOWN = 500
-"""Characters of an answer that an error shows."""
+MAX_SHOWN = 500
+"""Maximum characters of an answer quoted in an error."""
 
 
 class RefusedError(EngineError):
-    """The server takes no such request (status 400 or 422)."""
+    """The server refused the request (status 400 or 422)."""
 
 
 class UnknownModelError(EngineError):
-    """The server has no model or adapter of that name: it was started again, for example."""
+    """The server has no model or adapter of that name, for example after a restart."""
 
 
 class ServerFailedError(EngineError):
-    """The server did not do what it should: a status that says nothing of the request, or an answer that cannot be read."""
+    """The server failed: a status that is not the request's fault, or an unreadable answer."""
 
 
 class VllmServer:
-    """One vLLM server, which others may use as well. Every call has a deadline; connections are not kept.
+    """One vLLM server, possibly shared with other clients. Every call has a deadline; connections are not reused.
 
     Args:
         address: ``http://HOST:PORT``.
-        key: its ``--api-key``, if it has one.
-        answer_s: deadline of a request for responses, in seconds, its waiting in the server's queue included.
+        key: its ``--api-key``, if any.
+        answer_s: deadline of a sampling request in seconds, including the wait in the server's queue.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: invalid address.
     """
 
     def __init__(self, address: str, key: str | None = None, answer_s: float = 1800.0) -> None:
@@ -52,22 +52,22 @@ class VllmServer:
         self._answer_s = answer_s
 
     async def models(self) -> list[dict[str, Any]]:
-        """Its models, adapters among them: ``id``, ``root``, ``parent``, ``max_model_len``.
+        """List models and adapters: ``id``, ``root``, ``parent``, ``max_model_len``.
 
         Raises:
-            EngineError, EngineLostError, EngineTimeoutError: as all methods.
+            EngineError, EngineLostError, EngineTimeoutError: like all methods.
         """
-        found = (await self._ask("GET", "/v1/models", None, CONTROL_S)).get("data")
-        if not isinstance(found, list) or not all(isinstance(each, dict) and "id" in each for each in found):
-            raise EngineError(f"{self.name}: /v1/models: not a list of models: {str(found)[:SHOWN]}")
-        return found
+        models = (await self._ask("GET", "/v1/models", None, CONTROL_S)).get("data")
+        if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
+            raise EngineError(f"{self.name}: /v1/models: not a list of models: {str(models)[:MAX_SHOWN]}")
+        return models
 
     async def check_health(self) -> None:
-        """Raises an error unless it says within ``HEALTH_S`` that its engine is at work."""
+        """Raise an error unless the server reports a healthy engine within ``HEALTH_S``."""
         await self._ask("GET", "/health", None, HEALTH_S)
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load the adapter that ``directory`` holds, which the server reads itself; one of that name is left as it is."""
+        """Have the server load an adapter from ``directory``; an adapter already loaded under that name is kept."""
         try:
             await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}, LOAD_S)
         except (RefusedError, UnknownModelError, ServerFailedError) as error:
@@ -79,30 +79,30 @@ class VllmServer:
                 ) from error
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; nothing happens if there is none."""
+        """Unload an adapter; a missing one is ignored."""
         try:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_S)
         except UnknownModelError:
             return
 
     async def sample(self, request: SampleRequest, model: str, ends: Sequence[int] = ()) -> SampleResult:
-        """Answer a request.
+        """Sample responses to a request.
 
         Args:
             model: name of the model or adapter.
             ends: tokens that end every response.
 
         Raises:
-            UnknownModelError: there is no such model.
-            RefusedError: it cannot be answered.
-            ServerFailedError: any other status but 200, or an answer that cannot be read.
+            UnknownModelError: unknown model.
+            RefusedError: the server refused the request.
+            ServerFailedError: any other status than 200, or an unreadable answer.
         """
         answer = await self._ask("POST", "/v1/completions", body_of(request, model, ends), self._answer_s)
         try:
             return result_of(request, answer)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFailedError(
-                f"{self.name}: the answer cannot be read ({error!r}): {str(answer)[:SHOWN]}"
+                f"{self.name}: the answer cannot be read ({error!r}): {str(answer)[:MAX_SHOWN]}"
             ) from error
 
     async def _ask(self, method: str, target: str, fields: Any, timeout_s: float) -> dict[str, Any]:
@@ -114,33 +114,33 @@ class VllmServer:
         if answer.status != 200:
             kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
             message = message_of(answer.body.decode("utf-8", "replace"))
-            raise kind(f"{self.name}: {target}: status {answer.status}: {message[:SHOWN]}")
+            raise kind(f"{self.name}: {target}: status {answer.status}: {message[:MAX_SHOWN]}")
         content = answer.json()
         return content if isinstance(content, dict) else {"text": content}
 
 
 def message_of(text: str) -> str:
-    """What an error's body says, in vLLM's form or another. Pure."""
+    """Return the message in an error body, in vLLM's format or any other. Pure."""
     try:
-        found = json.loads(text)
-        inner = found.get("error", found)
+        content = json.loads(text)
+        inner = content.get("error", content)
         return str(inner.get("message", text) if isinstance(inner, Mapping) else inner)
     except (ValueError, AttributeError):
         return text
 
 
 def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dict[str, Any]:
-    """The body of ``/v1/completions``. Pure.
+    """Build the body of ``/v1/completions``. Pure.
 
-    Every setting is sent: the server takes others from the model's generation_config.json.
+    Every setting is sent, because the server would take omitted ones from the model's generation_config.json.
     """
     params = request.params
-    stops = [each for each in params.stop if isinstance(each, str)]
+    stops = [stop for stop in params.stop if isinstance(stop, str)]
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.prompt),
         "n": request.num_samples,
-        "max_tokens": max(params.max_tokens, 1),  # it refuses 0
+        "max_tokens": max(params.max_tokens, 1),  # vLLM refuses 0; result_of drops the token
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
@@ -150,7 +150,7 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
         "frequency_penalty": 0.0,
         "stop": stops,
         "include_stop_str_in_output": True,
-        "stop_token_ids": sorted({*ends, *(each for each in params.stop if isinstance(each, int))}),
+        "stop_token_ids": sorted({*ends, *(stop for stop in params.stop if isinstance(stop, int))}),
         "skip_special_tokens": False,
         "logprobs": request.topk_logprobs,
         "return_token_ids": True,
@@ -164,31 +164,35 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
 
 
 def result_of(request: SampleRequest, answer: Mapping[str, Any]) -> SampleResult:
-    """What the server's answer says. Pure.
+    """Parse the server's answer. Pure.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: it is not an answer to this request.
+        KeyError, TypeError, ValueError, IndexError: not an answer to this request.
     """
-    choices = sorted(answer["choices"], key=lambda each: each["index"])
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != request.num_samples:
-        raise ValueError(f"{len(choices)} responses, {request.num_samples} were asked for")
+        raise ValueError(f"{len(choices)} responses instead of {request.num_samples}")
     samples = tuple(_sequence(request, choice) for choice in choices)
     prompt, top = None, None
     if request.prompt_logprobs or request.topk_prompt_logprobs:
-        places = choices[0]["prompt_logprobs"]
-        if len(places) != len(request.prompt):
-            raise ValueError(f"log-probabilities of {len(places)} prompt tokens, not {len(request.prompt)}")
+        entries = choices[0]["prompt_logprobs"]
+        if len(entries) != len(request.prompt):
+            raise ValueError(f"log-probabilities of {len(entries)} prompt tokens, not {len(request.prompt)}")
         if request.prompt_logprobs:
-            pairs = zip(places, request.prompt, strict=True)
-            prompt = tuple(None if place is None else float(place[str(token)]["logprob"]) for place, token in pairs)
+            pairs = zip(entries, request.prompt, strict=True)
+            prompt = tuple(None if entry is None else float(entry[str(token)]["logprob"]) for entry, token in pairs)
         if count := request.topk_prompt_logprobs:
-            top = tuple(None if place is None else _likeliest(_of_prompt(place), count) for place in places)
+            by_token = [
+                None if entry is None else {int(token): float(v["logprob"]) for token, v in entry.items()}
+                for entry in entries
+            ]
+            top = tuple(None if values is None else _likeliest(values, count) for values in by_token)
     return SampleResult(samples, prompt, top)
 
 
 def _sequence(request: SampleRequest, choice: Mapping[str, Any]) -> SampledSequence:
-    found = choice["logprobs"]
-    tokens, logprobs = tuple(map(int, choice["token_ids"])), tuple(map(float, found["token_logprobs"]))
+    details = choice["logprobs"]
+    tokens, logprobs = tuple(map(int, choice["token_ids"])), tuple(map(float, details["token_logprobs"]))
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probabilities")
     if request.params.max_tokens == 0:
@@ -198,22 +202,18 @@ def _sequence(request: SampleRequest, choice: Mapping[str, Any]) -> SampledSeque
         raise ValueError(f"finish_reason {reason!r}")
     top = None
     if count := request.topk_logprobs:
-        places = found["top_logprobs"][: len(tokens)]
-        top = tuple(_likeliest({_token(text): float(v) for text, v in place.items()}, count) for place in places)
+        entries = details["top_logprobs"][: len(tokens)]
+        top = tuple(_likeliest({_token(text): float(v) for text, v in entry.items()}, count) for entry in entries)
     return SampledSequence(tokens, logprobs, "length" if request.params.max_tokens == 0 else reason, top)
 
 
-def _of_prompt(place: Mapping[str, Any]) -> dict[int, float]:
-    return {int(token): float(found["logprob"]) for token, found in place.items()}
-
-
 def _likeliest(values: Mapping[int, float], count: int) -> TopLogprobs:
-    """The server adds the token itself, where it is not among the likeliest."""
-    return tuple(sorted(values.items(), key=lambda each: (-each[1], each[0]))[:count])
+    """Return the ``count`` likeliest tokens; vLLM adds the actual token if it is not among them."""
+    return tuple(sorted(values.items(), key=lambda pair: (-pair[1], pair[0]))[:count])
 
 
 def _token(text: str) -> int:
-    """Of ``token_id:123``."""
+    """Parse ``token_id:123``."""
     name, _, number = text.partition(":")
     if name != "token_id":
         raise ValueError(f"{text!r} is not a token id")

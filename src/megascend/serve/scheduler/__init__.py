@@ -1,1 +1,1 @@
-"""From a request to the ranks and back: its turn (`turns`), its way (`inbox`), its run (`lines`), its answer (`futures`)."""
+"""The path of a request to the ranks and back: `commands`, `inbox`, the `runner` on all ranks, `futures` for answers."""

@@ -1,4 +1,4 @@
-"""What rank 0 tells all ranks to do for one model. Commands travel between the ranks of the job only."""
+"""Commands that rank 0 broadcasts to all ranks, each for one model. They are pickled, and never leave the job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megascend.sampling.request import SampleRequest
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """Base of all.
+    """Base class of all commands.
 
     Attributes:
-        number: of the future that waits for the outcome.
-        adapter: name of the model's adapter on the backend.
+        number: number of the future that waits for the outcome.
+        adapter: adapter name on the backend.
     """
 
     number: int
@@ -26,17 +26,17 @@ class Command:
 
     @property
     def tokens(self) -> int:
-        """Input tokens that the model will read."""
+        """Number of input tokens that the command processes."""
         return 0
 
 
 @dataclass(frozen=True, eq=False)
 class Create(Command):
-    """A new adapter, from nothing or from a directory.
+    """Create an adapter, newly initialized or loaded from a directory.
 
     Attributes:
-        path: where to load it from.
-        optimizer: load the optimizer's state, too.
+        path: directory to load from, or None.
+        optimizer: load the optimizer state, too.
     """
 
     lora: Lora | None
@@ -46,7 +46,7 @@ class Create(Command):
 
 @dataclass(frozen=True, eq=False)
 class Load(Command):
-    """Put what a directory holds in the adapter's place."""
+    """Replace the adapter with the one in a directory."""
 
     path: str
     optimizer: bool
@@ -62,15 +62,15 @@ class Save(Command):
 
 @dataclass(frozen=True, eq=False)
 class Remove(Command):
-    """Forget the adapter. What of it still waits fails; it needs no turn."""
+    """Remove the adapter at once, ahead of its waiting commands, which fail."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward(Command):
-    """Gradients of a sum over samples.
+    """Accumulate gradients of a loss summed over samples.
 
     Attributes:
-        problem: why there are no samples; the step that this request belongs to fails then.
+        problem: error that left no samples; it fails the optimizer step that this request belongs to.
     """
 
     samples: Sequence[Sample]
@@ -84,7 +84,7 @@ class ForwardBackward(Command):
 
 @dataclass(frozen=True, eq=False)
 class Forward(Command):
-    """Log-probabilities of samples."""
+    """Compute log-probabilities of samples."""
 
     samples: Sequence[Sample]
 
@@ -95,10 +95,10 @@ class Forward(Command):
 
 @dataclass(frozen=True, eq=False)
 class OptimizerStep(Command):
-    """One step with settings of its own.
+    """Take one optimizer step.
 
     Attributes:
-        problem: why it is not made; what the model has accumulated is dropped then.
+        problem: error that prevents the step; accumulated gradients are dropped.
     """
 
     adam: Adam
@@ -107,10 +107,10 @@ class OptimizerStep(Command):
 
 @dataclass(frozen=True, eq=False)
 class Respond(Command):
-    """Responses to a prompt.
+    """Sample responses to a prompt.
 
     Attributes:
-        tenant: whose turn it takes.
+        tenant: tenant that the request is scheduled for.
     """
 
     request: SampleRequest
@@ -119,22 +119,22 @@ class Respond(Command):
 
 @dataclass(frozen=True, eq=False)
 class Cancel(Command):
-    """Nobody waits any more for the request to sample of this ``number``. It needs no turn."""
+    """Cancel the sampling request with this ``number``, at once."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command: a value, or an error.
+    """The result of a command: a value or an error.
 
     Attributes:
-        together: how many adapters were in the batch that it ran in; 0 if it ran in none.
-        waited: units of work that ran after it was the first of its model and before its own; None if that was not counted.
-        waited_s: seconds of that time, of rank 0's clock.
+        batch_adapters: number of adapters in the batch that it ran in; 0 if it ran in none.
+        wait_units: units of work between becoming the first command of its model and running; None if not counted.
+        wait_seconds: the same in seconds of rank 0's clock.
     """
 
     number: int
     value: Any = None
     error: Exception | None = None
-    together: int = 0
-    waited: int | None = None
-    waited_s: float = 0.0
+    batch_adapters: int = 0
+    wait_units: int | None = None
+    wait_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Promises to clients: made when a request is taken, kept or broken when it has run, forgotten some time later.
+"""Futures of requests: created on arrival, completed or failed when the command has run, dropped some time later.
 
 Used from the HTTP server's event loop only.
 """
@@ -15,30 +15,30 @@ from typing import Any
 from megascend.serve.errors import Failure
 
 RETRIEVED_S = 120.0
-"""An answer that was fetched is kept so long, for a client that lost it on the way."""
-MOST_KEPT = 16384
-"""Answers of one tenant that are kept; the oldest makes room, fetched or not."""
-LEAST_BYTES = 2048
-"""Of an answer, with all that is kept beside it."""
+"""Retention of a fetched answer, for a client that lost the response."""
+MAX_ANSWERS = 16384
+"""Maximum number of answers retained per tenant; beyond it the oldest is dropped, fetched or not."""
+ANSWER_OVERHEAD_BYTES = 2048
+"""Bytes charged for an answer in addition to its arrays."""
 
 
 @dataclass(eq=False)
 class Future:
-    """What a request will give.
+    """The pending or finished result of a request.
 
     Attributes:
-        name: what clients ask for it by.
-        model: that the request is for; None for others.
-        kind: of the request, for logs and figures.
-        tokens: that it reads.
-        parts: responses, of a request to sample.
-        answer_of: makes the answer from what the ranks return.
-        then: called with True when it has succeeded, False when it has failed.
-        answer: for the client, once it is there.
-        number_in_line: of its model's request, if it has one.
-        noted: the database has its request.
-        internal: no client knows its name: it is forgotten when it has ended.
-        size: bytes that its answer is taken to have.
+        name: request id known to the client.
+        model: model of the request, or None.
+        kind: kind of the request, for logs and metrics.
+        tokens: number of tokens that it processes.
+        parts: number of responses of a sampling request.
+        answer_of: builds the answer from the ranks' return value.
+        then: callback, called with True on success and False on failure.
+        answer: answer for the client, once finished.
+        number_in_line: number in its model's order, or None.
+        noted: True once the database has its request.
+        internal: no client knows its name; dropped as soon as it ends.
+        size: bytes charged for its answer.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Future:
     tenant: str
     model: str | None
     kind: str
-    made: float
+    created: float
     tokens: int = 0
     parts: int = 1
     answer_of: Callable[[Any], Any] = field(default=lambda value: {})
@@ -64,12 +64,12 @@ class Future:
 
 @dataclass
 class Account:
-    """What counts for one tenant.
+    """Resources in use by one tenant.
 
     Attributes:
-        tokens: of its requests that have not ended.
-        answers: that are kept, by their futures' numbers, in the order they ended.
-        bytes: of these.
+        tokens: tokens of its pending requests.
+        answers: retained answers by future number, in the order they ended.
+        bytes: size of the retained answers.
     """
 
     tokens: int = 0
@@ -78,16 +78,16 @@ class Account:
 
 
 class Futures:
-    """All futures that are not forgotten.
+    """All futures that have not been dropped.
 
     Args:
-        clock: seconds, monotonic.
-        keep_s: how long an answer is kept that nobody fetches.
-        most_bytes: of one tenant's answers; of those that were fetched, the oldest make room.
+        clock: monotonic seconds.
+        keep_s: retention of an answer that is not fetched.
+        max_bytes: limit of one tenant's answers; beyond it, fetched answers are dropped, oldest first.
     """
 
-    def __init__(self, clock: Callable[[], float], keep_s: float, most_bytes: int = 2**62) -> None:
-        self._clock, self._keep_s, self._most_bytes = clock, keep_s, most_bytes
+    def __init__(self, clock: Callable[[], float], keep_s: float, max_bytes: int = 2**62) -> None:
+        self._clock, self._keep_s, self._max_bytes = clock, keep_s, max_bytes
         self._by_number: dict[int, Future] = {}
         self._by_name: dict[str, Future] = {}
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
@@ -96,7 +96,7 @@ class Futures:
         self.completions = Completions()
 
     def make(self, name: str, tenant: str, model: str | None, kind: str, **values: Any) -> Future:
-        """Make a new future, which is pending."""
+        """Create a pending future."""
         self._count += 1
         future = Future(self._count, name, tenant, model, kind, self._clock(), **values)
         self._by_name[name] = self._by_number[future.number] = future
@@ -105,66 +105,67 @@ class Futures:
         return future
 
     def get(self, name: str, tenant: str) -> Future | None:
-        """Return a tenant's future; None if it is another's, forgotten, or was never made."""
+        """Return a tenant's future; None if it is unknown, dropped or another tenant's."""
         future = self._by_name.get(name)
+        # The same answer for another tenant's future as for none, so that names cannot be probed.
         return future if future is not None and future.tenant == tenant else None
 
-    def numbered(self, number: int) -> Future | None:
-        """Return the future of a command."""
+    def by_number(self, number: int) -> Future | None:
+        """Return the future with the number that its command carries."""
         return self._by_number.get(number)
 
     def pending(self, model: str) -> int:
-        """Count a model's futures that have not ended."""
+        """Count a model's pending futures."""
         return self._pending[model]
 
     def tokens(self, tenant: str) -> int:
-        """Count a tenant's tokens that have not ended."""
+        """Count the tokens of a tenant's pending requests."""
         return self._accounts[tenant].tokens if tenant in self._accounts else 0
 
     def full(self, tenant: str) -> bool:
-        """Whether a tenant's answers that were not fetched take all the room that there is for its answers."""
+        """Check whether a tenant's unfetched answers exceed its limit, after dropping fetched ones."""
         account = self._accounts.get(tenant)
         if account is None:
             return False
-        for future in list(account.answers.values()):  # fetched ones make room, the oldest first
-            if account.bytes <= self._most_bytes:
+        for future in list(account.answers.values()):  # oldest first
+            if account.bytes <= self._max_bytes:
                 break
             if future.retrieved is not None:
                 self._drop(future)
-        return account.bytes > self._most_bytes
+        return account.bytes > self._max_bytes
 
     def pending_by_kind(self) -> Mapping[str, int]:
-        """Count futures that have not ended, by kind."""
+        """Count pending futures by kind."""
         return Counter(future.kind for future in self._by_number.values() if future.ended is None)
 
     def ended_of(self, model: str) -> list[Future]:
-        """List a model's futures that have ended and are not forgotten, in the order they were made."""
-        return [each for each in self._by_number.values() if each.model == model and each.ended is not None]
+        """List a model's finished futures that are still retained, in the order of creation."""
+        return [future for future in self._by_number.values() if future.model == model and future.ended is not None]
 
-    def keep_longer(self) -> None:
-        """Count the time of all answers from now on, as nobody could fetch them."""
+    def restart_retention(self) -> None:
+        """Restart the retention of all answers, after a time in which they could not be fetched."""
         for account in self._accounts.values():
             for future in account.answers.values():
                 future.ended = self._clock()
                 future.retrieved = None if future.retrieved is None else self._clock()
 
-    def keep(self, future: Future, value: Any) -> None:
-        """End a future with what the ranks returned."""
+    def complete(self, future: Future, value: Any) -> None:
+        """Complete a future with the ranks' return value; it fails if no answer can be built from that."""
         try:
             future.answer = future.answer_of(value)
-        except Exception as error:  # noqa: BLE001  an answer that cannot be made must not end the server
-            self.break_(future, Failure.of(error))
+        except Exception as error:  # noqa: BLE001  an error in one answer must not end the server
+            self.fail(future, Failure.of(error))
             return
         self._end(future, True)
 
-    def break_(self, future: Future, failure: Failure) -> None:
-        """End a future with a failure."""
+    def fail(self, future: Future, failure: Failure) -> None:
+        """Fail a future."""
         future.failure = failure
         self._end(future, False)
 
     def _end(self, future: Future, succeeded: bool) -> None:
         if future.ended is not None:
-            return
+            return  # the first outcome counts
         future.ended = self._clock()
         account = self._accounts[future.tenant]
         account.tokens -= future.tokens
@@ -178,31 +179,31 @@ class Futures:
             self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)
         future.changed.set()
-        future.answer_of, future.then = _answered, _answered  # what they held of the request is not needed any more
+        future.answer_of, future.then = _answered, _answered  # releases the request's samples, which the closures hold
 
     def _make_room(self, account: Account, future: Future) -> None:
-        """Count an answer that is kept from now on, and drop the tenant's oldest if there are too many."""
-        future.size = LEAST_BYTES + getattr(future.answer, "nbytes", 0)
+        """Charge a new answer to its tenant; drop the tenant's oldest beyond the limit."""
+        future.size = ANSWER_OVERHEAD_BYTES + getattr(future.answer, "nbytes", 0)
         account.answers[future.number] = future
         account.bytes += future.size
-        while len(account.answers) > MOST_KEPT:
+        while len(account.answers) > MAX_ANSWERS:
             self._drop(next(iter(account.answers.values())))
         self.full(future.tenant)
 
     def release(self, name: str, tenant: str) -> None:
-        """Note that a client has an answer, as it says."""
+        """Mark an answer as fetched, as acknowledged by the client."""
         future = self.get(name, tenant)
         if future is not None and future.ended is not None:
             future.retrieved = future.retrieved or self._clock()
 
     def forget_fetched(self, model: str) -> None:
-        """Drop what was fetched of a model that is gone: its client goes on with others."""
+        """Drop fetched answers of a removed model: its client will not ask again."""
         for future in self.ended_of(model):
             if future.retrieved is not None:
                 self._drop(future)
 
     def forget(self) -> None:
-        """Drop answers whose time is over."""
+        """Drop answers past their retention."""
         now = self._clock()
         for account in list(self._accounts.values()):
             for future in list(account.answers.values()):
@@ -218,6 +219,7 @@ class Futures:
             account.bytes -= future.size
         if not account.answers and not account.tokens:
             del self._accounts[future.tenant]
+        # Its name may be in use by a newer future: that of a request sent again after this one was dropped.
         if self._by_name.get(future.name) is future:
             del self._by_name[future.name]
             self.completions.drop(future.name)
@@ -228,13 +230,13 @@ def _answered(value: Any) -> Any:
 
 
 CLONE = 1_000_000_000
-"""Clients that share a sampler count their requests from a multiple of this on."""
+"""Clients that share a sampler number their requests from multiples of this."""
 _REQUEST = re.compile(r"(s-[0-9a-f]{32}:sample:[0-9]+):request:([0-9]+)")
 
 
 @dataclass
 class _Log:
-    """Requests of one client of a sampler that have ended, in their order: by name, their place and whether they succeeded."""
+    """Finished requests of one client of a sampler, in order: name to (position, succeeded)."""
 
     ended: dict[str, tuple[int, bool]] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -242,14 +244,14 @@ class _Log:
 
 
 class Completions:
-    """Requests to sample that have ended, for each client of each sampler, so that one call can ask for all of them."""
+    """Finished sampling requests by client of a sampler, so that one call can poll for all of them."""
 
     def __init__(self) -> None:
         self._count = 0
         self._logs: dict[tuple[str, int], _Log] = {}
 
     def add(self, request: str, *, succeeded: bool) -> None:
-        """Note that a request has ended; those that are not a sampler's are passed over."""
+        """Record a finished request; requests that are not a sampler's are ignored."""
         match = _REQUEST.fullmatch(request)
         if match is None:
             return
@@ -259,15 +261,15 @@ class Completions:
         log.changed.set()
 
     async def since(self, sampler: str, clone: int, seen: int, timeout_s: float) -> tuple[dict[str, bool], int]:
-        """Return requests that have ended, and whether they succeeded; wait for one if there is none.
+        """Return (name to succeeded of finished requests, cursor); wait for one if there is none.
 
         Args:
-            seen: what the last call gave beside them; those up to there are forgotten. 0: none.
+            seen: cursor of the previous call, which acknowledges everything up to it; 0 at first.
         """
         log = self._logs.setdefault((sampler, clone), _Log())
         log.waiting += 1
         try:
-            for name in [name for name, (place, _) in log.ended.items() if place <= seen]:
+            for name in [name for name, (position, _) in log.ended.items() if position <= seen]:
                 del log.ended[name]
             if not log.ended and timeout_s > 0:
                 log.changed.clear()
@@ -277,11 +279,11 @@ class Completions:
         finally:
             log.waiting -= 1
             self._tidy(sampler, clone, log)
-        last = max((place for place, _ in log.ended.values()), default=seen)
+        last = max((position for position, _ in log.ended.values()), default=seen)
         return {name: succeeded for name, (_, succeeded) in log.ended.items()}, last
 
     def drop(self, request: str) -> None:
-        """Forget a request whose answer is forgotten."""
+        """Remove a request whose answer has been dropped."""
         match = _REQUEST.fullmatch(request)
         key = (match[1], int(match[2]) // CLONE) if match is not None else ("", 0)
         if key in self._logs:

@@ -1,4 +1,4 @@
-"""Commands on their way from the HTTP server's thread to the ranks, gathered so that several models share a batch."""
+"""Queue of commands from the HTTP server's thread to the ranks, collected so that several models share a batch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable
 from megascend.serve.scheduler.commands import Command, Remove
 
 KEEP_ALIVE_S = 1.0
-"""Ranks without work meet this often, so that one that is gone is noticed."""
+"""Idle ranks synchronize this often, so that a lost rank is noticed."""
 SOON = 4
-"""A model that lately took no more than so many windows from an answer to its next request is worth a window's wait."""
+"""A model whose last pause between answer and next request was at most this many windows is worth waiting for."""
 
 
 class Inbox:
-    """A thread-safe line of commands.
+    """A thread-safe queue of commands.
 
     Args:
-        window_s: how long the first command waits for those of other models, where nothing else is to be done; and how long a
-            batch waits for models that were answered just now, and usually come again at once. Without that, tenants fall into
-            two groups, each of which sends while the batch of the other one runs.
-        max_tokens: once so many tokens are there, nothing waits.
-        stopped: asked now and then; once it says True, the inbox is closed.
+        window_s: time that the first command waits for those of other models while the ranks are idle, and that a batch waits
+            for models that were just answered and usually send their next request at once. Without the latter, tenants split
+            into two groups, each of which sends while the batch of the other runs, and batches stay half full.
+        max_tokens: number of tokens from which on nothing waits.
+        stopped: polled by :meth:`take`; True closes the inbox.
     """
 
     def __init__(self, window_s: float, max_tokens: int, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -32,12 +32,12 @@ class Inbox:
         self._changed = threading.Condition()
         self._closed = False
         self._models = 0
-        self._answered: dict[str, float] = {}  # when models were answered that have sent nothing since
-        self._pauses: dict[str, float] = {}  # of models, from their last answer to what came after it
-        self._missed: set[str] = set()  # were waited for in vain
+        self._answered: dict[str, float] = {}  # time of the last answer, of models that have sent nothing since
+        self._pauses: dict[str, float] = {}  # seconds between a model's last answer and its next request
+        self._missed: set[str] = set()  # models that did not arrive within a window spent on them
 
-    def put(self, *commands: Command) -> None:
-        """Add commands; several are taken together."""
+    def submit(self, *commands: Command) -> None:
+        """Add commands; several in one call are taken together."""
         with self._changed:
             self._commands.extend(commands)
             for command in commands:
@@ -45,7 +45,7 @@ class Inbox:
             self._changed.notify()
 
     def set_models(self, count: int) -> None:
-        """Set how many models there are: once each has a command here, there is nobody to wait for."""
+        """Set the number of models: once each has a command here, there is nothing to wait for."""
         with self._changed:
             self._models = count
             self._changed.notify()
@@ -57,18 +57,17 @@ class Inbox:
             self._changed.notify()
 
     def answered(self, models: Iterable[str]) -> None:
-        """Note that all requests of these models have their answers."""
+        """Record that all requests of these models have been answered."""
         with self._changed:
-            gone = {command.adapter for command in self._commands if isinstance(command, Remove)}
-            self._answered |= dict.fromkeys([model for model in models if model not in gone], time.monotonic())
+            removed = {command.adapter for command in self._commands if isinstance(command, Remove)}
+            self._answered |= dict.fromkeys([model for model in models if model not in removed], time.monotonic())
 
     def take(self, *, wait: bool, ready: int = 0) -> list[Command] | None:
-        """Take all commands that are there; perhaps none. None once the inbox is closed.
+        """Take all queued commands, possibly none; None once the inbox is closed.
 
         Args:
-            wait: wait up to a second for the first one, and then as long as the window is for others.
-            ready: tokens of the next batch, without what is here. If there are any, models that were answered just now are
-                waited for, as long as the window is.
+            wait: wait up to a second for a first command, then for a window for others.
+            ready: tokens already in the next batch; if there are any, wait up to a window for models that were just answered.
         """
         with self._changed:
             if wait and self._changed.wait_for(lambda: self._commands or self._closed, KEEP_ALIVE_S):
@@ -76,6 +75,7 @@ class Inbox:
                 self._changed.wait_for(self._complete, max(0.0, end - time.monotonic()))
             elif 0 < ready < self._max_tokens:
                 self._wait_for_expected(ready)
+            # Polled on every turn: `stopped` reads a signal handler's flag, and a handler cannot take this lock to notify.
             if self._closed or self._stopped():
                 return None
             commands, self._commands = self._commands, []
@@ -90,20 +90,20 @@ class Inbox:
         }
 
         def there() -> bool:
-            enough = ready + self._tokens() >= self._max_tokens
-            return self._closed or enough or self._answered.keys().isdisjoint(expected)
+            full = ready + self._tokens() >= self._max_tokens
+            return self._closed or full or self._answered.keys().isdisjoint(expected)
 
         if expected and not self._changed.wait_for(there, max(expected.values()) - now):
             self._missed |= self._answered.keys() & expected
 
     def _note(self, command: Command) -> None:
-        """Note how long a model has taken to come again."""
+        """Record a model's pause between its last answer and this command."""
         model, since = command.adapter, self._answered.pop(command.adapter, None)
         if isinstance(command, Remove):
             self._pauses.pop(model, None)
             self._missed.discard(model)
         elif since is not None:
-            missed = model in self._missed  # is not waited for the next time
+            missed = model in self._missed  # then it is not waited for the next time
             self._missed.discard(model)
             self._pauses[model] = math.inf if missed else time.monotonic() - since
 
@@ -111,5 +111,5 @@ class Inbox:
         return sum(command.tokens for command in self._commands)
 
     def _complete(self) -> bool:
-        enough = self._tokens() >= self._max_tokens
-        return self._closed or enough or len({command.adapter for command in self._commands}) >= self._models
+        full = self._tokens() >= self._max_tokens
+        return self._closed or full or len({command.adapter for command in self._commands}) >= self._models

@@ -1,1 +1,1 @@
-"""``--durable``: what the service promises is in a database in storage before it is promised, and a restart repeats it."""
+"""``--durable``: write-ahead storage of accepted requests in a database, replayed after a restart."""

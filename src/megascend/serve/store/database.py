@@ -2,8 +2,8 @@
 
     session ── sampler, sequence, model ── save, request, answer
 
-Deleting a row deletes its children. SQLite checks the structure of its pages but not their content, so every row has a CRC-32;
-and it drops the rest of a write-ahead log behind a damaged frame without a word, so :func:`check_log` reads the log first.
+Deleting a row deletes its children. SQLite checks the structure of its pages but not their content, so every row has a CRC-32.
+SQLite also silently drops the rest of a write-ahead log behind a damaged frame, so :func:`check_log` reads the log first.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PARENTS: Mapping[str, str | None] = {
     "request": "model",
     "answer": "model",
 }
-"""The kinds of rows, and the kind of each one's parent."""
+"""Row kind to parent kind."""
 
 APPLICATION, VERSION = 0x6D656761, 1
 LOG_BYTES = 64 * 2**20
-"""What is left of a write-ahead log that a large batch has made larger."""
+"""Size that SQLite truncates the write-ahead log to after a large batch."""
 ADVICE = (
-    "The server does not start, as it would lose steps; restore the directory from a copy, or move it away to begin "
-    "without it"
+    "The server does not start, because it would lose steps: restore the directory from a backup, or move it away to "
+    "start without it"
 )
 _TABLE = """CREATE TABLE rows (
     id INTEGER PRIMARY KEY,
@@ -65,8 +65,8 @@ class StoredRow:
         kind: one of :data:`PARENTS`.
         name: unique within its kind.
         parent: name of its session or model.
-        number: of a request and its answer, in the model's order.
-        values: what JSON can hold.
+        number: number of a request or answer in the model's order.
+        values: fields that JSON can represent.
     """
 
     kind: str
@@ -79,20 +79,20 @@ class StoredRow:
 
 @dataclass(frozen=True)
 class Removal:
-    """Deletes a row and its children; nothing if there is no such row."""
+    """Deletion of a row and its children; a missing row is ignored."""
 
     kind: str
     name: str
 
 
 class StateDatabase:
-    """The database, open in this process alone. Its caller holds a lock; threads may use it one after the other.
+    """The database, opened exclusively. The caller holds the directory's lock; threads must take turns.
 
     Args:
         path: created if it does not exist.
 
     Raises:
-        CheckpointError: it is damaged, or not written by this version.
+        CheckpointError: the database is damaged, or was written by another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,6 +110,7 @@ class StateDatabase:
 
     def _open(self) -> None:
         run = self._connection.execute
+        # locking_mode first: set before WAL mode, WAL needs no shared-memory file.
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             run(f"PRAGMA {pragma}")
         run(f"PRAGMA journal_size_limit = {LOG_BYTES}")
@@ -128,7 +129,7 @@ class StateDatabase:
             pass
 
     def _select(self, condition: str, *values: Any) -> Iterator[StoredRow]:
-        """Read rows, and compare each with its checksum."""
+        """Read rows and verify their checksums."""
         for kind, name, parent, parent_id, number, fields, body, checksum in self._connection.execute(
             f"{_SELECT} {condition}", values
         ):
@@ -139,20 +140,20 @@ class StateDatabase:
             yield StoredRow(kind, name, json.loads(fields), body, parent, number)
 
     def rows(self, kind: str, parent: str | None = None) -> Iterator[StoredRow]:
-        """Read the rows of a kind, or those of one parent, in the order they were first written."""
+        """Read the rows of a kind, optionally of one parent, in the order of first writing."""
         with _naming(self.path):
             yield from self._select(
                 "WHERE row.kind = ? AND (? IS NULL OR parent.name = ?) ORDER BY row.id", kind, parent, parent
             )
 
     def write(self, changes: Sequence[StoredRow | Removal]) -> list[str]:
-        """Apply changes as one transaction, which is on the disk when this returns.
+        """Apply changes in one transaction, which is on disk on return.
 
-        A row whose parent does not exist (any more) is left out. A save takes the place of the one before, and of the requests
-        below its ``following`` with their answers; answers that follow it in ``changes`` stay.
+        A row without an existing parent is skipped. A save replaces the previous one, and deletes the requests below its
+        ``following`` with their answers; answers after it in ``changes`` stay.
 
         Returns:
-            Directories of saves that no row names any more.
+            Directories of saves that are no longer referenced.
 
         Raises:
             sqlite3.OperationalError: nothing was written.
@@ -161,10 +162,10 @@ class StateDatabase:
         with self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
-                unneeded += self._put(change) if isinstance(change, StoredRow) else self._remove(change)
+                unneeded += self._write_row(change) if isinstance(change, StoredRow) else self._remove(change)
         return unneeded
 
-    def _put(self, row: StoredRow) -> list[str]:
+    def _write_row(self, row: StoredRow) -> list[str]:
         run, kind_of_parent, parent = self._connection.execute, PARENTS[row.kind], None
         if kind_of_parent is not None:
             match = run("SELECT id FROM rows WHERE kind = ? AND name = ?", (kind_of_parent, row.parent)).fetchone()
@@ -173,9 +174,8 @@ class StateDatabase:
             (parent,) = match
         unneeded = []
         if row.kind == "save":
-            unneeded = [
-                each.values["directory"] for each in self._select("WHERE row.kind = 'save' AND row.parent = ?", parent)
-            ]
+            earlier = self._select("WHERE row.kind = 'save' AND row.parent = ?", parent)
+            unneeded = [save.values["directory"] for save in earlier]
             covered = (parent, row.values["following"])
             run("DELETE FROM rows WHERE parent = ? AND kind = 'request' AND number < ?", covered)
             run(
@@ -185,6 +185,7 @@ class StateDatabase:
             )
         fields = json.dumps(row.values, separators=(",", ":"))
         content = (row.kind, row.name, parent, row.number, fields, row.body)
+        # An upsert and not REPLACE, which would delete the row and, by cascade, its children.
         run(
             "INSERT INTO rows (kind, name, parent, number, fields, body, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (kind, name) DO UPDATE SET parent = excluded.parent, number = excluded.number, "
@@ -214,7 +215,7 @@ def _checksum(kind: str, name: str, parent: int | None, number: int | None, fiel
 
 
 def _create(path: Path) -> None:
-    """Create the database beside its name, so that a file of that name is always whole."""
+    """Create the database under a temporary name and rename it, so that the file is never incomplete."""
     if _log_of(path).exists():
         raise CheckpointError(f"{path} is missing, and {_log_of(path).name} beside it is not. {ADVICE}")
     with replacing(path, durable=True) as temporary:
@@ -229,7 +230,7 @@ def _create(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of SQLite's."""
+    """Convert SQLite errors to CheckpointError with the path."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -247,14 +248,14 @@ def _log_of(path: Path) -> Path:
 
 
 def check_log(path: Path) -> None:
-    """Check that the valid frames of a database's write-ahead log are all there were, but for a last batch that was cut off.
+    """Check that a write-ahead log has no damage except a truncated last batch.
 
-    A transaction is on the disk before the next one begins. So if a commit lies behind a frame that is not valid, and a frame of
-    the same log behind that commit, the log was damaged. Damage to the last transaction cannot be told from a write
-    that was interrupted: nobody was promised anything of that.
+    A transaction is on disk before the next one begins. So an invalid frame that is followed by a commit and by another frame of
+    the same log means damage. Damage to the last transaction cannot be distinguished from an interrupted write; no client was
+    answered on its basis.
 
     Raises:
-        CheckpointError: it was; the message has the offset.
+        CheckpointError: the log is damaged; the message has the offset.
     """
     log = _log_of(path)
     if not log.exists():
@@ -266,13 +267,13 @@ def check_log(path: Path) -> None:
         magic, _, page_size, _, *salts, first, second = _HEADER.unpack(header)
         order = ">" if magic & 1 else "<"
         sums = _log_sums(header[:24], order, (0, 0))
-        if sums != (first, second):  # it is on the disk before the first frame
+        if sums != (first, second):  # the header is on disk before the first frame
             raise CheckpointError(f"{log}: damaged at offset 0. {ADVICE}")
         invalid, commit_behind, commit_before, offset = None, False, False, _HEADER.size
         while len(frame := file.read(_FRAME.size + page_size)) == _FRAME.size + page_size:
             _, commit, *frame_salts, first, second = _FRAME.unpack_from(frame)
             same_log = frame_salts == salts
-            # Sums go on from those that the frame before has: one that fits was written behind exactly that frame.
+            # Checksums are chained: a frame that fits was written directly behind the previous one.
             fits = same_log and _log_sums(frame[:8] + frame[_FRAME.size :], order, sums) == (first, second)
             if invalid is not None and same_log and (commit_behind or (fits and commit_before)):
                 raise CheckpointError(
@@ -286,9 +287,9 @@ def check_log(path: Path) -> None:
 
 
 def _log_sums(data: bytes, order: str, sums: tuple[int, int]) -> tuple[int, int]:
-    """Continue the checksums of a log over the next bytes."""
+    """Update the chained checksums of a log with more bytes."""
     first, second = sums
-    for one, other in struct.iter_unpack(f"{order}2I", data):
-        first = (first + one + second) & 0xFFFFFFFF
-        second = (second + other + first) & 0xFFFFFFFF
+    for even_word, odd_word in struct.iter_unpack(f"{order}2I", data):
+        first = (first + even_word + second) & 0xFFFFFFFF
+        second = (second + odd_word + first) & 0xFFFFFFFF
     return first, second

@@ -1,4 +1,4 @@
-"""Restart a service from its database: restore sessions, models and answers, and put in line again what no save covers."""
+"""Restore a service from its database: sessions, models and answers, and replay requests that no save covers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,25 @@ from megascend.serve.api.wire import train_request_of_json, train_request_of_pro
 from megascend.serve.operations import BY_PATH, train
 from megascend.serve.scheduler.commands import Create, ForwardBackward, OptimizerStep
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.scheduler.turns import in_line, spoil
 from megascend.serve.service import Service
 from megascend.serve.store.database import StateDatabase, StoredRow
-from megascend.serve.store.durability import DurableState, answer_of, sequence_of
-from megascend.serve.store.writer import StateWriter
+from megascend.serve.store.durability import DurableState, StateWriter, answer_of, sequence_of
 from megascend.serve.tenancy import Model
 
 NAME = ".state"
-"""Directory in the service's storage with the database and the models' saves. No tenant has a name with a dot."""
+"""Directory in the service's storage with the database and the models' saves. Tenant names have no dots, so it cannot clash."""
 EARLIER = ".journal"
 LOCK_S = 30.0
-"""How long a server that was killed may take to be gone."""
+"""Time that a killed server may take to exit."""
 log = logging.getLogger("megascend.serve")
 
 
 def keep_state(service: Service) -> None:
-    """Restore the state in the service's storage, and from then on store all that the service promises.
+    """Restore the state in the service's storage, and store all further changes there.
 
     Raises:
-        ConfigError: another server uses it, an earlier version wrote it, or it belongs to another model or to other settings.
-        CheckpointError: it is damaged, or cannot be restored.
+        ConfigError: another server uses the storage, an earlier version wrote it, or model or settings differ.
+        CheckpointError: the state is damaged, or cannot be restored.
     """
     storage = service.settings.storage
     if (storage / EARLIER).exists():
@@ -54,7 +52,7 @@ def keep_state(service: Service) -> None:
         )
     folder, saves = storage / NAME, storage / NAME / "saves"
     make_directory(saves)
-    folder.chmod(0o700)
+    folder.chmod(0o700)  # the database has the tenants' training data
     start = time.monotonic()
     resources = ExitStack()
     resources.callback(os.close, _lock(folder))
@@ -82,11 +80,12 @@ def keep_state(service: Service) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor that holds the directory's lock until it is closed, or the process ends."""
+    """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + LOCK_S
     while True:
         try:
+            # flock, which the kernel releases however the process ends
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if time.monotonic() > end:
@@ -98,12 +97,12 @@ def _lock(folder: Path) -> int:
 
 
 def _check_saves(saves: Path, database: StateDatabase) -> None:
-    """Remove directories that no save names, and raise if one that is named is missing."""
-    needed = {save.values["directory"] for save in database.rows("save")}
+    """Remove unreferenced save directories, and raise if a referenced one is missing."""
+    required = {save.values["directory"] for save in database.rows("save")}
     for path in saves.iterdir():
-        if path.name not in needed:
+        if path.name not in required:
             shutil.rmtree(path, ignore_errors=True)
-    missing = sorted(name for name in needed if not (saves / name).is_dir())
+    missing = sorted(name for name in required if not (saves / name).is_dir())
     if missing:
         raise CheckpointError(
             f"{saves / missing[0]} is missing, which the database beside it needs; restore it from a copy"
@@ -111,7 +110,7 @@ def _check_saves(saves: Path, database: StateDatabase) -> None:
 
 
 def _check_settings(database: StateDatabase, settings: ServeConfig) -> None:
-    """Raise if the state was begun with another model, or with settings that change what repeated requests give."""
+    """Raise if the state belongs to another model, or to settings with which a replay would give other results."""
     current: dict[str, Any] = {
         "model": _digest(settings.model), "precision": settings.precision, "alpha": settings.alpha,
         "unembed": settings.unembed, "engine": settings.engine,
@@ -129,7 +128,7 @@ def _check_settings(database: StateDatabase, settings: ServeConfig) -> None:
 
 
 def _digest(model: Path) -> str:
-    """Digest a model's configuration, and names and sizes of its weights: the weights themselves would take minutes."""
+    """Hash a model's configuration and the names and sizes of its weight files; hashing the weights would take minutes."""
     parts = [(model / "config.json").read_bytes()]
     parts += [f"{file.name} {file.stat().st_size}".encode() for file in sorted(model.glob("*.safetensors"))]
     return hashlib.sha256(b"\n".join(parts)).hexdigest()
@@ -146,10 +145,10 @@ class Recovery:
         self._service, self._state, self._database = service, state, database
 
     def run(self) -> int:
-        """Restore everything; return how many requests are in line again.
+        """Restore everything; return the number of requests that are enqueued again.
 
         Raises:
-            CheckpointError: a model cannot be restored. Nothing was lost: the database is as it was.
+            CheckpointError: a model cannot be restored. The database is unchanged.
         """
         service, state, rows = self._service, self._state, self._database.rows
         for row in rows("session"):
@@ -159,23 +158,23 @@ class Recovery:
             sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
         for row in rows("sequence"):
             service.sequences.keep(sessions[row.parent or ""].tenant, row.name, sequence_of(row))
-        service.sequences.kept, service.sequences.dropped = state.sequence, state.dropped
-        state.repeating = True
+        service.sequences.on_keep, service.sequences.on_drop = state.note_sequence, state.note_sequence_dropped
+        state.replaying = True
         try:
             futures = [future for model in list(rows("model")) for future in self._restore(model)]
         finally:
-            state.repeating = False
-        pending = {future.name for future in futures if future.ended is None and self._had_its_turn(future)}
-        state.wait_for(pending)
+            state.replaying = False
+        pending = {future.name for future in futures if future.ended is None and self._was_started(future)}
+        state.await_futures(pending)
         return len(pending)
 
-    def _had_its_turn(self, future: Future) -> bool:
+    def _was_started(self, future: Future) -> bool:
         model = self._service.tenancy.models.get(future.model or "")
         number = future.number_in_line
         return model is not None and (number is None or number < model.order.following)
 
     def _restore(self, row: StoredRow) -> list[Future]:
-        """Restore a model from its last save, or as it began, with its answers and the requests that follow."""
+        """Restore a model from its last save or its creation, with its answers, and enqueue the requests that follow."""
         body, path = json.loads(row.body), row.values["path"]
         save = next(self._database.rows("save", row.name), None)
         try:
@@ -184,9 +183,10 @@ class Recovery:
             else:
                 first = BY_PATH[path](self._service, row.values["tenant"], body)
         except MegascendError as error:
+            # Without a save the load never completed, so no client relies on the model.
             if save is None and path == "load_weights":
                 log.warning("%s begins with a checkpoint that cannot be loaded any more: %s", row.name, error)
-                self._state.lost(row.name)
+                self._state.note_lost(row.name)
                 return []
             raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
         first.noted = True
@@ -196,16 +196,16 @@ class Recovery:
         repeated = {request.name for request in requests}
         for answer in answers.values():
             if answer.name not in repeated:
-                self._answered(model, answer)
+                self._restore_answer(model, answer)
         return [first, *(self._repeat(model, request, answers.get(request.name)) for request in requests)]
 
     def _load(self, row: StoredRow, save: StoredRow, body: dict[str, Any]) -> Future:
-        """Restore a model as it was saved."""
+        """Restore a model from its save."""
         values, service = save.values, self._service
         session = service.tenancy.sessions[row.parent or ""]
         attention, mlp, output = values["parts"]
         lora = LoraSettings(rank=values["rank"], train_attn=attention, train_mlp=mlp, train_unembed=output)
-        directory = self._state.directory(values["directory"])
+        directory = self._state.save_directory(values["directory"])
 
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, None, str(directory), True)
@@ -220,11 +220,11 @@ class Recovery:
         model = service.tenancy.models[row.name]
         model.order.following, model.steps = values["following"], values["steps"]
         model.losses = [(step, loss, tokens) for step, loss, tokens in values["losses"]]
-        self._state.following(model, values["following"])
+        self._state.resume_from(model, values["following"])
         return future
 
-    def _answered(self, model: Model, row: StoredRow) -> None:
-        """Restore a future as it had ended."""
+    def _restore_answer(self, model: Model, row: StoredRow) -> None:
+        """Restore a finished future."""
         future = self._service.futures.make(
             row.name, model.tenant, model.name, row.values["kind"], number_in_line=row.number, noted=True
         )
@@ -233,45 +233,45 @@ class Recovery:
     def _end(self, future: Future, row: StoredRow) -> None:
         answer, failure = answer_of(row)
         if failure is not None:
-            self._service.futures.break_(future, failure)
+            self._service.futures.fail(future, failure)
         else:
             future.answer_of = lambda _: answer
-            self._service.futures.keep(future, None)
+            self._service.futures.complete(future, None)
 
     def _repeat(self, model: Model, request: StoredRow, answer: StoredRow | None) -> Future:
-        """Put a request in line again, or its answer in its place."""
+        """Enqueue a request again, or its stored answer in its turn."""
         assert request.number is not None
         if answer is None:
-            future = self._ask(model, request.values["path"], request.body, request.number)
+            future = self._replay(model, request.values["path"], request.body, request.number)
         else:
 
             def end(ticket: int) -> None:
-                future = self._service.futures.numbered(ticket)
+                future = self._service.futures.by_number(ticket)
                 assert future is not None
                 self._end(future, answer)
                 if future.failure is not None:
                     self._fail_again(model, future.kind, future.failure.message)
 
-            future = in_line(self._service, model, request.number, answer.values["kind"], end)
+            future = self._service.enqueue(model, request.number, answer.values["kind"], end)
         future.noted = True
         return future
 
     def _fail_again(self, model: Model, kind: str, message: str) -> None:
-        """Let the step of a request that failed have no gradients again, whatever the reason was: memory was full, perhaps."""
+        """Fail the optimizer step of a failed request again, even if its cause (full memory, say) would not recur."""
         service = self._service
         ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again", internal=True).number
         if kind == "forward_backward":
-            service.put(ForwardBackward(ticket, model.adapter, (), None, message))
+            service.submit(ForwardBackward(ticket, model.adapter, (), None, message))
         elif kind == "optim_step":
-            service.put(OptimizerStep(ticket, model.adapter, Adam(), message))
+            service.submit(OptimizerStep(ticket, model.adapter, Adam(), message))
 
-    def _ask(self, model: Model, path: str, body: bytes, number: int) -> Future:
-        service, most = self._service, self._service.settings.limits.samples
+    def _replay(self, model: Model, path: str, body: bytes, number: int) -> Future:
+        service, max_samples = self._service, self._service.settings.limits.samples
         if path == "protobuf":
-            return train(service, model.tenant, train_request_of_protobuf(body, most))
+            return train(service, model.tenant, train_request_of_protobuf(body, max_samples))
         if path in ("forward", "forward_backward", "resolved"):
-            request = train_request_of_json(json.loads(body), most, forward_only=path == "forward")
+            request = train_request_of_json(json.loads(body), max_samples, forward_only=path == "forward")
             return train(service, model.tenant, replace(request, resolved=path == "resolved"))
         if path == "missing":
-            return spoil(service, model, number, body.decode())
+            return service.enqueue_missing(model, number, body.decode())
         return BY_PATH[path](service, model.tenant, json.loads(body))

@@ -1,6 +1,6 @@
-"""Run the commands of all models on all ranks: steps and what is between them by the queue, sampling in slices beside it.
+"""Run the commands of all models on all ranks: training through the adapter queue, sampling in slices between its batches.
 
-The same on every rank: it decides from the commands alone.
+Every rank takes the same decisions, because they depend on the commands only.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from megascend.serve.scheduler.inbox import Inbox
 logger = logging.getLogger(__name__)
 
 FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
-"""What a fault in the code that samples raises. A device that is broken raises RuntimeError."""
+"""Errors of a bug in the sampling code, which fail the requests only. A broken device raises RuntimeError and ends the server."""
 SAMPLES_AT_ONCE = 64
-"""Responses that are sampled together."""
+"""Maximum number of responses sampled together."""
 SLICE_TOKENS = 16
-"""Tokens of each of them that are sampled between two units of training."""
+"""Tokens of each response sampled between two units of training."""
 UNLIMITED = 2**62
-"""Commands of a model in the queue: their number is bounded where requests are taken (``limits.pending``)."""
+"""Queue limit per model: the number of requests is bounded on arrival instead (``limits.pending``)."""
 CANCELLED = ConfigError("the client has cancelled this request")
 
 Cancelled = Callable[[], Collection[int]]
-"""Numbers of the requests that nobody waits for any more."""
+"""Returns the indices of cancelled requests."""
 
 Generate = Callable[[Sequence[SampleRequest], int, Cancelled], Iterator[Mapping[int, SampleResult]]]
-"""Answers requests, so many tokens at a time; after each slice the results of those that have ended. Collective."""
+"""Samples requests, a number of tokens at a time; yields the finished results after each slice. Collective."""
 
 
 class AdapterStore(Protocol):
-    """What commands need of a backend beside what the queue needs."""
+    """The backend methods that commands need in addition to those of the queue."""
 
     @property
     def adapters(self) -> Mapping[str, object]: ...
@@ -78,66 +78,70 @@ def work(
     """Run commands until the inbox of rank 0 is closed. Collective.
 
     Args:
-        max_batch_tokens: most tokens of one batch of several models.
-        inbox: rank 0's; None on the others.
+        max_batch_tokens: maximum tokens of one batch of several models.
+        inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
-        generate: answers requests to sample, in slices; collective.
+        generate: samples responses in slices; collective.
     """
-    lines = Lines(backend, AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED), generate)
-    while _turn(backend, lines, inbox, report):
+    runner = CommandRunner(
+        backend, AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED), generate
+    )
+    while _turn(backend, runner, inbox, report):
         pass
 
 
-def _turn(backend: Backend, lines: Lines, inbox: Inbox | None, report: Callable[[list[Outcome]], None]) -> bool:
-    """Take commands, run one unit and report outcomes; False when the inbox is closed.
+def _turn(
+    backend: Backend, runner: CommandRunner, inbox: Inbox | None, report: Callable[[list[Outcome]], None]
+) -> bool:
+    """Take commands, run one unit and report outcomes; return False when the inbox is closed.
 
-    Commands and outcomes end with the turn: no batch is held while the next one is waited for.
+    A function of its own, so that commands and outcomes (a batch's tensors) are freed before the wait for the next ones.
     """
-    idle, ready = lines.idle, lines.ready
+    idle, ready = runner.idle, runner.ready
 
     def take() -> list[Command] | None:
         assert inbox is not None
         return inbox.take(wait=idle, ready=ready)
 
-    commands = backend.from_rank_0(take)
+    commands = backend.from_rank_0(take)  # also the heartbeat that detects a lost rank
     if commands is None:
         return False
-    outcomes = lines.add(commands)
-    if not lines.idle:
-        outcomes += lines.run_once()
+    outcomes = runner.add(commands)
+    if not runner.idle:
+        outcomes += runner.run_once()
     if outcomes:
         report(outcomes)
     if inbox is not None:
-        inbox.answered(lines.answered)
+        inbox.answered(runner.answered)
     return True
 
 
-class Lines:
-    """Commands of all models that have not ended.
+class CommandRunner:
+    """Schedules and runs the unfinished commands of all models.
 
     Args:
-        backend: all ranks' model.
-        queue: runs what is no request to sample, in each model's order.
-        generate: answers requests to sample; collective.
+        backend: the model on all ranks.
+        queue: runs all commands except sampling, in each model's order.
+        generate: samples responses; collective.
 
     Attributes:
-        answered: models whose last steps have ended in the last turn.
+        answered: models whose last command ended in the last unit.
     """
 
     def __init__(self, backend: AdapterStore, queue: AdapterQueue, generate: Generate | None = None) -> None:
         self._backend, self._queue, self._generate = backend, queue, generate
         self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
         self._to_sample: dict[str, deque[Respond]] = {}
-        self._one_by_one: deque[Respond] = deque()  # what had no room together
-        self._sampling: Sampling | None = None
-        self._removals: list[Remove] = []  # of adapters that are sampled from
+        self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
+        self._sampling: SamplingBatch | None = None
+        self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
         self._waits = Waits()
         self._turns = SampleTurns()
         self.answered: list[str] = []
 
     @property
     def ready(self) -> int:
-        """Tokens of the gradients that could be computed now."""
+        """Number of tokens of the forward_backwards that could run now."""
         return sum(line[0][0].tokens for line in self._running.values() if isinstance(line[0][0], ForwardBackward))
 
     @property
@@ -146,11 +150,11 @@ class Lines:
         return not (self._running or self._to_sample or self._sampling or self._one_by_one)
 
     def add(self, commands: Iterable[Command]) -> list[Outcome]:
-        """Take commands; return the outcomes of those that need no turn."""
+        """Add commands; return the outcomes of removals and cancellations, which run at once."""
         outcomes: list[Outcome] = []
         for command in commands:
             if isinstance(command, Remove) and command.adapter in self._sampled_from():
-                self._removals.append(command)
+                self._removals.append(command)  # the slices still to come read its weights
             elif isinstance(command, Remove):
                 outcomes += self._remove(command)
             elif isinstance(command, Cancel):
@@ -162,10 +166,10 @@ class Lines:
         return outcomes
 
     def run_once(self) -> list[Outcome]:
-        """Run a few calls, a slice of what is sampled, and one unit of the queue. Collective.
+        """Run a few calls, a slice of sampling, and one unit of the queue. Collective.
 
         Raises:
-            BaseException: what is nobody's request's fault, such as a rank that is gone.
+            BaseException: errors that no request caused, such as a lost rank.
         """
         self._waits.first(self._running)
         return [*self._run_calls(), *self._sample(), *self._run_unit()]
@@ -175,7 +179,7 @@ class Lines:
         problem = command.problem if isinstance(command, ForwardBackward | OptimizerStep) else None
         if problem is not None:
             failed = queue.failed(adapter, DataError(problem))
-            # A step that fails drops what it was to use, so that nothing is left for the step after it.
+            # The failed step drops its gradients, so that they do not leak into the next one.
             return failed if isinstance(command, ForwardBackward) else queue.optimizer_step(adapter)
         if isinstance(command, ForwardBackward):
             return queue.forward_backward(adapter, command.samples, command.loss or "cross_entropy", logprobs=True)
@@ -195,107 +199,113 @@ class Lines:
         return queue.call(adapter, partial(backend.save_adapter, adapter, command.path, optimizer=command.optimizer))
 
     def _run_calls(self) -> list[Outcome]:
-        """Create, load and save adapters whose turn it is."""
+        """Create, load and save adapters at the head of their queues."""
         outcomes: list[Outcome] = []
         for _ in range(CALLS_AT_ONCE):
             if not self._queue.run_call():
                 break
             self._waits.count()
             for adapter in list(self._running):
-                done = self._take_done(adapter)
-                if done:
+                finished = self._take_finished(adapter)
+                if finished:
                     self._waits.forget(adapter)
-                    outcomes += [_outcome(*pair) for pair in done]
+                    outcomes += [_outcome(*pair) for pair in finished]
         self._waits.first(self._running)
         return outcomes
 
     def _run_unit(self) -> list[Outcome]:
-        """Run a unit of the queue."""
+        """Run one unit of the queue: a batch of forward_backwards, forwards or steps."""
         self.answered = []
-        before = list(self._running)
-        if not before:
+        models = list(self._running)
+        if not models:
             return []
         self._waits.start()
         self._queue.run_unit()
-        done = {adapter: self._take_done(adapter) for adapter in before}
-        together = sum(1 for pairs in done.values() if pairs)
+        finished = {adapter: self._take_finished(adapter) for adapter in models}
+        # A unit is one batch, so every adapter with a finished command was in it.
+        batch_adapters = sum(1 for pairs in finished.values() if pairs)
         outcomes: list[Outcome] = []
-        for adapter, pairs in done.items():
+        for adapter, pairs in finished.items():
             for number, pair in enumerate(pairs):
-                waited = self._waits.of(adapter) if number == 0 else (None, 0.0)
-                outcomes.append(_outcome(*pair, together, *waited))
+                waited = self._waits.take(adapter) if number == 0 else (None, 0.0)
+                outcomes.append(_outcome(*pair, batch_adapters, *waited))
         self._waits.count()
         self._waits.first(self._running)
-        self.answered = [adapter for adapter in before if adapter not in self._running]
+        self.answered = [adapter for adapter in models if adapter not in self._running]
         return outcomes
 
-    def _take_done(self, adapter: str) -> list[tuple[Command, AdapterFuture[Any]]]:
+    def _take_finished(self, adapter: str) -> list[tuple[Command, AdapterFuture[Any]]]:
         running = self._running[adapter]
-        done = []
+        finished = []
         while running and running[0][1].done():
-            done.append(running.popleft())
+            finished.append(running.popleft())
         if not running:
             del self._running[adapter]
-        return done
+        return finished
 
     # --- sampling ---
 
     def _sample(self) -> list[Outcome]:
-        """Sample a slice of the responses that are under way, or of the next ones. Collective."""
+        """Sample a slice of the current responses, or start the next ones. Collective."""
         if self._sampling is None:
-            taken = [self._one_by_one.popleft()] if self._one_by_one else self._take_samples()
-            if not taken:
+            selected = [self._one_by_one.popleft()] if self._one_by_one else self._take_samples()
+            if not selected:
                 return []
             if self._generate is None:
                 problem = ConfigError("this server does not sample")
-                return [Outcome(each.number, error=problem) for each in taken]
-            self._sampling = Sampling(taken, self._generate)
+                return [Outcome(command.number, error=problem) for command in selected]
+            self._sampling = SamplingBatch(selected, self._generate)
         sampling, outcomes, problem = self._sampling, [], None
         try:
             outcomes = sampling.advance()
         except torch.OutOfMemoryError as error:
             problem = no_room(error)
         except FAULTS as error:
-            logger.exception("sampling for %s has failed", ", ".join(sorted({each.adapter for each in sampling.left})))
+            logger.exception(
+                "sampling for %s has failed", ", ".join(sorted({command.adapter for command in sampling.left}))
+            )
             problem = error.with_traceback(None)
         else:
             self._waits.count()
         left = sampling.left
         if problem is None and left:
             return outcomes
-        self._sampling = sampling = None  # with its keys and values
-        if problem is not None:  # only here has the error let go of what it held
-            outcomes = self._again(left, problem)
+        self._sampling = sampling = None  # frees its KV cache
+        if problem is not None:  # only here: inside the except block the traceback still holds tensors
+            outcomes = self._retry_one_by_one(left, problem)
         removals, self._removals = self._removals, []
         return [*outcomes, *self.add(removals)]
 
-    def _again(self, left: list[Respond], problem: Exception) -> list[Outcome]:
-        """Sample those that have no answer one by one; what fails alone, or does not fit, fails."""
+    def _retry_one_by_one(self, left: list[Respond], problem: Exception) -> list[Outcome]:
+        """Requeue unanswered requests one by one; a single request that fails again gets the error."""
         if not self._backend.recover_memory():
             raise problem
         if len(left) > 1:
             self._one_by_one.extend(left)
             return []
-        return [Outcome(each.number, error=problem) for each in left]
+        return [Outcome(command.number, error=problem) for command in left]
 
     def _take_samples(self) -> list[Respond]:
-        """Take requests to sample of adapters that have nothing else to do, as many as are sampled together."""
-        ready = [each for adapter, line in self._to_sample.items() if adapter not in self._running for each in line]
-        taken = self._turns.take(ready, SAMPLES_AT_ONCE)
-        for command in taken:
-            self._leave(command)
-        return taken
+        """Take up to ``SAMPLES_AT_ONCE`` responses of adapters without pending training commands."""
+        # An adapter with other commands has to wait for them: its own load may be among them.
+        ready = [
+            command for adapter, line in self._to_sample.items() if adapter not in self._running for command in line
+        ]
+        selected = self._turns.take(ready, SAMPLES_AT_ONCE)
+        for command in selected:
+            self._remove_waiting(command)
+        return selected
 
-    def _leave(self, command: Respond) -> None:
+    def _remove_waiting(self, command: Respond) -> None:
         line = self._to_sample[command.adapter]
         line.remove(command)
         if not line:
             del self._to_sample[command.adapter]
 
     def _cancel(self, number: int) -> list[Outcome]:
-        """Leave out a request to sample; one that is under way ends with the next slice."""
-        waiting = [*self._one_by_one, *(each for line in self._to_sample.values() for each in line)]
-        command = next((each for each in waiting if each.number == number), None)
+        """Cancel a sampling request; one that is being sampled ends with the next slice."""
+        waiting = [*self._one_by_one, *(command for line in self._to_sample.values() for command in line)]
+        command = next((command for command in waiting if command.number == number), None)
         if command is None:
             if self._sampling is not None:
                 self._sampling.cancel(number)
@@ -303,7 +313,7 @@ class Lines:
         if command in self._one_by_one:
             self._one_by_one.remove(command)
         else:
-            self._leave(command)
+            self._remove_waiting(command)
         return [Outcome(number, error=CANCELLED)]
 
     def _sampled_from(self) -> set[str]:
@@ -312,30 +322,39 @@ class Lines:
 
     def _remove(self, command: Remove) -> list[Outcome]:
         adapter = command.adapter
-        waiting = [*(each for each, _ in self._running.pop(adapter, ())), *self._to_sample.pop(adapter, ())]
+        waiting = [
+            *(waiting_command for waiting_command, _ in self._running.pop(adapter, ())),
+            *self._to_sample.pop(adapter, ()),
+        ]
         self._waits.forget(adapter)
         self._queue.cancel(adapter)
         if adapter in self._backend.adapters:
             self._backend.remove_adapter(adapter)
-        gone = ConfigError("the model was unloaded, or its session ended")
-        return [*(Outcome(each.number, error=gone) for each in waiting), Outcome(command.number)]
+        error = ConfigError("the model was unloaded, or its session ended")
+        return [*(Outcome(waiting_command.number, error=error) for waiting_command in waiting), Outcome(command.number)]
 
 
 def _outcome(
-    command: Command, future: AdapterFuture[Any], together: int = 0, waited: int | None = None, waited_s: float = 0.0
+    command: Command,
+    future: AdapterFuture[Any],
+    batch_adapters: int = 0,
+    wait_units: int | None = None,
+    wait_seconds: float = 0.0,
 ) -> Outcome:
     """Build the Outcome of a finished future."""
     number, error = command.number, None
     try:
-        return Outcome(number, future.result(), together=together, waited=waited, waited_s=waited_s)
-    except Exception as problem:  # noqa: BLE001  whatever it is, it is the request's
+        return Outcome(
+            number, future.result(), batch_adapters=batch_adapters, wait_units=wait_units, wait_seconds=wait_seconds
+        )
+    except Exception as problem:  # noqa: BLE001  reported as the request's outcome
         error = problem
     reason = command.problem if isinstance(command, OptimizerStep) else None
-    return Outcome(number, error=error if reason is None else DataError(reason), together=together)
+    return Outcome(number, error=error if reason is None else DataError(reason), batch_adapters=batch_adapters)
 
 
-class Sampling:
-    """Requests that are sampled together, a slice of tokens at a time, until all are answered."""
+class SamplingBatch:
+    """Requests sampled together, a slice of tokens at a time, until all are answered."""
 
     def __init__(self, commands: Sequence[Respond], generate: Generate) -> None:
         self._left = dict(enumerate(commands))
@@ -344,7 +363,7 @@ class Sampling:
 
     @property
     def left(self) -> list[Respond]:
-        """Those that have no answer yet."""
+        """The unanswered requests."""
         return list(self._left.values())
 
     def advance(self) -> list[Outcome]:
@@ -352,9 +371,9 @@ class Sampling:
         ended = next(self._slices)
         return [self._outcome(number, result) for number, result in ended.items()]
 
-    def cancel(self, of: int) -> None:
+    def cancel(self, command_number: int) -> None:
         """End the request of the command with this number at the next token."""
-        self._cancelled |= {number for number, command in self._left.items() if command.number == of}
+        self._cancelled |= {number for number, command in self._left.items() if command.number == command_number}
 
     def _outcome(self, number: int, result: SampleResult) -> Outcome:
         command = self._left.pop(number)
@@ -364,75 +383,74 @@ class Sampling:
 
 
 class SampleTurns:
-    """Choose the requests to sample that run together: fairly by tenant, each request for one token of service.
+    """Chooses the sampling requests that run together, fairly by tenant: each request is charged one unit of service.
 
-    So nobody waits for all that another tenant has in line. A request that has more responses than are sampled together runs
-    when its turn begins, alone.
+    So no tenant waits for another's whole backlog. A request with more responses than fit runs by itself when its turn comes.
     """
 
     def __init__(self) -> None:
         self._ledger = Ledger()
 
-    def take(self, ready: Sequence[Respond], most: int) -> list[Respond]:
-        """Take requests to run together.
+    def take(self, ready: Sequence[Respond], max_responses: int) -> list[Respond]:
+        """Select requests to run together.
 
         Args:
-            ready: those that may run; a tenant's in their order.
-            most: responses at a time.
+            ready: requests that may run, in order within each tenant.
+            max_responses: maximum number of responses.
         """
-        lines: dict[str, deque[Respond]] = {}
+        queues: dict[str, deque[Respond]] = {}
         for command in ready:
-            lines.setdefault(command.tenant, deque()).append(command)
-        taken: list[Respond] = []
-        room = most
-        while lines:
-            heads = [Request(tenant, "forward", line[0].number, 1, None) for tenant, line in lines.items()]
+            queues.setdefault(command.tenant, deque()).append(command)
+        selected: list[Respond] = []
+        room = max_responses
+        while queues:
+            heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)
-            line = lines[first.adapter]
-            size = line[0].request.num_samples
-            if taken and size > room:
-                del lines[first.adapter]  # and what is behind it: a tenant's requests keep their order
+            queue = queues[first.adapter]
+            size = queue[0].request.num_samples
+            if selected and size > room:
+                del queues[first.adapter]  # with the requests behind it: a tenant's requests keep their order
                 continue
-            taken.append(line.popleft())
+            selected.append(queue.popleft())
             room -= size
             self._ledger = self._ledger.charged(unit)
-            if not line:
-                del lines[first.adapter]
-        return taken
+            if not queue:
+                del queues[first.adapter]
+        return selected
 
 
 class Waits:
-    """How long the first request of every model waits for its turn: in units of the ranks' work, and in seconds.
+    """Measures how long each model's first request waits for its turn, in units of the ranks' work and in seconds.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._units = 0
-        self._began = clock()
+        self._start_time = clock()
         self._since: dict[str, tuple[int, float]] = {}
 
     def first(self, models: Iterable[str]) -> None:
-        """Note that these models have a request that could run now."""
+        """Start the wait of models that have a runnable request."""
         now = self._clock()
         for model in models:
             self._since.setdefault(model, (self._units, now))
 
     def start(self) -> None:
-        """Note that a unit of work begins."""
-        self._began = self._clock()
+        """Record the start of a unit of work."""
+        self._start_time = self._clock()
 
     def count(self) -> None:
-        """Count a unit of work that has run."""
+        """Count a finished unit of work."""
         self._units += 1
 
-    def of(self, model: str) -> tuple[int, float]:
-        """Return units and seconds that a model's first request had waited when the unit began that has just run."""
+    def take(self, model: str) -> tuple[int, float]:
+        """End a model's wait; return its units and seconds up to the start of the last unit."""
         units, since = self._since.pop(model)
-        return self._units - units, self._began - since
+        return self._units - units, self._start_time - since
 
     def forget(self, model: str) -> None:
-        """Forget a model."""
+        """Drop a model's wait."""
         self._since.pop(model, None)

@@ -1,4 +1,4 @@
-"""The model that is served: what clients may call it, and which of its layers their settings mean."""
+"""The served model: the names clients use for it, and the layers that their LoRA settings select."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Targets = Literal["all-linear"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ServedModel:
     """The served model.
 
     Attributes:
-        names: what clients may call it, the first one is what they are told.
-        path: its directory.
-        architecture: as its configuration has it.
+        names: names clients may use; the first is the one reported to them.
+        path: model directory.
+        architecture: architecture named in config.json.
         max_length: longest sample in tokens.
-        vocabulary: token ids lie in [0, vocabulary).
-        projections: names of the layers that adapters may act on.
+        vocabulary: vocabulary size; token ids are in [0, vocabulary).
+        projections: names of the layers that adapters may target.
     """
 
     names: tuple[str, ...]
@@ -34,14 +34,14 @@ class BaseModel:
 
     @property
     def adapts_output(self) -> bool:
-        """Whether adapters may act on the output layer."""
+        """True if adapters may target the output layer."""
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:
-        """Return the layers that a client's switches mean; without an output layer to adapt, that switch has no effect.
+        """Return the layers that a client's switches select; ``output`` has no effect if the output layer cannot be adapted.
 
         Raises:
-            ConfigError: they mean none.
+            ConfigError: no layer is selected.
         """
         layers = [
             name
@@ -65,10 +65,10 @@ def _is_attention(name: str) -> bool:
 
 
 def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
-    """Choose the layers that adapters of a backend may act on, so that every client's switches can be followed. Pure.
+    """Choose the layers that a backend's adapters may target, enough for any client's switches. Pure.
 
     Args:
-        layers: names of the linear layers in the checkpoint, the output layer among them if it has a weight of its own.
+        layers: names of the linear layers in the checkpoint, including the output layer unless its weight is tied.
     """
     if not unembed or not any(_is_output(name) for name in layers):
         return "all-linear"
@@ -77,6 +77,6 @@ def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture that the configuration of a checkpoint names."""
+    """Return the architecture named in a checkpoint's config.json."""
     names = config.get("architectures") or [config.get("model_type", "unknown")]
     return str(names[0])
