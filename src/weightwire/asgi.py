@@ -1,4 +1,4 @@
-"""Requests of an ASGI application that are known by their head, before a byte of their body is read."""
+"""ASGI requests that are authenticated by their head, before a byte of the body is read."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class LargeBodyError(WireError):
-    """A request's body has more bytes than are taken."""
+    """A request's body exceeds the limit."""
 
 
 def target_of(scope: Scope) -> str:
-    """Return the path and query of a request, as its first line has them."""
+    """Return the path and query of a request, as in its first line."""
     query = scope.get("query_string", b"").decode("latin-1")
     target = scope.get("raw_path", scope["path"].encode()).decode("latin-1").split("?", 1)[0]
     return target + (f"?{query}" if query else "")
 
 
 def check_head(verifier: Verifier, scope: Scope) -> Grant:
-    """Verify a request; it has then been used.
+    """Verify a request, whose nonce is then used up.
 
     Raises:
-        AuthError: it is not signed with our key, too old, or seen before.
+        AuthError: it is not signed with our key, too old, or a replay.
     """
     headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
     if len(headers) > 1:
-        raise AuthError("the request has more than one header Authorization")
+        raise AuthError("the request has more than one Authorization header")
     return verifier.check_head(scope["method"], target_of(scope), headers[0] if headers else None)
 
 
@@ -43,7 +43,7 @@ async def read_body(receive: Receive, most_bytes: int, timeout_s: float) -> byte
 
     Raises:
         LargeBodyError: it has more than ``most_bytes``.
-        WireError: it has not arrived within ``timeout_s`` seconds, or its caller is gone.
+        WireError: it did not arrive within ``timeout_s`` seconds, or the caller disconnected.
     """
     try:
         return await asyncio.wait_for(_read_parts(receive, most_bytes), timeout_s)
@@ -65,13 +65,13 @@ async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
 
 
 async def unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
-    """Return the result of ``work``, which is cancelled if the caller goes; then None."""
+    """Return the result of ``work``; None if the caller disconnects, which cancels it."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(gone())
+    watch = asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None

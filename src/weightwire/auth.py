@@ -1,15 +1,15 @@
-"""Requests and answers signed with the job's key.
+"""Signatures of requests and answers with the job's key.
 
 A request carries one header::
 
     Authorization: Weightwire1 TIME.NONCE.BODY.SIGNATURE
 
 with the caller's time in milliseconds since 1970, 16 random bytes, the body's SHA-256 and an HMAC-SHA256 over audience, method,
-target, time, nonce and that digest. All but the body is verified from the head alone, so that who has no key cannot make us
-read a body. A time outside the window is refused, and so is a nonce that was seen in it: a request counts once. The
-answer is signed too, over the request's nonce, the status and the body: nobody else can answer in our place.
+target, time, nonce and that digest. Everything but the body is verified from the head alone, so that a caller without the key
+cannot make us read a body. A time outside the window is refused, and so is a nonce that was used within it: a request counts
+once. The answer is signed too, over the request's nonce, the status and the body: nobody else can answer in our place.
 
-Signatures keep nothing secret. Who must not read what is sent needs TLS or a private network below this.
+Signatures do not encrypt: confidentiality needs TLS or a private network.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from weightwire.keys import Key
 
 SCHEME = "Weightwire1"
 ANSWER_HEADER = "X-Weightwire-Signature"
-"""The header of an answer's signature."""
+"""Name of the header with an answer's signature."""
 _CREDENTIALS = re.compile(SCHEME + r" ([0-9]{1,15})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})")
 _WORD = re.compile(r"[!-~]{1,2048}")
 _AUDIENCE = re.compile(r"[ -~]{0,256}")
 
 
 @dataclass(frozen=True)
-class Signed:
-    """What the caller sends, and keeps to verify the answer with.
+class Signature:
+    """Signature of a request.
 
     Attributes:
-        headers: to be added to the request.
+        headers: to add to the request.
+        nonce: verifies the answer (:func:`check_answer`).
     """
 
     headers: dict[str, str]
@@ -60,7 +61,7 @@ class Grant:
     body_digest: str | None
 
     def check_body(self, body: bytes) -> None:
-        """Raises :class:`AuthError` unless ``body`` is what was signed."""
+        """Raise :class:`AuthError` unless ``body`` is the one that was signed."""
         if self.body_digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), self.body_digest):
             raise AuthError(f"the body ({len(body)} bytes) is not the one that was signed")
 
@@ -73,36 +74,36 @@ def sign(
     *,
     audience: str = "",
     clock: Callable[[], float] = time.time,
-) -> Signed:
-    """Sign a request. Each attempt to send it is signed anew: a nonce counts once.
+) -> Signature:
+    """Sign a request. Every attempt to send it needs a new signature: a nonce counts once.
 
     Args:
-        target: path and query, as they stand in the request's first line.
-        audience: who may take it, if the receiver's :class:`Verifier` names itself; not sent.
+        target: path and query, as in the request's first line.
+        audience: the receiver that may accept it, as its :class:`Verifier` calls itself; not sent.
 
     Raises:
-        ValueError: method, target or audience cannot stand in a request's first line.
+        ValueError: method, target or audience cannot be part of a request's first line.
     """
     if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):
-        raise ValueError(f"cannot be signed: method {method!r}, target {target!r}, audience {audience!r}")
-    sent, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
-    signature = _request_mac(key, audience, method, target, sent, nonce, digest)
-    return Signed({"Authorization": f"{SCHEME} {sent}.{nonce}.{digest}.{signature}"}, nonce)
+        raise ValueError(f"cannot sign method {method!r}, target {target!r}, audience {audience!r}")
+    timestamp, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
+    mac = _request_mac(key, audience, method, target, timestamp, nonce, digest)
+    return Signature({"Authorization": f"{SCHEME} {timestamp}.{nonce}.{digest}.{mac}"}, nonce)
 
 
 def sign_answer(key: Key, nonce: str, status: int, body: bytes) -> dict[str, str]:
-    """The header that shows that whoever got the request with this nonce, and has the key, has answered."""
+    """Return the header that proves that the answer to the request with this nonce comes from a holder of the key."""
     return {ANSWER_HEADER: _answer_mac(key, nonce, status, body)}
 
 
 def check_answer(key: Key, nonce: str, status: int, body: bytes, signature: str | None) -> None:
-    """Raises :class:`AuthError` unless the holder of the key gave this answer to the request with this nonce.
+    """Raise :class:`AuthError` unless a holder of the key gave this answer to the request with this nonce.
 
     Args:
-        signature: the value of :data:`ANSWER_HEADER`; None if there is no such header.
+        signature: the value of :data:`ANSWER_HEADER`; None if the header is missing.
     """
     if signature is None:
-        raise AuthError(f"the answer (status {status}) is not signed: it does not come from who has the key")
+        raise AuthError(f"the answer (status {status}) is not signed: it does not come from a holder of the key")
     expected = _answer_mac(key, nonce, status, body)
     if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace")):
         raise AuthError(
@@ -111,16 +112,16 @@ def check_answer(key: Key, nonce: str, status: int, body: bytes, signature: str 
 
 
 class Verifier:
-    """Verifies requests, and remembers those of the last minutes so that each counts once. For any number of threads.
+    """Verifier of requests that remembers recent nonces, so that each request counts once. Thread-safe.
 
-    Nonces are remembered only of requests that are signed with the key, at most ``max_nonces``. With more in a window, requests
-    are refused until the oldest have passed; none is forgotten that could be replayed.
+    Only nonces of requests signed with the key are remembered, at most ``max_nonces``. With more in a window, requests are
+    refused until the oldest expire; none is forgotten that could be replayed.
 
     Args:
-        audience: what callers must have signed as ``audience``.
-        window_s: how far the caller's clock may be from ours, in seconds, either way.
-        bearer: the purpose of tokens (:meth:`Key.bearer_token`) that are taken as well; None takes none. A token is neither bound
-            to a request nor used up.
+        audience: that callers must have signed.
+        window_s: largest difference between the caller's clock and ours, in seconds, either way.
+        bearer: the purpose of tokens (:meth:`Key.bearer_token`) that are accepted as well; None accepts none. A token is neither
+            bound to a request nor used up.
         clock: seconds since 1970.
     """
 
@@ -137,61 +138,61 @@ class Verifier:
         self._key = key
         self._audience = audience
         self._window_s = window_s
-        self._seen = _Nonces(max_nonces)
+        self._nonces = _Nonces(max_nonces)
         self._token = None if bearer is None else key.bearer_token(bearer)
         self._clock = clock
 
     def check_head(self, method: str, target: str, authorization: str | None) -> Grant:
-        """Verify a request before its body is read; it has then been used, whatever becomes of it.
+        """Verify a request before its body is read. Its nonce is then used up, whatever happens to the request.
 
         Args:
-            authorization: the value of the header Authorization; None if there is none.
+            authorization: the value of the Authorization header; None if it is missing.
 
         Raises:
-            AuthError: not signed with our key, too old, or seen before.
-            AuthBusyError: too many of them; later there will be room.
+            AuthError: not signed with our key, too old, or a replay.
+            AuthBusyError: too many requests in the window; retry later.
         """
         if authorization is None:
-            raise AuthError("the request is not signed: it has no header Authorization")
+            raise AuthError("the request is not signed: it has no Authorization header")
         if self._token is not None and authorization.startswith("Bearer "):
             if not hmac.compare_digest(authorization[7:].encode("utf-8", "replace"), self._token.encode()):
                 raise AuthError("the bearer token is not ours")
             return Grant("", None)
         match = _CREDENTIALS.fullmatch(authorization)
         if match is None or not (_WORD.fullmatch(method) and _WORD.fullmatch(target)):
-            raise AuthError(f"the header Authorization is not of the form '{SCHEME} TIME.NONCE.BODY.SIGNATURE'")
-        sent, nonce, digest, signature = match.groups()
-        expected = _request_mac(self._key, self._audience, method, target, sent, nonce, digest)
+            raise AuthError(f"the Authorization header is not of the form '{SCHEME} TIME.NONCE.BODY.SIGNATURE'")
+        timestamp, nonce, digest, signature = match.groups()
+        expected = _request_mac(self._key, self._audience, method, target, timestamp, nonce, digest)
         if not hmac.compare_digest(expected, signature):
             raise AuthError(
                 "the signature is wrong: another key, another audience, or the request was changed on its way"
             )
-        self._check_time(int(sent) / 1000, nonce)
+        self._check_time(int(timestamp) / 1000, nonce)
         return Grant(nonce, digest)
 
     def check(self, method: str, target: str, authorization: str | None, body: bytes) -> Grant:
-        """:meth:`check_head` and :meth:`Grant.check_body` in one."""
+        """Call :meth:`check_head`, then :meth:`Grant.check_body`."""
         grant = self.check_head(method, target, authorization)
         grant.check_body(body)
         return grant
 
-    def _check_time(self, sent: float, nonce: str) -> None:
+    def _check_time(self, signed_at: float, nonce: str) -> None:
         now = self._clock()
-        if abs(now - sent) > self._window_s:
+        if abs(now - signed_at) > self._window_s:
             raise AuthError(
-                f"signed {now - sent:+.1f} s ago by our clock; {self._window_s:g} s are allowed either way: the clocks differ, "
-                "or it is sent again"
+                f"signed {now - signed_at:+.1f} s ago by our clock; {self._window_s:g} s are allowed either way: the clocks "
+                "differ, or it is a replay"
             )
-        self._seen.add(nonce, expires=sent + self._window_s, now=now)
+        self._nonces.add(nonce, expires=signed_at + self._window_s, now=now)
 
 
 @dataclass
 class _Nonces:
-    """Nonces until they expire: a bounded set with a heap by time."""
+    """Bounded set of nonces that have not expired, with a heap by expiry."""
 
     limit: int
     _heap: list[tuple[float, str]] = field(default_factory=list)
-    _known: set[str] = field(default_factory=set)
+    _active: set[str] = field(default_factory=set)
     _forgotten_until: float = float("-inf")
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -199,19 +200,19 @@ class _Nonces:
         with self._lock:
             while self._heap and self._heap[0][0] < now:
                 self._forgotten_until, old = heapq.heappop(self._heap)
-                self._known.discard(old)
-            if nonce in self._known:
-                raise AuthError("this request was seen before")
-            if expires <= self._forgotten_until:  # our clock was set back: it may be one that was forgotten
-                raise AuthError("signed before a time of which requests were forgotten: our clock was set back")
-            if len(self._known) >= self.limit:
-                raise AuthBusyError(f"{self.limit} requests came within the window; come back later")
-            self._known.add(nonce)
+                self._active.discard(old)
+            if nonce in self._active:
+                raise AuthError("this request is a replay: its nonce was used before")
+            if expires <= self._forgotten_until:  # our clock was set back: this nonce may be one that expired
+                raise AuthError("signed at a time whose nonces have expired here: our clock was set back")
+            if len(self._active) >= self.limit:
+                raise AuthBusyError(f"{self.limit} requests arrived within the window; retry later")
+            self._active.add(nonce)
             heapq.heappush(self._heap, (expires, nonce))
 
 
-def _request_mac(key: Key, audience: str, method: str, target: str, sent: str, nonce: str, digest: str) -> str:
-    return key.mac("weightwire request 1", "\n".join((audience, method, target, sent, nonce, digest)))
+def _request_mac(key: Key, audience: str, method: str, target: str, timestamp: str, nonce: str, digest: str) -> str:
+    return key.mac("weightwire request 1", "\n".join((audience, method, target, timestamp, nonce, digest)))
 
 
 def _answer_mac(key: Key, nonce: str, status: int, body: bytes) -> str:

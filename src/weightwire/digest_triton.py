@@ -1,4 +1,4 @@
-"""Sums of the digest ``multilinear64`` on CUDA, which read the bytes once: the same integers as plain torch gives."""
+"""Triton kernel of the digest ``multilinear64`` on CUDA: one pass over the bytes, the same integers as plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _sums(words, keys, out, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def tile_sums(words: Tensor, keys: Tensor, out: Tensor) -> None:
-    """``out[t] = sum(words[t] * keys)`` modulo 2^64.
+    """Write ``out[t] = sum(words[t] * keys)`` modulo 2^64.
 
     Args:
         words: int32 [tiles, tile], contiguous, on a CUDA device; a tile is a multiple of :data:`BLOCK`.

@@ -1,4 +1,4 @@
-"""Calls of engines: several at once, each with a deadline, also from programs that have no event loop."""
+"""Concurrent calls of engines, each with a deadline, also from programs without an event loop."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ CANCEL_S = 10.0
 
 
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Await a call for so long at most. Then it is cancelled and left alone, should it not heed that.
+    """Await a call for ``seconds`` at most. It is then cancelled, and abandoned if it ignores the cancellation.
 
     Raises:
         TimeoutError: it took longer.
     """
     task = asyncio.ensure_future(call)
     try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
+        # Not wait_for, which waits for a task that ignores its cancellation.
+        completed, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if not done:
+    if not completed:
         task.cancel()
-        task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())  # retrieved: asyncio would log it
         raise TimeoutError(f"it did not answer within {seconds:g} s")
     return task.result()
 
@@ -38,15 +39,15 @@ async def within(seconds: float, call: Awaitable[T]) -> T:
 async def call_all(
     engines: Sequence[InferenceEngine], call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float
 ) -> tuple[dict[str, T], dict[str, Exception]]:
-    """Call all engines at the same time, and wait for all.
+    """Call all engines concurrently, and wait for all.
 
     Returns:
-        Results and errors by the engines' names; every engine is in one of the two.
+        Results and errors by engine name; every engine is in one of the two.
     """
     results: list[Any] = await asyncio.gather(
         *(within(timeout_s, call(engine)) for engine in engines), return_exceptions=True
     )
-    done: dict[str, T] = {}
+    succeeded: dict[str, T] = {}
     failed: dict[str, Exception] = {}
     for engine, result in zip(engines, results, strict=True):
         if isinstance(result, Exception):
@@ -54,12 +55,12 @@ async def call_all(
         elif isinstance(result, BaseException):
             raise result
         else:
-            done[engine.name] = result
-    return done, failed
+            succeeded[engine.name] = result
+    return succeeded, failed
 
 
 class LoopThread:
-    """An event loop on a thread of its own: a daemon, so that a program that forgets to close it can end. A context manager.
+    """An event loop on a daemon thread, so that a program that forgets to close it can end. A context manager.
 
     Coroutines that still run when it closes are cancelled.
     """
@@ -70,7 +71,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine there.
+        """Start a coroutine on the thread.
 
         Raises:
             RuntimeError: the thread was closed.
@@ -81,7 +82,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for its result. If the wait is interrupted, the coroutine is cancelled."""
+        """Run a coroutine on the thread and wait for its result. If the wait is interrupted, the coroutine is cancelled."""
         future = self.submit(work)
         try:
             return future.result()
@@ -90,9 +91,9 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """End what runs, and the thread. May be called twice."""
+        """Cancel running coroutines and end the thread. May be called twice."""
         if self._thread.is_alive():
-            self.run(_cancel_others())
+            self.run(_cancel_tasks())
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
@@ -104,10 +105,10 @@ class LoopThread:
         self.close()
 
 
-async def _cancel_others() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
+async def _cancel_tasks() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
         task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=CANCEL_S)
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_S)
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -1,7 +1,7 @@
-"""Every error that weightwire raises on purpose.
+"""Errors that weightwire raises on purpose.
 
-One hierarchy. Each class takes one message, which names the culprit, and survives pickling and :func:`to_json`, in which
-errors travel from an engine to the trainer.
+One hierarchy. Each class takes one message, which names the member at fault, and survives pickling and :func:`to_json`, the
+form in which errors travel from an engine to the trainer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class WireError(Exception):
 
 
 class ManifestError(WireError, ValueError):
-    """A manifest, an offer or a seal is malformed, or is not about what there is: a tensor is missing, extra, or of another
-    dtype or shape."""
+    """A manifest, an offer or a seal is malformed or does not match the tensors: one is missing, extra, or of another dtype or
+    shape."""
 
 
 class TransportError(WireError, RuntimeError):
@@ -23,7 +23,7 @@ class TransportError(WireError, RuntimeError):
 
 
 class GroupError(TransportError):
-    """A group cannot be joined: there is none of that name, it has ended, or the place in it is taken."""
+    """A group cannot be joined: the name is unknown, it has ended, or the rank is taken."""
 
 
 class PeerLostError(TransportError, ConnectionError):
@@ -31,7 +31,7 @@ class PeerLostError(TransportError, ConnectionError):
 
 
 class DeadlineError(TransportError, TimeoutError):
-    """A member did not do in time what the others wait for; the message names it and says how far it is."""
+    """A member missed a deadline; the message names it and its progress."""
 
 
 class UpdateError(WireError, RuntimeError):
@@ -47,7 +47,7 @@ class OwnerError(UpdateError):
 
 
 class DigestError(UpdateError):
-    """What has arrived is not what was sent; the message names the buckets and the tensors in them."""
+    """Received bytes differ from those sent; the message names the buckets and their tensors."""
 
 
 class CommitError(UpdateError):
@@ -63,7 +63,7 @@ class UnsupportedCallError(WireError, NotImplementedError):
 
 
 class SecretKeyError(WireError, ValueError):
-    """There is no secret key, it is too short, or its file can be read by others; the message never holds the key."""
+    """The secret key is missing, too short, or its file is readable by others; the message never contains the key."""
 
 
 class AuthError(WireError, PermissionError):
@@ -71,7 +71,7 @@ class AuthError(WireError, PermissionError):
 
 
 class AuthBusyError(AuthError):
-    """More signed requests came than are remembered; nothing is wrong with this one, which may be sent again later."""
+    """More signed requests arrived than nonces can be remembered; this one is valid and may be sent again later."""
 
 
 _CLASSES = {
@@ -98,17 +98,17 @@ _CLASSES = {
 
 
 def to_json(error: WireError) -> dict[str, str]:
-    """``{"error": class name, "message": text}``."""
+    """Return ``{"error": class name, "message": text}``."""
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def from_json(data: Any, where: str = "") -> WireError:
-    """The error that :func:`to_json` has told of; a :class:`WireError` if the class is not one of ours.
+def from_json(data: Any, source: str = "") -> WireError:
+    """Rebuild an error from :func:`to_json`; a :class:`WireError` if its class is not one of ours.
 
     Args:
-        where: who told it; put in front of its message.
+        source: put in front of the message.
     """
     name, message = (data.get("error"), data.get("message")) if isinstance(data, dict) else (None, data)
     text = message if isinstance(message, str) else repr(message)
     kind = _CLASSES.get(name, WireError) if isinstance(name, str) else WireError
-    return kind(f"{where}: {text}" if where else text)
+    return kind(f"{source}: {text}" if source else text)

@@ -1,4 +1,4 @@
-"""The secret that the processes of one job share: where it comes from, and that it goes nowhere else."""
+"""The secret key that the processes of one job share: loading, writing, and keeping it out of logs and pickles."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import NoReturn
 from weightwire.errors import SecretKeyError
 
 ENVIRONMENT = "WEIGHTWIRE_KEY"
-"""The variable that holds the key; the one with ``_FILE`` behind it names the file that holds it."""
+"""Variable that holds the key; with the suffix ``_FILE`` it holds the path of a file with the key."""
 SHORTEST = 32
-"""Characters of the shortest key that is taken; :func:`generate_key` makes 43 with 256 random bits."""
+"""Minimum length of a key in characters; :func:`generate_key` returns 43 with 256 random bits."""
 LONGEST = 1024
 
 
 class Key:
-    """A secret key, which neither prints nor pickles itself.
+    """A secret key, hidden from ``repr`` and refused by pickle.
 
     Args:
-        text: the key as it stands in a file or a variable; white space around it does not count.
+        text: the key as read from a file or a variable; surrounding white space is stripped.
 
     Raises:
         SecretKeyError: shorter than :data:`SHORTEST` characters, longer than :data:`LONGEST`, or not printable ASCII.
@@ -41,11 +41,11 @@ class Key:
         self._secret = text.encode()
 
     def mac(self, purpose: str, text: str) -> str:
-        """HMAC-SHA256 of a text, 64 hexadecimal digits; another one for each purpose (which has no line break)."""
+        """Return the HMAC-SHA256 of a text, 64 hexadecimal digits; ``purpose`` (no line break) separates domains."""
         return hmac.new(self._secret, f"{purpose}\n{text}".encode(), "sha256").hexdigest()
 
     def bearer_token(self, purpose: str) -> str:
-        """A token for callers that cannot sign. Whoever has it may call, but cannot sign, nor find the key."""
+        """Return a token for callers that cannot sign. It permits calls, but reveals neither signatures nor the key."""
         return self.mac("weightwire bearer 1", purpose)
 
     def __repr__(self) -> str:
@@ -64,16 +64,16 @@ class Key:
 
 
 def load_key(key: str | Key | None = None, *, file: str | Path | None = None, environment: str = ENVIRONMENT) -> Key:
-    """The key, from the first of: argument, file, the variable ``environment``, the file named by ``environment + "_FILE"``.
+    """Return the key from the first of: argument, file, variable ``environment``, file named by ``environment + "_FILE"``.
 
     Args:
-        file: readable by its owner alone (mode 0600 or 0400), as :func:`write_key` makes it.
+        file: readable only by its owner (mode 0600 or 0400), as :func:`write_key` creates it.
 
     Raises:
-        SecretKeyError: both ``key`` and ``file`` were given, none of the four is there, or the key or its file is unfit.
+        SecretKeyError: both ``key`` and ``file`` were passed, none of the four is set, or the key or its file is unfit.
     """
     if key is not None and file is not None:
-        raise SecretKeyError("a key and a file of the key were given: give one of them")
+        raise SecretKeyError("both key= and file= were passed: pass one of them")
     if key is not None:
         return key if isinstance(key, Key) else Key(key)
     if file is not None:
@@ -88,12 +88,13 @@ def load_key(key: str | Key | None = None, *, file: str | Path | None = None, en
 
 
 def read_key(path: str | Path) -> Key:
-    """The key in a file that nobody but its owner, who is this user or root, can read.
+    """Read the key from a file that is owned by this user or root and readable only by its owner.
 
     Raises:
-        SecretKeyError: no such file, not a regular one, of another user, open to others, or what is in it is no key.
+        SecretKeyError: the file is missing, not regular, another user's, open to others, or does not contain a key.
     """
     try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer.
         stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as error:
         raise SecretKeyError(f"the key's file {path} cannot be read: {error.strerror}") from error
@@ -117,7 +118,7 @@ def read_key(path: str | Path) -> Key:
 
 
 def generate_key() -> str:
-    """A new key's text: 256 random bits in 43 characters."""
+    """Return the text of a new key: 256 random bits in 43 characters."""
     return secrets.token_urlsafe(32)
 
 
@@ -125,7 +126,7 @@ def write_key(path: str | Path) -> Key:
     """Write a new key to a new file of mode 0600.
 
     Raises:
-        FileExistsError: there is one; a key that others use is not replaced.
+        FileExistsError: the file exists; a key in use is not replaced.
     """
     text = generate_key()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""A lease in place of a promise to come back: what an owner has until it has been silent for too long. Pure."""
+"""Leases: an owner's right to an engine, which ends if the owner is silent for too long. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Lease:
     Attributes:
         owner: its name.
         lease_s: seconds after the owner's last call when the lease ends.
-        until: when it ends, on the clock of whoever granted it.
+        until: when it ends, on the grantor's clock.
     """
 
     owner: str

@@ -1,4 +1,4 @@
-"""Whether a process of this machine still runs; told at once and for certain, where heartbeats need time."""
+"""State of a process on this machine, from /proc: certain and immediate, where heartbeats need time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, as others can look for it.
+    """Identity of a process, by which others on its machine can check it.
 
     Attributes:
         host: name of its machine.
-        space: boot of the machine and namespace of process ids; a process of another one cannot be looked for.
-        pid: its id.
-        started: when it started, in ticks since the boot: ids are used again.
+        space: boot id of the machine and pid namespace; a process of another one cannot be checked.
+        pid: process id.
+        started: start time in ticks since boot: pids are reused.
     """
 
     host: str
@@ -26,27 +26,24 @@ class Identity:
     started: int
 
     @classmethod
-    def mine(cls) -> Identity:
-        """This process."""
+    def current(cls) -> Identity:
+        """Return the identity of this process."""
         return cls(socket.gethostname(), _space(), os.getpid(), _started(os.getpid()))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     def to_json(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data."""
         return [self.host, self.space, self.pid, self.started]
 
     def state(self) -> str | None:
-        """``ended`` or ``stopped``, if that can be seen from here; otherwise None."""
+        """Return ``ended`` or ``stopped``; None if the process runs or cannot be checked from here."""
         if not self.space or self.space != _space() or self.started < 0:
             return None
         try:
             fields = _stat(self.pid)
-        except (
-            FileNotFoundError,
-            ProcessLookupError,
-        ):  # the second, if it goes between opening the file and reading it
+        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
             return "ended"
         except OSError:
             return None
@@ -56,7 +53,7 @@ class Identity:
 
 
 def memory_space() -> str:
-    """Return what is equal for processes that can share memory: boot, namespaces of processes and IPC, user; empty off Linux."""
+    """Return a key equal for processes that can share memory: boot, pid and IPC namespaces, user; empty off Linux."""
     try:
         return f"{_space()} {os.readlink('/proc/self/ns/ipc')} {os.getuid()}" if _space() else ""
     except OSError:
@@ -68,11 +65,11 @@ def _space() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""  # not Linux: heartbeats alone
+        return ""  # not Linux: only heartbeats remain
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name: the first one is the state, the 20th the start."""
+    """Return the fields of /proc/PID/stat after the name: the first is the state, the 20th the start time."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 

@@ -1,6 +1,6 @@
-"""What an update consists of, as both sides know it before the first byte travels. Pure, no torch.
+"""Manifest of an update: its tensors, known to both sides before the first byte is sent. Pure, no torch.
 
-A manifest comes from outside (the trainer's request to an engine): reading one checks every field and bounds it.
+A manifest is untrusted input (the trainer's request to an engine): parsing checks and bounds every field.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""torch's dtypes that travel, by name, with the bytes of one element."""
+"""Supported torch dtypes by name, with the bytes of one element."""
 
 FORMAT = 1
 MOST_TENSORS = 1_000_000
@@ -42,7 +42,7 @@ MOST_ADAPTER_JSON = 65536
 
 
 def default_bucket_bytes(device_type: str) -> int:
-    """Bytes of a bucket that nobody has chosen, by the type of the device it lies on.
+    """Return the default bucket size in bytes for buckets on a type of device.
 
     The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/measurements.md).
     """
@@ -51,7 +51,7 @@ def default_bucket_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its name in Hugging Face's (or, of an adapter, peft's) convention, torch's name of its dtype, its shape."""
+    """Name (Hugging Face's or, of an adapter, peft's), torch dtype by name, and shape of one tensor."""
 
     name: str
     dtype: str
@@ -63,7 +63,7 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def check(self) -> None:
-        """Raises ManifestError."""
+        """Raise ManifestError if a field is invalid."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MOST_NAME or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
@@ -74,10 +74,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """Makes the tensors of a manifest an adapter's factors instead of a model.
+    """Adapter whose factors a manifest's tensors are, instead of a model's weights.
 
     Attributes:
-        name: what requests to the engine call the adapter.
+        name: of the adapter in requests to the engine.
         config: the content of peft's ``adapter_config.json``.
     """
 
@@ -85,31 +85,36 @@ class AdapterInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ManifestError."""
+        """Raise ManifestError if a field is invalid."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 128 or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of an adapter")
         if "/" in self.name or self.name.startswith("."):
-            raise ManifestError(f"manifest: adapter {self.name!r} is named as a path")
+            raise ManifestError(f"manifest: adapter name {self.name!r} looks like a path")
         if not isinstance(self.config, Mapping):
-            raise ManifestError(f"manifest: the configuration of adapter {self.name} is no mapping")
+            raise ManifestError(f"manifest: the configuration of adapter {self.name} is not a mapping")
         try:
             text = json.dumps(dict(self.config), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ManifestError(f"manifest: the configuration of adapter {self.name} is no JSON: {error}") from None
+            raise ManifestError(
+                f"manifest: the configuration of adapter {self.name} is not valid JSON: {error}"
+            ) from None
         if len(text) > MOST_ADAPTER_JSON:
-            raise ManifestError(f"manifest: the configuration of adapter {self.name} has {len(text)} characters")
+            raise ManifestError(
+                f"manifest: the configuration of adapter {self.name} has {len(text)} characters; at most "
+                f"{MOST_ADAPTER_JSON} are possible"
+            )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which tensors come, in which order, how they are cut, and what their bytes are compared by.
+    """Tensors of an update in the order in which they are sent, their bucket size, and the digest of the buckets.
 
     Attributes:
-        version: of the weights: a number that grows with every update of the same :attr:`target`.
+        version: of the weights: increases with every update of the same :attr:`target`.
         tensors: in the order in which they are sent. Names are unique.
         bucket_bytes: size of all buckets but the last.
         digest: name of an algorithm of :mod:`weightwire.digest`.
-        adapter: these are the factors of an adapter; None for a model.
+        adapter: the adapter whose factors these are; None for a model.
     """
 
     version: int
@@ -120,7 +125,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not _is_count(self.version, 2**62):
-            raise ManifestError(f"manifest: version {self.version!r:.40} is not a number from 0 on")
+            raise ManifestError(f"manifest: version {self.version!r:.40} is not an integer >= 0")
         if not 0 < len(self.tensors) <= MOST_TENSORS:
             raise ManifestError(f"manifest: {len(self.tensors)} tensors; 1 to {MOST_TENSORS} are possible")
         if not _is_count(self.bucket_bytes, MOST_BUCKET_BYTES) or self.bucket_bytes < 1:
@@ -145,21 +150,21 @@ class Manifest:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors: what travels to each receiver."""
+        """Bytes of all tensors, the traffic to each receiver."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @property
     def target(self) -> str:
-        """What gets a new version: ``model``, or ``adapter NAME``."""
+        """Return the target of the update: ``model``, or ``adapter NAME``."""
         return "model" if self.adapter is None else f"adapter {self.adapter.name}"
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the JSON: what the seal names, so that no two manifests are mistaken for each other."""
+        """SHA-256 of the JSON, by which the seal names its manifest."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
+        """Return plain data for ``json.dumps``."""
         return {
             "format": FORMAT,
             "version": self.version,
@@ -173,14 +178,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """The manifest of :meth:`to_json`, from a stranger.
+        """Parse the untrusted output of :meth:`to_json`.
 
         Raises:
             ManifestError: it is malformed, too large, or of another format.
         """
         fields = exactly(data, ("format", "version", "tensors", "bucket_bytes", "digest", "adapter"), "manifest")
         if fields["format"] != FORMAT:
-            raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side knows format {FORMAT}")
+            raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side supports format {FORMAT}")
         rows = fields["tensors"]
         if not isinstance(rows, list) or len(rows) > MOST_TENSORS:
             raise ManifestError("manifest: tensors is not a list, or too long")
@@ -189,38 +194,36 @@ class Manifest:
             adapter = AdapterInfo(**exactly(adapter, ("name", "config"), "manifest: adapter"))
         return cls(fields["version"], tuple(map(_spec, rows)), fields["bucket_bytes"], fields["digest"], adapter)
 
-    def expect(self, wanted: Iterable[TensorSpec]) -> None:
-        """Hold the tensors against those that there must be, in any order.
+    def expect(self, specs: Iterable[TensorSpec]) -> None:
+        """Compare the tensors with the expected ones, in any order.
 
         Raises:
             ManifestError: tensors are missing, extra, or of another dtype or shape; the message names up to eight.
         """
-        want, have = ({spec.name: spec for spec in specs} for specs in (wanted, self.tensors))
-        problems = [f"{name} is missing" for name in want if name not in have]
-        problems += [f"{name} is not one of the model's" for name in have if name not in want]
-        for name in want.keys() & have.keys():
-            mine, theirs = want[name], have[name]
-            if mine != theirs:
-                problems.append(
-                    f"{name} comes as {theirs.dtype} {list(theirs.shape)}, not {mine.dtype} {list(mine.shape)}"
-                )
+        expected, offered = ({spec.name: spec for spec in source} for source in (specs, self.tensors))
+        problems = [f"{name} is missing" for name in expected if name not in offered]
+        problems += [f"{name} is not one of the model's" for name in offered if name not in expected]
+        for name in expected.keys() & offered.keys():
+            want, have = expected[name], offered[name]
+            if want != have:
+                problems.append(f"{name} comes as {have.dtype} {list(have.shape)}, not {want.dtype} {list(want.shape)}")
         if problems:
             more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{more}")
 
 
-def exactly(data: Any, names: tuple[str, ...], what: str) -> dict[str, Any]:
-    """``data`` as a mapping of these fields, all and no others.
+def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
+    """Return ``data`` after checking that it is a mapping with exactly these fields.
 
     Raises:
         ManifestError: it is not.
     """
     if not isinstance(data, dict):
-        raise ManifestError(f"{what}: a mapping was expected, not {type(data).__name__}")
+        raise ManifestError(f"{label}: a mapping was expected, not {type(data).__name__}")
     if missing := [name for name in names if name not in data]:
-        raise ManifestError(f"{what}: without {', '.join(missing)}")
+        raise ManifestError(f"{label}: without {', '.join(missing)}")
     if extra := [repr(name)[:40] for name in data if name not in names]:
-        raise ManifestError(f"{what}: unknown fields {', '.join(extra[:8])}")
+        raise ManifestError(f"{label}: unknown fields {', '.join(extra[:8])}")
     return data
 
 
@@ -233,4 +236,5 @@ def _spec(row: Any) -> TensorSpec:
 
 
 def _is_count(value: Any, most: int) -> bool:
+    # isinstance(True, int) holds, and JSON has booleans.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,7 +1,7 @@
-"""What the trainer tells an engine about an update, by an authenticated request: the offer before it, the seal after it.
+"""Offer and seal: the trainer's authenticated messages to an engine before and after it sends an update.
 
-Both are JSON, read as from a stranger. The store's address travels in the offer and nowhere else; the digests of what was sent
-travel in the seal, not beside the bytes that they are to prove.
+Both are JSON and parsed as untrusted input. Only the offer contains the store's address; only the seal contains the digests,
+which must not travel beside the bytes that they verify.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Offer:
     """An update that an engine is asked to receive.
 
     Attributes:
-        update: names the update in all later calls; also the name of its group.
-        owner: who offers it; an engine has one owner at a time.
-        host, port: of the listener where the group meets.
-        first: rank in the group of the engine's first worker; worker ``w`` is member ``first + w``.
-        workers: how many members the engine is.
-        transport, options: how the bytes travel.
+        update: name of the update in all later calls, and of its group.
+        owner: the trainer; an engine has one owner at a time.
+        host, port: address of the group's listener.
+        first: rank in the group of the engine's first worker; worker ``w`` has rank ``first + w``.
+        workers: number of the engine's workers, each a member of the group.
+        transport, options: of the transfer.
         timeout_s: deadline of each wait during the transfer, in seconds.
-        lease_s: what was received is dropped when no call has concerned it for so long.
-        manifest: what it consists of.
+        lease_s: the update is dropped when no call has touched it for so many seconds.
+        manifest: of the tensors.
     """
 
     update: str
@@ -51,17 +51,17 @@ class Offer:
 
     def __post_init__(self) -> None:
         for name in ("update", "owner", "host", "transport"):
-            _text(getattr(self, name), f"offer: {name}")
-        _whole(self.port, 1, 65535, "offer: port")
-        _whole(self.first, 1, MOST_MEMBERS, "offer: first")
-        _whole(self.workers, 1, MOST_MEMBERS, "offer: workers")
+            _check_text(getattr(self, name), f"offer: {name}")
+        _check_integer(self.port, 1, 65535, "offer: port")
+        _check_integer(self.first, 1, MOST_MEMBERS, "offer: first")
+        _check_integer(self.workers, 1, MOST_MEMBERS, "offer: workers")
         for name in ("timeout_s", "lease_s"):
-            _seconds(getattr(self, name), f"offer: {name}")
+            _check_seconds(getattr(self, name), f"offer: {name}")
         if not isinstance(self.options, Mapping):
-            raise ManifestError("offer: options is no mapping")
+            raise ManifestError("offer: options is not a mapping")
 
     def rank(self, worker: int) -> int:
-        """The member of the group that the engine's worker ``worker`` (from 0 on) is.
+        """Return the rank in the group of the engine's worker ``worker``, counted from 0.
 
         Raises:
             ManifestError: the offer is for fewer workers.
@@ -71,7 +71,7 @@ class Offer:
         return self.first + worker
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
+        """Return plain data for ``json.dumps``."""
         return {
             "protocol": PROTOCOL,
             "update": self.update,
@@ -89,27 +89,27 @@ class Offer:
 
     @classmethod
     def from_json(cls, data: Any) -> Offer:
-        """The offer of :meth:`to_json`, from a stranger.
+        """Parse the untrusted output of :meth:`to_json`.
 
         Raises:
             ManifestError: it is malformed, or of another version of weightwire's protocol.
         """
-        fields = dict(_of_this_protocol(data, "offer"))
+        fields = _check_protocol(data, "offer")
         names = ("update", "owner", "host", "port", "first", "workers", "transport", "options", "timeout_s", "lease_s")
         fields = dict(exactly(fields, (*names, "manifest"), "offer"))
         fields["manifest"] = Manifest.from_json(fields["manifest"])
         try:
             size = len(json.dumps(fields["options"], allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise ManifestError(f"offer: options are no JSON: {error}") from None
+            raise ManifestError(f"offer: options are not valid JSON: {error}") from None
         if size > MOST_OPTIONS_JSON:
-            raise ManifestError(f"offer: options of {size} characters")
+            raise ManifestError(f"offer: options of {size} characters; at most {MOST_OPTIONS_JSON} are possible")
         return cls(**fields)
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What was sent, said when all of it was.
+    """Digests of a sent update, which receivers compare with what arrived.
 
     Attributes:
         update: of the offer.
@@ -124,14 +124,14 @@ class Seal:
     digests: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _text(self.update, "seal: update")
-        _text(self.manifest, "seal: manifest")
-        _whole(self.version, 0, 2**62, "seal: version")
+        _check_text(self.update, "seal: update")
+        _check_text(self.manifest, "seal: manifest")
+        _check_integer(self.version, 0, 2**62, "seal: version")
         for digest in self.digests:
-            _text(digest, "seal: digest")
+            _check_text(digest, "seal: digest")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
+        """Return plain data for ``json.dumps``."""
         return {
             "protocol": PROTOCOL,
             "update": self.update,
@@ -142,41 +142,42 @@ class Seal:
 
     @classmethod
     def from_json(cls, data: Any) -> Seal:
-        """The seal of :meth:`to_json`, from a stranger.
+        """Parse the untrusted output of :meth:`to_json`.
 
         Raises:
             ManifestError: it is malformed, or of another version of weightwire's protocol.
         """
-        fields = dict(exactly(_of_this_protocol(data, "seal"), ("update", "version", "manifest", "digests"), "seal"))
+        fields = dict(exactly(_check_protocol(data, "seal"), ("update", "version", "manifest", "digests"), "seal"))
         if not isinstance(fields["digests"], list) or len(fields["digests"]) > MOST_BUCKETS:
             raise ManifestError("seal: digests is not a list, or too long")
         fields["digests"] = tuple(fields["digests"])
         return cls(**fields)
 
 
-def _of_this_protocol(data: Any, what: str) -> dict[str, Any]:
+def _check_protocol(data: Any, label: str) -> dict[str, Any]:
+    """Return a copy of ``data`` without its protocol version, which must be ours."""
     if not isinstance(data, dict):
-        raise ManifestError(f"{what}: a mapping was expected, not {type(data).__name__}")
+        raise ManifestError(f"{label}: a mapping was expected, not {type(data).__name__}")
     protocol = data.get("protocol")
     if type(protocol) is not int or protocol != PROTOCOL:  # True and 1.0 are equal to 1
         raise ManifestError(
-            f"{what}: protocol {protocol!r:.40}, and this side speaks {PROTOCOL}: install the same weightwire on both"
+            f"{label}: protocol {protocol!r:.40}, and this side speaks {PROTOCOL}: install the same weightwire on both"
         )
     return {name: value for name, value in data.items() if name != "protocol"}
 
 
-def _text(value: Any, what: str) -> None:
+def _check_text(value: Any, label: str) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= 256 or not value.isprintable():
-        raise ManifestError(f"{what} is {value!r:.80}")
+        raise ManifestError(f"{label} is {value!r:.80}, not a printable text of 1 to 256 characters")
 
 
-def _whole(value: Any, least: int, most: int, what: str) -> None:
+def _check_integer(value: Any, least: int, most: int, label: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ManifestError(f"{what} is {value!r:.80}, not a number from {least} to {most}")
+        raise ManifestError(f"{label} is {value!r:.80}, not a number from {least} to {most}")
 
 
-def _seconds(value: Any, what: str) -> None:
+def _check_seconds(value: Any, label: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ManifestError(f"{what} is {value!r:.80}, not a number of seconds")
+        raise ManifestError(f"{label} is {value!r:.80}, not a number of seconds")
     if not 0 < value <= MOST_SECONDS:
-        raise ManifestError(f"{what} is {value!r:.80}; more than 0 and at most {MOST_SECONDS:g} is possible")
+        raise ManifestError(f"{label} is {value!r:.80}; more than 0 and at most {MOST_SECONDS:g} is possible")

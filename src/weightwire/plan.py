@@ -1,7 +1,7 @@
-"""How the tensors of a manifest are cut into buckets. Pure, no torch.
+"""Split the tensors of a manifest into buckets. Pure, no torch.
 
-The bytes of all tensors stand one after the other, without gaps, in the manifest's order; a bucket is the next ``bucket_bytes``
-of them. So a tensor may begin in one bucket and end in another, and nothing but payload travels.
+The bytes of all tensors are concatenated, without gaps, in the manifest's order; a bucket is the next ``bucket_bytes`` of them.
+So a tensor may begin in one bucket and end in another, and only payload is sent.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weightwire.manifest import TensorSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` bytes of a tensor, from ``offset`` on, at ``position`` in the bucket.
+    """Slice of a tensor: ``length`` bytes from ``offset``, at ``position`` in the bucket.
 
     Attributes:
-        tensor: its place in the manifest.
+        tensor: its index in the manifest.
     """
 
     tensor: int
@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes ``start`` to ``stop`` of all, and whose they are."""
+    """Bytes ``start`` to ``stop`` of the concatenated tensors, and the tensors' pieces in them."""
 
     index: int
     start: int
@@ -44,26 +44,26 @@ class Bucket:
 
 
 def offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Where each tensor begins among the bytes of all, and where the last one ends."""
+    """Return the start of each tensor in the concatenated bytes, and the end of the last one."""
     return tuple(accumulate((spec.nbytes for spec in specs), initial=0))
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut the tensors into buckets of ``bucket_bytes``; the last one may be smaller. None if there are no bytes.
+    """Split the tensors into buckets of ``bucket_bytes``; the last one may be smaller. Empty if there are no bytes.
 
     Empty tensors are in no bucket.
     """
-    begins = offsets(specs)
-    total = begins[-1]
+    starts = offsets(specs)
+    total = starts[-1]
     buckets = []
     for index, start in enumerate(range(0, total, bucket_bytes)):
         stop = min(start + bucket_bytes, total)
         pieces = []
-        tensor = bisect_right(begins, start) - 1
-        while tensor < len(specs) and begins[tensor] < stop:
-            first, last = max(begins[tensor], start), min(begins[tensor + 1], stop)
+        tensor = bisect_right(starts, start) - 1
+        while tensor < len(specs) and starts[tensor] < stop:
+            first, last = max(starts[tensor], start), min(starts[tensor + 1], stop)
             if last > first:
-                pieces.append(Piece(tensor, first - begins[tensor], first - start, last - first))
+                pieces.append(Piece(tensor, first - starts[tensor], first - start, last - first))
             tensor += 1
         buckets.append(Bucket(index, start, stop, tuple(pieces)))
     return tuple(buckets)

@@ -1,8 +1,8 @@
-"""The engine's side of updates, one for each worker: what is received is in force verified and whole, or not at all.
+"""The engine's side of updates, one receiver per worker: an update becomes active verified and complete, or not at all.
 
-An update is *receiving* (a thread fills memory of its own, the engine generates), *received*, *verified* (its bytes are those
-that were sent) and *committed*, or *dropped*. Until the commit nothing that the engine uses is touched. An update that nobody
-goes on with is dropped when its lease lapses.
+An update is *receiving* (a thread fills staging memory while the engine generates), *received*, *verified* (its digests match
+the seal) and *committed*, or *dropped*. Until the commit no memory that the engine uses is touched. An abandoned update is
+dropped when its lease lapses.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING, COMMITTED, DROPPED = (
 _OPEN = (RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING)
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Puts tensors in force: called with names and tensors in the manifest's order, which it copies."""
+"""Activates tensors: called with names and tensors in the manifest's order, which it copies."""
 
 
 @dataclass
 class _Update:
-    """One update and its memory."""
+    """State and staging memory of one update."""
 
     offer: Offer
     worker: int
@@ -81,14 +81,14 @@ class _Update:
 
 
 class Receiver:
-    """What one worker of an engine has received, and which versions are in force. Methods may be called from any thread.
+    """Updates of one worker of an engine: at most one open at a time, and the active versions. Thread-safe.
 
     Args:
-        name: for messages: which engine and which worker this is.
-        device: where received weights wait for their commit: the engine's device, or ``cpu``.
-        check: held against every manifest when it is offered; raises ManifestError if the engine cannot take such tensors.
-        version: of the model in force, if that is known.
-        most_bytes: a manifest of more is refused.
+        name: of engine and worker, for messages.
+        device: of the staging memory: the engine's device, or ``cpu``.
+        check: called with every offered manifest; raises ManifestError if the engine cannot take such tensors.
+        version: of the active model, if known.
+        most_bytes: largest manifest that is accepted, in bytes; None: no limit.
     """
 
     def __init__(
@@ -102,40 +102,40 @@ class Receiver:
     ) -> None:
         self.name = name
         self.serving = True
-        """False after a commit that could neither be finished nor undone: the engine must not answer."""
+        """False after a commit that could be neither completed nor undone: the engine must not answer."""
         self._device = torch.device(device)
         self._check, self._most_bytes = check, most_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: _Update | None = None
         self._lock = threading.RLock()
 
-    # --- what is in force ---
+    # --- state ---
 
     def version(self, target: str = "model") -> int | None:
-        """Version in force of the model, or of ``adapter NAME``; None if none is known."""
+        """Return the active version of the model, or of ``adapter NAME``; None if unknown."""
         return self._versions.get(target)
 
     def forget(self, target: str) -> None:
-        """An adapter was removed from the engine by another way: any version of it is new."""
+        """Forget the active version of a target that the engine replaced or removed itself: any version of it is then new."""
         with self._lock:
             self._versions.pop(target, None)
 
     def location(self) -> Location:
-        """Describe the memory in which received weights wait."""
+        """Describe the staging memory."""
         return Location.of(self._device)
 
     def status(self) -> dict[str, Any]:
-        """Plain data: name, serving, versions by target, and the update there is, with its state, buckets and problem."""
+        """Return plain data: name, serving, versions by target, and the last update with its state, buckets and problem."""
         with self._lock:
             update = self._update
-            told: dict[str, Any] = {
+            status: dict[str, Any] = {
                 "name": self.name,
                 "serving": self.serving,
                 "versions": dict(self._versions),
                 "update": None,
             }
             if update is not None:
-                told["update"] = {
+                status["update"] = {
                     "update": update.offer.update,
                     "owner": update.offer.owner,
                     "target": update.manifest.target,
@@ -144,18 +144,18 @@ class Receiver:
                     "buckets": update.buckets,
                     "problem": None if update.problem is None else str(update.problem),
                 }
-            return told
+            return status
 
     # --- the update ---
 
     def open(self, offer: Offer, worker: int = 0) -> None:
-        """Begin to receive what is offered; returns at once. The same offer again does nothing.
+        """Start to receive an offered update on a thread; return at once. Repeating the same offer is a no-op.
 
         Raises:
             OwnerError: another owner's update is open.
-            UpdateError: an update of this owner is open, or there is no memory for this one.
-            VersionError: the offered version is not newer than the one in force.
-            ManifestError, TransportError: the engine cannot take such tensors, or not in this way.
+            UpdateError: an update of this owner is open, or memory is insufficient.
+            VersionError: the offered version is not newer than the active one.
+            ManifestError, TransportError: the engine cannot take such tensors, or not by this transport.
         """
         with self._lock:
             self._require_none_open(offer)
@@ -177,16 +177,16 @@ class Receiver:
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
-        """Return when everything has arrived and is what was sent. If it is not, the update is dropped.
+        """Wait until everything has arrived, and compare it with the seal. On failure the update is dropped.
 
         Raises:
-            DigestError: bytes have changed on the way.
+            DigestError: received bytes differ from those sent.
             ManifestError: the seal is of another manifest.
             DeadlineError: it has not arrived within ``timeout_s`` seconds.
             PeerLostError, TransportError: the transfer failed.
-            UpdateError: there is no such update.
+            UpdateError: the update is unknown.
         """
-        update = self._named(seal.update)
+        update = self._require_update(seal.update)
         if update.state in (VERIFIED, COMMITTED):
             return
         try:
@@ -206,23 +206,23 @@ class Receiver:
             raise
 
     def commit(self, name: str, load: Load, restore: Callable[[], object] | None = None) -> None:
-        """Put a verified update in force: call ``load`` with its tensors. Repeated after success it does nothing.
+        """Activate a verified update: call ``load`` with its tensors. A no-op after success.
 
-        The engine must not generate meanwhile. If ``load`` raises, ``restore`` is called, and the old version stays in force;
-        if there is none, or it raises too, :attr:`serving` becomes False until a commit of a whole model succeeds.
+        The engine must not generate meanwhile. If ``load`` raises, ``restore`` is called, and the old version stays active;
+        without ``restore``, or if it raises too, :attr:`serving` becomes False until a commit of a complete model succeeds.
 
         Args:
             name: of the update.
-            load: copies the tensors into what the engine uses.
-            restore: undoes what a ``load`` that failed (or, for :meth:`revert`, one that succeeded) has done.
+            load: copies the tensors into the engine's memory.
+            restore: undoes a ``load`` that failed or, for :meth:`revert`, one that succeeded.
 
         Raises:
-            CommitError: it failed; the old weights are in force.
-            NotServingError: it failed, and so did ``restore``.
-            UpdateError: there is no such update, or it is not verified.
+            CommitError: ``load`` failed; the old weights are active.
+            NotServingError: ``load`` failed, and so did ``restore``.
+            UpdateError: the update is unknown or not verified.
         """
         with self._lock:
-            update = self._named(name)
+            update = self._require_update(name)
             if update.state == COMMITTED:
                 return
             self._require_state(update, VERIFIED)
@@ -239,14 +239,14 @@ class Receiver:
                 self.serving = True
 
     def revert(self, name: str, reason: str) -> None:
-        """Undo a commit that has just succeeded here, because it failed on another worker of the engine.
+        """Undo a commit that succeeded here but failed on another worker of the engine.
 
         Raises:
-            NotServingError: there was no ``restore``, or it raised.
+            NotServingError: the commit had no ``restore``, or it raised.
             UpdateError: the update is not the last one committed here, or was settled.
         """
         with self._lock:
-            update = self._named(name)
+            update = self._require_update(name)
             if update.state == DROPPED:
                 return
             self._require_state(update, COMMITTED)
@@ -255,21 +255,21 @@ class Receiver:
             raise error
 
     def settle(self, name: str) -> None:
-        """The commit has succeeded on all workers: let go of what :meth:`revert` would need."""
+        """Release the memory that :meth:`revert` would need, once the commit has succeeded on all workers."""
         with self._lock:
-            update = self._named(name)
+            update = self._require_update(name)
             self._require_state(update, COMMITTED)
             update.restore = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
-        """Give up an update; the old weights stay in force. Nothing happens if there is none of that name, or it is committed."""
+        """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
         with self._lock:
             update = self._update
             if update is not None and update.offer.update == name and update.state in _OPEN:
                 self._drop(update, UpdateError(f"{self.name}: {update} was dropped: {reason}"))
 
     def close(self) -> None:
-        """Drop what is open."""
+        """Drop the open update, if any."""
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
 
@@ -288,10 +288,10 @@ class Receiver:
         raise UpdateError(f"{self.name}: {update} is still {update.state}: commit it or drop it before the next one")
 
     def _require_newer(self, manifest: Manifest) -> None:
-        have = self._versions.get(manifest.target)
-        if have is not None and manifest.version <= have:
+        active = self._versions.get(manifest.target)
+        if active is not None and manifest.version <= active:
             raise VersionError(
-                f"{self.name}: version {manifest.version} of {manifest.target} is offered, and version {have} is in force"
+                f"{self.name}: version {manifest.version} of {manifest.target} is offered, and version {active} is in force"
             )
 
     def _require_possible(self, offer: Offer) -> None:
@@ -300,7 +300,7 @@ class Receiver:
         if self._device.type not in device_types(offer.transport):
             raise TransportError(
                 f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
-                f"weights wait on {self._device} here; for {self._device.type} there are: "
+                f"weights are staged on {self._device} here; transports for {self._device.type}: "
                 f"{', '.join(transports_for(self._device.type))}"
             )
         if self._most_bytes is not None and manifest.nbytes > self._most_bytes:
@@ -309,19 +309,20 @@ class Receiver:
             )
         self._check(manifest)
 
-    def _named(self, name: str) -> _Update:
+    def _require_update(self, name: str) -> _Update:
+        """Return the last update, which must have this name, and renew its lease."""
         with self._lock:
             update = self._update
             if update is None or update.offer.update != name:
-                there = "there is none" if update is None else f"the last one is {update}, {update.state}"
-                raise UpdateError(f"{self.name}: there is no update {name!r:.120}; {there}")
+                last = "there is none" if update is None else f"the last one is {update}, {update.state}"
+                raise UpdateError(f"{self.name}: unknown update {name!r:.120}; {last}")
             update.touched = time.monotonic()
             return update
 
     def _require_state(self, update: _Update, state: str) -> None:
         if update.state != state:
-            why = f": {update.problem}" if update.problem is not None else ""
-            raise UpdateError(f"{self.name}: {update} is {update.state}, not {state}{why}")
+            reason = f": {update.problem}" if update.problem is not None else ""
+            raise UpdateError(f"{self.name}: {update} is {update.state}, not {state}{reason}")
 
     # --- transitions ---
 
@@ -335,13 +336,11 @@ class Receiver:
         update.arrived.set()
 
     def _undo(self, update: _Update, cause: BaseException) -> CommitError:
-        """The weights from before, if they can be had; the error to raise."""
+        """Restore the old weights if possible, and return the error to raise."""
         text = f"{self.name}: the commit of {update} failed: {type(cause).__name__}: {cause}"
         error: CommitError
         if update.restore is None:
-            error = NotServingError(
-                f"{text}. There is no way back: this engine must not answer until a commit succeeds"
-            )
+            error = NotServingError(f"{text}. It cannot be undone: this engine must not answer until a commit succeeds")
         else:
             try:
                 update.restore()
@@ -363,15 +362,15 @@ class Receiver:
     def _tensors(self, update: _Update) -> Iterator[tuple[str, Tensor]]:
         staging = update.staging
         assert staging is not None
-        begins = offsets(update.manifest.tensors)
-        for place, spec in enumerate(update.manifest.tensors):
-            content = staging[begins[place] : begins[place + 1]]
+        starts = offsets(update.manifest.tensors)
+        for index, spec in enumerate(update.manifest.tensors):
+            content = staging[starts[index] : starts[index + 1]]
             dtype = getattr(torch, spec.dtype)
-            if begins[place] % dtype.itemsize:
-                content = content.clone()  # a view of another dtype begins at a multiple of its size
+            if starts[index] % dtype.itemsize:
+                content = content.clone()  # a view of another dtype must begin at a multiple of its size
             yield spec.name, content.view(dtype).view(spec.shape)
 
-    # --- the thread ---
+    # --- the receiving thread ---
 
     def _run(self, update: _Update) -> None:
         try:
@@ -399,13 +398,13 @@ class Receiver:
                 continue
             with self._lock:
                 if update.state in (RECEIVE_DONE, VERIFIED) and update.touched + lease <= time.monotonic():
-                    why = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
-                    log.warning("%s", why)
-                    self._drop(update, UpdateError(why))
+                    reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
+                    log.warning("%s", reason)
+                    self._drop(update, UpdateError(reason))
 
 
 def _receive(name: str, update: _Update) -> None:
-    """Join the group and fill the staging memory."""
+    """Join the group and fill the staging memory. Two buckets are in flight, so that one is digested while the next arrives."""
     offer, staging = update.offer, update.staging
     assert staging is not None
     buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
@@ -463,17 +462,17 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
             f"{name}: the seal is of version {seal.version}, manifest {seal.manifest[:12]}; offered was version "
             f"{manifest.version}, manifest {manifest.identity[:12]}"
         )
-    found = [pending() for pending in update.digests]
-    if len(found) != len(seal.digests):
-        raise ManifestError(f"{name}: the seal is of {len(seal.digests)} buckets, and {len(found)} have arrived")
-    wrong = [place for place, (mine, sent) in enumerate(zip(found, seal.digests, strict=True)) if mine != sent]
+    digests = [pending() for pending in update.digests]
+    if len(digests) != len(seal.digests):
+        raise ManifestError(f"{name}: the seal is of {len(seal.digests)} buckets, and {len(digests)} have arrived")
+    wrong = [index for index, value in enumerate(digests) if value != seal.digests[index]]
     if wrong:
         buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
         names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise DigestError(
-            f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(found)} buckets differ in {manifest.digest}, "
-            f"the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{more})"
+            f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "
+            f"{manifest.digest}, the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{more})"
         )
 
 

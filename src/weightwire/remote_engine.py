@@ -1,7 +1,7 @@
-"""The contract of an engine as JSON, on both sides: calls that a client sends, and what a server carries out.
+"""JSON calls for the contract of an engine: the client that sends them, and the parser for a server.
 
-A client subclasses :class:`RemoteEngine` with the way its messages travel; a server passes what it got to :func:`read_call`,
-which checks it as from a stranger. A call is the name of a method; arguments and result are JSON objects.
+A client subclasses :class:`RemoteEngine` and implements its transport; a server passes each request to :func:`read_call`, which
+treats it as untrusted. A call is the name of a method; arguments and result are JSON objects.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _REQUIRED = object()
 
 
 class RemoteEngine(InferenceEngine):
-    """An engine elsewhere.
+    """Client of an engine in another process or on another machine.
 
     Attributes:
-        answer_s: deadline of a request for responses or log-probabilities, its waiting in the engine's queue included.
-        control_s: deadline of calls that wait for nothing.
+        answer_s: deadline of a request for responses or log-probabilities, including time in the engine's queue.
+        control_s: deadline of calls that return at once.
         commit_s: deadline of a commit and of loading an adapter: longer than the server's own, so that its error arrives.
-        unreadable: error to raise for an answer that is not of the expected form.
+        unreadable: class of the error raised for a malformed answer.
     """
 
     answer_s: float = 600.0
@@ -40,7 +40,7 @@ class RemoteEngine(InferenceEngine):
 
     @abstractmethod
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Carry a call to the engine and return its result; the other side's error is raised here."""
+        """Send a call to the engine and return its result, or raise its error."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
@@ -50,8 +50,8 @@ class RemoteEngine(InferenceEngine):
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
             return [
-                Completion(**{**each, "tokens": tuple(each["tokens"]), "logprobs": tuple(each["logprobs"])})
-                for each in answer["completions"]
+                Completion(**{**fields, "tokens": tuple(fields["tokens"]), "logprobs": tuple(fields["logprobs"])})
+                for fields in answer["completions"]
             ]
         except (KeyError, TypeError) as error:
             raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
@@ -65,7 +65,7 @@ class RemoteEngine(InferenceEngine):
 
     async def locations(self) -> list[Location | None]:
         locations = self._field(await self.ask("locations", {}, self.control_s), "locations")
-        return [None if each is None else Location.from_json(each) for each in locations]
+        return [None if data is None else Location.from_json(data) for data in locations]
 
     async def begin_update(self, offer: Offer) -> None:
         await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
@@ -100,17 +100,17 @@ class RemoteEngine(InferenceEngine):
 
 
 Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
-"""Makes one call of an engine and returns its result as JSON."""
+"""Calls one method of an engine and returns its result as JSON."""
 
 
 def read_call(call: str, arguments: Mapping[str, Any]) -> Run:
-    """Check a call from elsewhere; what is returned makes it.
+    """Parse an untrusted call; return a function that runs it on an engine.
 
     Raises:
-        WireError: there is no such call, or an argument is missing, unknown or out of bounds.
+        WireError: the call is unknown, or an argument is missing, unknown or out of bounds.
     """
     if call not in CALLS:
-        raise WireError(f"there is no call {call!r:.80}; there are: {', '.join(CALLS)}")
+        raise WireError(f"unknown call {call!r:.80}; known: {', '.join(CALLS)}")
     fields = Arguments(call, arguments)
     run = CALLS[call](fields)
     fields.check_empty()
@@ -118,13 +118,13 @@ def read_call(call: str, arguments: Mapping[str, Any]) -> Run:
 
 
 class Arguments:
-    """Arguments of a call, taken one by one; each is checked."""
+    """Arguments of a call, which are checked and removed one by one."""
 
     def __init__(self, call: str, values: Mapping[str, Any]) -> None:
         self._call, self._values = call, dict(values)
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return the value of any type; ``default`` if there is none."""
+        """Return a value of any type; ``default`` if it is missing."""
         if name not in self._values and default is _REQUIRED:
             raise WireError(f"{self._call}: {name} is missing")
         return self._values.pop(name, default)
@@ -136,11 +136,11 @@ class Arguments:
             raise WireError(f"{self._call}: {name} is {value!r:.80}; a text was expected")
         return value
 
-    def whole(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+    def integer(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
         """Return an integer within bounds."""
         value = self.take(name, default)
         if value is not default and (type(value) is not int or not least <= value <= most):
-            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a whole number from {least} to {most}")
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {least} to {most}")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -169,24 +169,25 @@ class Arguments:
         return value
 
     def check_empty(self) -> None:
-        """Raise WireError if arguments are left that nothing has taken."""
+        """Raise WireError if arguments are left, which are unknown then."""
         if self._values:
             raise WireError(f"{self._call}: unknown fields {', '.join(sorted(map(str, self._values)))[:200]}")
 
 
 def _generate(arguments: Arguments) -> Run:
     prompt = arguments.tokens("prompt", 1, MOST_TOKENS)
-    n = arguments.whole("n", 1, MOST_RESPONSES, 1)
+    n = arguments.integer("n", 1, MOST_RESPONSES, 1)
     adapter = arguments.text("adapter", None)
     sampling = Sampling(
-        max_tokens=arguments.whole("max_tokens", 1, 2**24),
+        max_tokens=arguments.integer("max_tokens", 1, 2**24),
         temperature=arguments.number("temperature", 100.0, 1.0),
         stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MOST_STOP_TOKENS, ())),
-        seed=arguments.whole("seed", -(2**63), 2**64, None),
+        seed=arguments.integer("seed", -(2**63), 2**64, None),
     )
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
-        return {"completions": [{**vars(each)} for each in await engine.generate(prompt, sampling, n, adapter)]}
+        completions = await engine.generate(prompt, sampling, n, adapter)
+        return {"completions": [{**vars(completion)} for completion in completions]}
 
     return run
 
@@ -194,13 +195,13 @@ def _generate(arguments: Arguments) -> Run:
 def _locations(arguments: Arguments) -> Run:
     async def run(engine: InferenceEngine) -> dict[str, Any]:
         locations = await engine.locations()
-        return {"locations": [None if each is None else each.to_json() for each in locations]}
+        return {"locations": [None if location is None else location.to_json() for location in locations]}
 
     return run
 
 
 def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], Run]:
-    """Read a call whose result, if it has one, is a field of the call's name."""
+    """Return the parser of a call whose result, if any, is a field named like the call."""
 
     def read(arguments: Arguments) -> Run:
         values = take(arguments)
@@ -225,9 +226,9 @@ CALLS: dict[str, Callable[[Arguments], Run]] = {
     "drop": _method("drop", lambda a: (a.text("update"),)),
     "version": _method("version", lambda a: (a.text("target", "model"),)),
     "load_adapter": _method(
-        "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.whole("version", 0, 2**62, None))
+        "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
     ),
     "pause": _method("pause", lambda a: (a.number("lease_s", MOST_SECONDS),)),
     "resume": _method("resume", lambda a: ()),
 }
-"""Names of the methods that travel, each with what reads its arguments."""
+"""Parsers of the arguments of each remote method, by name."""

@@ -1,7 +1,7 @@
-"""The trainer's side of one update: a stream of named tensors becomes buckets, and these travel.
+"""The trainer's side of one update: pack a stream of named tensors into buckets and send them.
 
-Two buckets are in use: while one travels the next is filled, so the stream (an export with collectives of its own) goes on during
-the transfer. No thread is needed for that, since a transport only begins to send.
+Buckets are double-buffered: while one is sent the next is filled, so the stream (an export with its own collectives) continues
+during the transfer. That needs no thread, since :meth:`Transport.send` only starts a transfer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import device_types
 
 RECEIVED = "received"
-"""What receivers acknowledge when all buckets have arrived."""
+"""Event that receivers acknowledge when all buckets have arrived."""
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """What a manifest says of a tensor."""
+    """Build a manifest's entry for a tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 @dataclass
 class Traffic:
-    """What has been handed to the transport.
+    """Amount handed to the transport.
 
     Attributes:
-        buckets: how many.
-        nbytes: their bytes, which travel to every receiver.
+        buckets: their number.
+        nbytes: their bytes, which are sent to every receiver.
     """
 
     buckets: int = 0
@@ -47,20 +47,20 @@ class Traffic:
 
 
 class Sender:
-    """Sends the tensors of one manifest over one transport, once.
+    """Sender of one manifest's tensors over one transport, for one update. A context manager.
 
-    Tensors are read on the current stream of their device, which must be the one that their values are ready on, as anything
-    computed with plain torch is; before a bucket is handed over that stream is waited for.
+    Tensors are read on the current stream of their device, on which their values must be ready, as anything computed with plain
+    torch is; that stream is synchronised before a bucket is handed to the transport.
 
-    It is made when all receivers have come (:meth:`connect`), and closed by ``with``.
+    :meth:`connect` creates one when all receivers have joined.
 
     Args:
-        manifest: what is going to be sent.
-        group: which has met; this process is its rank 0.
-        transport: made with this group.
-        device: where the buckets are: the transport's.
+        manifest: of the tensors to send.
+        group: complete; this process is its rank 0.
+        transport: created with this group.
+        device: of the buckets: the transport's.
         timeout_s: deadline of each bucket, from when the buffer is needed again, in seconds.
-        overlap: fill one bucket while the other travels. Without it every bucket is waited for before the next one is filled.
+        overlap: fill one bucket while the other is sent; otherwise wait for every bucket before the next one is filled.
     """
 
     def __init__(
@@ -94,46 +94,46 @@ class Sender:
         options: Mapping[str, Any] | None = None,
         overlap: bool = True,
     ) -> Sender:
-        """Wait for the receivers of the group ``name``, and connect to them.
+        """Join the group ``name`` with its receivers, and connect the transport.
 
         Args:
-            device: where the buckets are; default: the first type of device that the transport takes.
+            device: of the buckets; default: the transport's preferred type of device.
 
         Raises:
-            DeadlineError: receivers have not come within ``timeout_s`` seconds; the message names them.
-            PeerLostError: one came and is gone, or told that it has failed.
+            DeadlineError: receivers did not join within ``timeout_s`` seconds; the message names them.
+            PeerLostError: a receiver ended or failed before the group was complete.
             GroupError, TransportError: the name was used before; the transport cannot work here.
         """
-        where = torch.device(device_types(transport)[0] if device is None else device)
+        bucket_device = torch.device(device_types(transport)[0] if device is None else device)
         group = join(listener.host, listener.port, name, 0, timeout_s)
         try:
-            medium = make_transport(transport, Setup(group, manifest, where, timeout_s, options or {}))
+            medium = make_transport(transport, Setup(group, manifest, bucket_device, timeout_s, options or {}))
         except BaseException as error:
             explained = group.explain(error, "connecting") if isinstance(error, TransportError) else error
             group.fail(str(error))
             group.close()
             raise explained from error
-        return cls(manifest, group, medium, device=where, timeout_s=timeout_s, overlap=overlap)
+        return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._group.fail(f"the sender left with {kind.__name__}")  # believed if nothing was told before
+            self._group.fail(f"the sender left with {kind.__name__}")  # ignored if a failure was reported before
         self.close()
 
     def close(self) -> None:
-        """Leave the group and let go of buffers."""
+        """Leave the group and release the buffers."""
         self._transport.close()
         self._group.close()
         self._buffers = []
         self._works.clear()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Seal:
-        """Send the tensors, which come in the manifest's order, and return when every receiver has them all.
+        """Send the tensors, in the manifest's order, and return when every receiver has them all.
 
-        If anything raises, what ``weights`` raises included, the receivers are told and drop the update.
+        If anything raises, including ``weights``, the receivers are notified and drop the update.
 
         Raises:
             ManifestError: the tensors are not those of the manifest.
@@ -141,11 +141,10 @@ class Sender:
         """
         try:
             self._send(weights)
-            where = "waiting for the receivers"
             self._group.await_receivers(RECEIVED, self._timeout_s)
         except TransportError as error:
-            where = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
-            explained = self._group.explain(error, where)
+            activity = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
+            explained = self._group.explain(error, activity)
             self._group.fail(str(error), at_fault=False)
             self._transport.abort()
             raise explained from error
@@ -163,78 +162,75 @@ class Sender:
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = self._checked(weights)
-        place, content = -1, torch.empty(0, dtype=torch.uint8)
+        index, content = -1, torch.empty(0, dtype=torch.uint8)
         for bucket in self._buckets:
             buffer = self._free_buffer(bucket)
             for piece in bucket.pieces:
-                while place < piece.tensor:
-                    del content  # the stream's memory, which it may use again
-                    place, content = next(tensors)
+                while index < piece.tensor:
+                    del content  # the stream may reuse its memory for the next tensor
+                    index, content = next(tensors)
                 source = content[piece.offset : piece.offset + piece.length]
                 buffer[piece.position : piece.position + piece.length].copy_(source, non_blocking=True)
-            where = content.device
-            if (
-                bucket.index == len(self._buckets) - 1
-            ):  # no receiver has everything before the stream has ended as it should
+            source_device = content.device
+            if bucket.index == len(self._buckets) - 1:
+                # Exhaust the stream first: if it raises at its end, no receiver must have everything.
                 del content
                 for _ in tensors:
                     pass
-            self._hand_over(bucket, buffer, where)
-        if not self._buckets:  # empty tensors alone
+            self._hand_over(buffer, source_device)
+        if not self._buckets:  # only empty tensors
             for _ in tensors:
                 pass
-        self._wait_until_under_way(0)
+        self._wait_until_in_flight(0)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """(place in the manifest, the tensor's bytes, flat) of each tensor, held against the manifest."""
+        """Yield (index in the manifest, flat bytes) of each tensor, after comparing it with the manifest."""
         specs = self.manifest.tensors
-        place = 0
+        index = 0
         for name, tensor in weights:
-            if place == len(specs):
+            if index == len(specs):
                 raise ManifestError(f"sending: {name} comes after the last tensor of the manifest, {specs[-1].name}")
-            found, want = spec_of(name, tensor), specs[place]
-            if found != want:
+            spec, expected = spec_of(name, tensor), specs[index]
+            if spec != expected:
                 raise ManifestError(
-                    f"sending: tensor {place + 1} of {len(specs)} is {found.name}, {found.dtype} {list(found.shape)}; the "
-                    f"manifest has {want.name}, {want.dtype} {list(want.shape)}"
+                    f"sending: tensor {index + 1} of {len(specs)} is {spec.name}, {spec.dtype} {list(spec.shape)}; the "
+                    f"manifest has {expected.name}, {expected.dtype} {list(expected.shape)}"
                 )
-            yield place, tensor.detach().contiguous().view(-1).view(torch.uint8)
-            place += 1
-        if place < len(specs):
+            yield index, tensor.detach().contiguous().view(-1).view(torch.uint8)
+            index += 1
+        if index < len(specs):
             raise ManifestError(
-                f"sending: after {place} of {len(specs)} tensors there are no more; {specs[place].name} is missing"
+                f"sending: after {index} of {len(specs)} tensors there are no more; {specs[index].name} is missing"
             )
 
     def _free_buffer(self, bucket: Bucket) -> Tensor:
-        """The buffer for this bucket, once what was in it has travelled."""
+        """Return the buffer for a bucket, after its previous content has been sent."""
         side = bucket.index % 2
         if len(self._buffers) <= side:
-            self._buffers.append(self._new_buffer())
-        self._wait_until_under_way(1 if self._overlap else 0)
+            size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
+            # Pinned for copies from the GPU, but never as the first use of CUDA in this process.
+            pin = self._device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized()
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pin))
+        self._wait_until_in_flight(1 if self._overlap else 0)
         return self._buffers[side][: bucket.nbytes]
 
-    def _wait_until_under_way(self, count: int) -> None:
-        """Wait for the oldest buckets, in order, until so many are left."""
+    def _wait_until_in_flight(self, count: int) -> None:
+        """Wait for the oldest buckets, in order, until ``count`` are in flight."""
         while len(self._works) > count:
             self._works.popleft().wait(self._timeout_s)
 
-    def _new_buffer(self) -> Tensor:
-        size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
-        page_locked = self._device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized()
-        return torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=page_locked)
-
-    def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
+    def _hand_over(self, buffer: Tensor, source: torch.device) -> None:
         for device in {buffer.device, source}:
             synchronise_stream(device)
         self._works.append(self._transport.send(buffer))
-        self._digests.append(digest.begin(self.manifest.digest, buffer))  # while it travels
+        self._digests.append(digest.begin(self.manifest.digest, buffer))  # overlaps with the transfer
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
         self._group.progress(self.traffic.buckets)
 
 
 def synchronise_stream(device: torch.device) -> None:
-    """Wait until what is queued on the current stream of a device is done. Other streams go on."""
+    """Wait for the work queued on the current stream of a device, not for other streams."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
         module.current_stream(device).synchronize()

@@ -1,10 +1,10 @@
-"""An update whose tensors nobody knows beforehand: buckets that each say what is in them.
+"""Streams: updates without a manifest, whose buckets each begin with a header that lists their tensors.
 
-For engines whose interface hands out weights one by one, as a generator, and takes them the same way (verl's
-checkpoint engines). The tensors' bytes stand one after the other; a bucket is the next ``bucket_bytes`` of them, so a
-tensor may begin in one bucket and end in another. A bucket travels as 8 bytes (the length of its header), the header
-(JSON) and the bytes. The receiver compares a bucket's digest before it hands out anything of it; whether all have
-come is known with the last one. Where an update is planned first, :mod:`weightwire.sender` is the better way.
+For interfaces that yield and take weights one by one, as a generator (verl's checkpoint engines). The tensors' bytes are
+concatenated; a bucket is the next ``bucket_bytes`` of them, so a tensor may begin in one bucket and end in another. A bucket is
+sent as 8 bytes (the length of its header), the header (JSON) and the bytes. The receiver compares a bucket's digest before it
+yields anything of it; completeness is known only with the last bucket. If the tensors are known in advance, use
+:mod:`weightwire.sender`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIGEST = "multilinear64"
 
 @dataclass(frozen=True)
 class Part:
-    """``length`` bytes of a tensor, from ``offset`` on; the parts of a bucket stand one after the other."""
+    """Slice of a tensor: ``length`` bytes from ``offset``; a bucket is the concatenation of its parts."""
 
     tensor: TensorSpec
     offset: int
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Header:
-    """What is in a bucket.
+    """Description of a bucket's content.
 
     Attributes:
         version: of the update.
@@ -59,7 +59,7 @@ class Header:
         return sum(part.length for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """JSON."""
+        """Encode as JSON."""
         parts = [
             [part.tensor.name, part.tensor.dtype, list(part.tensor.shape), part.offset, part.length]
             for part in self.parts
@@ -69,7 +69,7 @@ class Header:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Header:
-        """The header of :meth:`to_bytes`.
+        """Parse the output of :meth:`to_bytes`.
 
         Raises:
             ManifestError: it is malformed.
@@ -77,7 +77,7 @@ class Header:
         try:
             data = json.loads(text)
         except ValueError as error:
-            raise ManifestError(f"header: no JSON: {error}") from None
+            raise ManifestError(f"header: not valid JSON: {error}") from None
         fields = exactly(data, ("version", "index", "last", "digest", "parts"), "header")
         kinds = {"version": int, "index": int, "last": bool, "digest": str, "parts": list}
         if wrong := [name for name, kind in kinds.items() if type(fields[name]) is not kind]:
@@ -87,13 +87,13 @@ class Header:
 
 
 class StreamSender:
-    """The sending side: :meth:`add` each tensor, then :meth:`finish`. One bucket travels while the next one is filled.
+    """Sender of a stream: :meth:`add` each tensor, then :meth:`finish`. One bucket is sent while the next one is filled.
 
     Args:
         transport, group: of the update; this member is rank 0.
         device: of the buckets; two of ``bucket_bytes`` are allocated there.
         version: of the weights.
-        timeout_s: deadline, in seconds, of what one bucket waits for.
+        timeout_s: deadline, in seconds, of each wait for a bucket.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class StreamSender:
         self._transport, self._group, self._device = transport, group, device
         self._version, self._timeout_s = version, timeout_s
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._under_way: Work | None = None
+        self._work: Work | None = None
         self._parts: list[Part] = []
         self._filled = self._index = self._sending = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Send a tensor of any device; it may be changed when this returns.
+        """Send a tensor on any device; the caller may modify it after the return.
 
         Raises:
-            ManifestError: a name or a dtype that cannot travel.
+            ManifestError: the name or the dtype is not supported.
             TransportError: a bucket could not be sent.
         """
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -136,7 +136,7 @@ class StreamSender:
             getattr(torch, data.device.type).current_stream(data.device).synchronize()
 
     def finish(self) -> None:
-        """Send what is left, and wait until all of it may be forgotten.
+        """Send the last bucket, and wait until all buffers may be reused.
 
         Raises:
             TransportError: a bucket could not be sent.
@@ -152,26 +152,24 @@ class StreamSender:
         self._group.progress(self._index)
         self._sending = self._index
         for small in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
-            self._under_way = self._transport.send(
-                torch.frombuffer(bytearray(small), dtype=torch.uint8).to(self._device)
-            )
+            self._work = self._transport.send(torch.frombuffer(bytearray(small), dtype=torch.uint8).to(self._device))
             self._wait()
         if self._filled:
-            self._under_way = self._transport.send(data)
+            self._work = self._transport.send(data)
         self._parts, self._filled, self._index = [], 0, self._index + 1
 
     def _wait(self) -> None:
-        if self._under_way is None:
+        if self._work is None:
             return
         try:
-            self._under_way.wait(self._timeout_s)
+            self._work.wait(self._timeout_s)
         except WireError as error:
             raise self._group.explain(error, f"sending bucket {self._sending} of version {self._version}") from error
-        self._under_way = None
+        self._work = None
 
 
 class StreamReceiver:
-    """The receiving side: an iterator of ``(name, tensor)``, each tensor newly allocated on ``device``.
+    """Receiver of a stream: an iterator of ``(name, tensor)``, each tensor newly allocated on ``device``.
 
     Args:
         transport, group: of the update.
@@ -193,72 +191,73 @@ class StreamReceiver:
         self._version, self._timeout_s = version, timeout_s
         self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         self._names: set[str] = set()
-        self._open: tuple[TensorSpec, torch.Tensor, int] | None = None  # a tensor of which so many bytes have come
+        self._open: tuple[TensorSpec, torch.Tensor, int] | None = None  # an incomplete tensor and its bytes so far
         self._index = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """
+        """Receive the stream, and yield each tensor when its last byte has arrived and its bucket is verified.
+
         Raises:
-            DigestError: a bucket is not what was sent.
-            VersionError: it is of another version.
-            ManifestError: a header is malformed, or tensors do not fit together.
-            TransportError: a bucket has not come.
+            DigestError: received bytes differ from those sent.
+            VersionError: the stream is of another version.
+            ManifestError: a header is malformed, or parts do not fit together.
+            TransportError: a bucket did not arrive.
         """
         while True:
             header = self._next_header()
             data = self._buffer[: header.nbytes]
             if header.nbytes:
                 self._receive(data)
-            found = digest(DIGEST, data)
-            if found != header.digest:
+            value = digest(DIGEST, data)
+            if value != header.digest:
                 names = ", ".join(part.tensor.name for part in header.parts[:4])
                 raise DigestError(
-                    f"{self._where()}: the digest is {found}, and {header.digest} was sent (in it: {names})"
+                    f"{self._label()}: the digest is {value}, and {header.digest} was sent (in it: {names})"
                 )
             position = 0
             for part in header.parts:
-                if (done := self._take(part, data[position : position + part.length])) is not None:
-                    yield done
+                if (complete := self._copy_part(part, data[position : position + part.length])) is not None:
+                    yield complete
                 position += part.length
             self._index += 1
             self._group.progress(self._index)
             if header.last:
                 break
         if self._open is not None:
-            raise ManifestError(f"{self._where()}: the update ends within {self._open[0].name}")
+            raise ManifestError(f"{self._label()}: the update ends within {self._open[0].name}")
 
     def _next_header(self) -> Header:
         length = int.from_bytes(self._receive_bytes(LENGTH_BYTES), "little")
         if not 0 < length <= MOST_HEADER_BYTES:
-            raise ManifestError(f"{self._where()}: a header of {length} bytes")
+            raise ManifestError(f"{self._label()}: a header of {length} bytes; 1 to {MOST_HEADER_BYTES} are possible")
         header = Header.from_bytes(self._receive_bytes(length))
         if self._version is not None and header.version != self._version:
-            raise VersionError(f"{self._where()}: version {self._version} is expected, and {header.version} came")
+            raise VersionError(f"{self._label()}: version {self._version} was expected, and {header.version} arrived")
         if header.index != self._index or header.nbytes > self._buffer.numel():
             raise ManifestError(
-                f"{self._where()}: bucket {header.index} of {header.nbytes} bytes came; buckets here have "
+                f"{self._label()}: bucket {header.index} of {header.nbytes} bytes arrived; buckets here have "
                 f"{self._buffer.numel()} bytes"
             )
         return header
 
-    def _take(self, part: Part, data: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Copy a part into its tensor; the tensor if that was its last one."""
+    def _copy_part(self, part: Part, data: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Copy a part into its tensor; return the tensor if it is complete."""
         spec = part.tensor
         if self._open is None:
             if spec.name in self._names:
-                raise ManifestError(f"{self._where()}: {spec.name} comes twice")
+                raise ManifestError(f"{self._label()}: {spec.name} comes twice")
             self._names.add(spec.name)
             self._open = spec, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device), 0
-        known, tensor, have = self._open
-        if known != spec or part.offset != have or have + part.length > spec.nbytes:
+        current, tensor, have = self._open
+        if current != spec or part.offset != have or have + part.length > spec.nbytes:
             raise ManifestError(
-                f"{self._where()}: bytes {part.offset} to {part.offset + part.length} of {spec.name} came after {have} "
-                f"bytes of {known.name}"
+                f"{self._label()}: bytes {part.offset} to {part.offset + part.length} of {spec.name} arrived after {have} "
+                f"bytes of {current.name}"
             )
         if part.length:
             tensor.view(-1).view(torch.uint8)[have : have + part.length].copy_(data)
         if have + part.length < spec.nbytes:
-            self._open = known, tensor, have + part.length
+            self._open = current, tensor, have + part.length
             return None
         self._open = None
         return spec.name, tensor
@@ -276,7 +275,7 @@ class StreamReceiver:
         except TransportError as error:
             raise self._group.explain(error, f"receiving bucket {self._index}") from error
 
-    def _where(self) -> str:
+    def _label(self) -> str:
         return f"{self._group.member(self._group.rank)}, bucket {self._index}"
 
 

@@ -187,7 +187,7 @@ def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
 
 
 def test_a_record_survives_the_store() -> None:
-    record = replace(FAILED, process=Identity.mine(), collectives=CollectiveCounts({"dp": 2}, "dp"))
+    record = replace(FAILED, process=Identity.current(), collectives=CollectiveCounts({"dp": 2}, "dp"))
     assert RankRecord.decode(record.encode()) == record
     assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
@@ -596,7 +596,7 @@ def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tm
         if groups.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if groups.rank == 0:
-            (tmp_path / "process").write_bytes(pickle.dumps(Identity.mine()))
+            (tmp_path / "process").write_bytes(pickle.dumps(Identity.current()))
             os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
             groups.monitor.step = 3

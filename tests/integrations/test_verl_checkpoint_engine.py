@@ -67,14 +67,14 @@ def test_another_version_is_refused(report: dict[str, Any]) -> None:
     for kind, text in report["another version"][2:]:
         assert kind == "VersionError"
         assert text.startswith("after 0 tensors")
-        assert text.endswith("version 5 is expected, and 4 came")
+        assert text.endswith("version 5 was expected, and 4 arrived")
 
 
 def test_a_worker_that_does_not_come_is_named(report: dict[str, Any]) -> None:
     sender, other, first, _ = report["a worker is missing"]
     for kind, text in (sender, first):  # whichever deadline passes first, the other is told
         assert kind == "DeadlineError"
-        assert "these have not come" in text
+        assert "timed out waiting for members to join" in text
         assert text.endswith("receiver 2 (rollout worker 1)")
     assert other == OK
 

@@ -532,7 +532,7 @@ def test_bad_requests_are_refused_with_a_reason(server, known):
     async def act(engine):
         with pytest.raises(EngineError, match="max_tokens is 0"):
             await engine.generate(TOKENS[:5], Sampling(max_tokens=0))
-        with pytest.raises(EngineError, match="there is no adapter 'nobody'"):
+        with pytest.raises(EngineError, match="unknown adapter 'nobody'"):
             await engine.generate(TOKENS[:5], Sampling(max_tokens=1), adapter="nobody")
         with pytest.raises(EngineError, match="generate"):
             await engine.generate([5] * 600, Sampling(max_tokens=1))

@@ -309,10 +309,10 @@ def test_what_is_refused(parity_folder, tmp_path):
             return messages
 
         (transport, timeout, digest, host), _ = run_distributed(on_rank, 2, init=False, timeout_s=90)
-    assert "no transport 'pigeon'; known: " in transport
+    assert "unknown transport 'pigeon'; known: " in transport
     assert "gloo" in transport
     assert "other ranks wait 60 s" in timeout
-    assert "no digest 'xxh3'; known: multilinear64" in digest
+    assert "unknown digest 'xxh3'; known: multilinear64" in digest
     assert "cannot listen on '192.0.2.1'" in host
 
 

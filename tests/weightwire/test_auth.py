@@ -134,7 +134,7 @@ def test_nonces_are_bounded_and_only_those_who_have_the_key_fill_them() -> None:
     assert "seen before" in refused(verifier, "POST", "/x", first)  # none was forgotten for another
     clock.now += 31
     verifier.check("POST", "/x", header(clock=clock), b"")
-    assert len(verifier._seen._known) == len(verifier._seen._heap) == 1
+    assert len(verifier._nonces._active) == len(verifier._nonces._heap) == 1
 
 
 def test_of_many_threads_with_one_request_one_succeeds() -> None:

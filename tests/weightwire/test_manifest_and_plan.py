@@ -137,7 +137,7 @@ def normal(value):
         ({"tensors": [["a", "uint8", [2**40]]], "bucket_bytes": 1}, "buckets are possible"),
         ({"format": 2}, "format 2; this side knows format 1"),
         ({"more": 1}, "unknown fields 'more'"),
-        ({"adapter": {"name": "../x", "config": {}}}, "is named as a path"),
+        ({"adapter": {"name": "../x", "config": {}}}, "looks like a path"),
         ({"adapter": {"name": "x", "config": {"a": "b" * 70000}}}, "has 7"),
         ({"adapter": {"name": "x"}}, "without config"),
     ],
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_named(change, text):
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"lease_s": 1e9}, "lease_s is 1000000000.0"),
         ({"owner": ""}, "owner is ''"),
-        ({"options": []}, "options is no mapping"),
+        ({"options": []}, "options is not a mapping"),
         ({"manifest": None}, "a mapping was expected"),
     ],
 )

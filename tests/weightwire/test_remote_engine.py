@@ -87,7 +87,7 @@ def test_deadlines_leave_the_other_side_time_for_its_answer() -> None:
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
     [
-        ("stop", {}, "there is no call 'stop'; there are: generate"),
+        ("stop", {}, "unknown call 'stop'; known: generate"),
         ("commit", {}, "commit: update is missing"),
         ("commit", {"update": 3}, "commit: update is 3; a text was expected"),
         ("commit", {"update": "u", "now": True}, "commit: unknown fields now"),
@@ -96,11 +96,11 @@ def test_deadlines_leave_the_other_side_time_for_its_answer() -> None:
         ("generate", {"prompt": [1]}, "generate: max_tokens is missing"),
         ("generate", {"prompt": [], "max_tokens": 1}, "generate: prompt has 0 token ids, not 1 to"),
         ("generate", {"prompt": [-1], "max_tokens": 1}, "generate: prompt is not a list of token ids"),
-        ("generate", {"prompt": [1], "max_tokens": 0}, "generate: max_tokens is 0, not a whole number from 1"),
+        ("generate", {"prompt": [1], "max_tokens": 0}, "generate: max_tokens is 0, not an integer from 1"),
         (
             "generate",
             {"prompt": [1], "max_tokens": 1, "n": 1025},
-            "generate: n is 1025, not a whole number from 1 to 1024",
+            "generate: n is 1025, not an integer from 1 to 1024",
         ),
         (
             "generate",

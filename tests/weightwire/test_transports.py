@@ -147,7 +147,7 @@ def test_where_files_cannot_be(options, text):
 
 def test_shared_memory_of_others_is_refused():
     memory = SharedSlots.create(100)
-    space, pid, number, mark = memory.place()
+    space, pid, number, mark = memory.address()
     assert SharedSlots.open([space, pid, number, mark], 100, "the sender")._slot(1).numel() == 100
     with pytest.raises(TransportError, match="on another machine"):
         SharedSlots.open(["elsewhere", pid, number, mark], 100, "the sender")
@@ -181,15 +181,15 @@ def test_a_transport_from_outside(monkeypatch):
     assert same(engine.weights, NEW)
     assert sorted(made) == [(0, {"loud": True}, 4), (1, {"loud": True}, 4)]
     for taken in ("shouting", "gloo"):
-        with pytest.raises(TransportError, match=f"{taken}' is there already; known: .*gloo"):
+        with pytest.raises(TransportError, match=f"{taken}' is already registered; known: .*gloo"):
             register_transport(taken, factory, ["cpu"])
 
 
 def test_what_there_is_not_is_an_error_that_lists_what_there_is():
-    with pytest.raises(TransportError, match=r"no transport 'pigeon'; known: .*files, gloo"):
+    with pytest.raises(TransportError, match=r"unknown transport 'pigeon'; known: .*files, gloo"):
         make_transport("pigeon", None)  # type: ignore[arg-type]
     setup = Setup(None, manifest_of(NEW, 1), torch.device("meta"), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(TransportError, match=r"'gloo' moves memory of cpu, not of meta; for meta there are: none"):
+    with pytest.raises(TransportError, match=r"'gloo' moves memory of cpu, not of meta; transports for meta: none"):
         make_transport("gloo", setup)
 
 

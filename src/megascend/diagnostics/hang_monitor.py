@@ -115,7 +115,7 @@ class HangMonitor:
         self.last_words: Callable[[BaseException], None] | None = None
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
-        self._process = Identity.mine()
+        self._process = Identity.current()
         self._counts: dict[str, int] = {}
         self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack] = {}

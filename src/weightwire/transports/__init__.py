@@ -1,4 +1,4 @@
-"""How the bytes of a bucket travel: one file for each medium, chosen by name."""
+"""Transports, which move the bytes of buckets: one file for each medium, chosen by name."""
 
 from weightwire.transports.base import (
     Setup,

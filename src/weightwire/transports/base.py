@@ -1,7 +1,7 @@
-"""What a transport is, and the registry of those there are.
+"""Interface of a transport, and the registry of transports.
 
-A transport moves buckets from the sender to all receivers of one group, in order. It is made when all members have met, and
-serves one update. A new one is a file with a class and a row in :data:`BUILT_IN`, or, from a package of one's own, a call of
+A transport moves buckets from the sender to all receivers of one group, in order. It is created when all members have joined, and
+serves one update. To add one, write a file with a class and a row in :data:`BUILT_IN` or, from another package, call
 :func:`register_transport`.
 """
 
@@ -22,59 +22,58 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """A bucket on its way."""
+    """A bucket in flight."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the buffer may be used again: on the sender overwritten, on a receiver read by whatever stream.
+        """Wait until the buffer may be used again: overwritten on the sender, read by any stream on a receiver.
 
-        An implementation looks at least every :data:`POLL_S` whether ``group.check()`` raises, so that the loss of a member
-        ends the wait.
+        An implementation calls ``group.check()`` at least every :data:`POLL_S`, so that the loss of a member ends the wait.
 
         Raises:
-            DeadlineError: not done within ``timeout_s`` seconds.
+            DeadlineError: not completed within ``timeout_s`` seconds.
             PeerLostError: a member is known to be lost.
-            TransportError: it failed otherwise; ``Group.explain`` then finds out whose fault it was.
+            TransportError: any other failure; ``Group.explain`` then looks for the member at fault.
         """
         ...
 
 
 class Transport(Protocol):
-    """Buckets to all receivers of a group. Made on every member, with the same name and options.
+    """Broadcast of buckets to all receivers of a group. Created on every member, with the same name and options.
 
-    ``send`` and ``receive`` begin and do not wait; what they begin is done, in order, at the latest while its
-    :meth:`Work.wait` runs. At most two are under way. The sender only sends, receivers only receive, both from one thread.
+    ``send`` and ``receive`` start a transfer and do not wait; transfers complete in order, at the latest during their
+    :meth:`Work.wait`. At most two are in flight. The sender only sends, receivers only receive, each from one thread.
     """
 
     def send(self, buffer: torch.Tensor) -> Work:
-        """Begin to send ``buffer`` (uint8, contiguous, on the device of the setup), which is left alone until the work is done.
+        """Start to send ``buffer`` (uint8, contiguous, on the setup's device), which stays unmodified until the work completes.
 
-        Whatever fills the buffer has been waited for: an implementation need not look at other streams.
+        The caller has synchronised the stream that fills the buffer: an implementation need not wait for other streams.
         """
         ...
 
     def receive(self, buffer: torch.Tensor) -> Work:
-        """Begin to fill ``buffer`` (uint8, contiguous, on the device of the setup) with the next bucket, which is of its size."""
+        """Start to fill ``buffer`` (uint8, contiguous, on the setup's device) with the next bucket, which has its size."""
         ...
 
     def abort(self) -> None:
-        """The update is lost: give up what is under way, as far as the medium can. Called before :meth:`close`, if at all."""
+        """Cancel transfers in flight, as far as the medium can, after a failure. Called before :meth:`close`, if at all."""
         ...
 
     def close(self) -> None:
-        """Let go of everything, without waiting for other members. May be called twice."""
+        """Release all resources, without waiting for other members. May be called twice."""
         ...
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a transport is made from.
+    """Arguments of a transport's constructor.
 
     Attributes:
-        group: the members, which are all there; rank 0 sends. ``group.store("transport")`` is for the transport's own use.
-        manifest: what is going to travel.
-        device: where the buffers are.
-        timeout_s: deadline, in seconds, of what the constructor waits for.
-        options: the transport's own settings, JSON, the same on all members: they come from the sender.
+        group: complete; rank 0 sends. ``group.store("transport")`` is reserved for the transport.
+        manifest: of the tensors to transfer.
+        device: of the buffers.
+        timeout_s: deadline, in seconds, of the constructor's waits.
+        options: the transport's settings, JSON, the same on all members: the sender chooses them.
     """
 
     group: Group
@@ -87,7 +86,7 @@ class Setup:
 Factory = Callable[[Setup], Transport]
 
 POLL_S = 0.2
-"""The longest that a wait goes without a look at the other members, in seconds."""
+"""Longest interval between two checks of the other members during a wait, in seconds."""
 
 BUILT_IN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "cuda_ipc": ("weightwire.transports.cuda_ipc", "CudaIpcTransport", ("cuda",)),
@@ -98,61 +97,61 @@ BUILT_IN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "shared_memory": ("weightwire.transports.shared_memory", "SharedMemoryTransport", ("cpu", "cuda", "npu")),
     "vllm_hccl": ("weightwire.vllm.hccl_transport", "VllmHcclTransport", ("npu",)),
 }
-"""Name: (module, class, types of devices that the buffers may be on)."""
+"""Name: (module, class, supported types of the buffers' device). Imported on demand: some need libraries that may be missing."""
 
 _registered: dict[str, tuple[Factory, tuple[str, ...]]] = {}
 
 
 def register_transport(name: str, factory: Factory, device_types: Collection[str]) -> None:
-    """Make a transport known, in this process, under ``name``. Both sides do.
+    """Register a transport in this process under ``name``; both sides must do so.
 
     Args:
-        factory: called with a :class:`Setup` on every member, when all have met.
-        device_types: types of torch devices that its buffers may be on, the preferred one first: ``("cuda",)``.
+        factory: called with a :class:`Setup` on every member, when all have joined.
+        device_types: supported types of the buffers' torch device, the preferred one first: ``("cuda",)``.
 
     Raises:
         TransportError: the name is taken.
     """
-    if name in BUILT_IN or name in _registered or name == "auto":  # which chooses one
-        raise TransportError(f"a transport {name!r} is there already; known: {', '.join(transport_names())}")
+    if name in BUILT_IN or name in _registered or name == "auto":  # "auto" stands for a choice
+        raise TransportError(f"transport {name!r} is already registered; known: {', '.join(transport_names())}")
     _registered[name] = factory, tuple(device_types)
 
 
 def transport_names() -> list[str]:
-    """All names, sorted."""
+    """Return all names, sorted."""
     return sorted([*BUILT_IN, *_registered])
 
 
 def device_types(name: str) -> tuple[str, ...]:
-    """Types of devices that buffers of this transport may be on, the preferred one first.
+    """Return the supported types of the buffers' device, the preferred one first.
 
     Raises:
-        TransportError: there is no such transport.
+        TransportError: the transport is unknown.
     """
     if name in _registered:
         return _registered[name][1]
     if name in BUILT_IN:
         return BUILT_IN[name][2]
-    raise TransportError(f"there is no transport {name!r}; known: {', '.join(transport_names())}")
+    raise TransportError(f"unknown transport {name!r}; known: {', '.join(transport_names())}")
 
 
 def transports_for(device_type: str) -> list[str]:
-    """Return the names of those whose buffers may be on devices of this type, sorted."""
+    """Return the names of the transports that support a type of device, sorted."""
     return [name for name in transport_names() if device_type in device_types(name)]
 
 
 def make_transport(name: str, setup: Setup) -> Transport:
-    """The transport of that name, ready to send or receive.
+    """Create a transport by name, ready to send or receive.
 
     Raises:
-        TransportError: there is none of that name, it does not work with the device, or it cannot be set up.
+        TransportError: the transport is unknown, does not support the device, or cannot be set up.
     """
     possible = device_types(name)
     if setup.device.type not in possible:
-        others = transports_for(setup.device.type)
+        alternatives = transports_for(setup.device.type)
         raise TransportError(
-            f"transport {name!r} moves memory of {', '.join(possible)}, not of {setup.device.type}; for "
-            f"{setup.device.type} there are: {', '.join(others) or 'none'}"
+            f"transport {name!r} moves memory of {', '.join(possible)}, not of {setup.device.type}; transports for "
+            f"{setup.device.type}: {', '.join(alternatives) or 'none'}"
         )
     if name in _registered:
         return _registered[name][0](setup)

@@ -1,4 +1,4 @@
-"""Choose a transport by where the sender's and the receivers' bytes are. :class:`Location` looks; the rest is pure."""
+"""Choose a transport by the location of the sender's and the receivers' memory. Pure but for :meth:`Location.of`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     import torch
 
 AUTO = "auto"
-"""Stands for the transport that fits all members of an update best."""
+"""Setting that selects the best transport for all members of an update."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
 class Location:
-    """The memory in which one member of an update has its buckets: the sender sends from there, a receiver keeps them there.
+    """Memory that holds the buckets of one member of an update.
 
     Attributes:
         device: type of its torch device: ``cpu``, ``cuda``, ``npu``.
         host: name of its machine, for messages.
-        space: equal for processes that can share memory; empty if that is not known.
-        gpu: UUID of its CUDA device; empty on other devices, or if it is not known.
-        visible: UUIDs of all CUDA devices that the process sees.
+        space: equal for processes that can share memory; empty if unknown.
+        gpu: UUID of its CUDA device; empty on other devices, or if unknown.
+        visible: UUIDs of all CUDA devices visible to the process.
         lends: other processes can map its CUDA memory.
-        nccl: version of NCCL that its torch brings; empty on other devices, or if it is not known.
+        nccl: version of the NCCL in its torch; empty on other devices, or if unknown.
     """
 
     device: str
@@ -60,12 +60,12 @@ class Location:
         return f"{self.device}{f' {self.gpu[:12]}' if self.gpu else ''} on {self.host or 'an unknown host'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**vars(self), "visible": list(self.visible)}
 
     @classmethod
     def from_json(cls, data: Any) -> Location:
-        """Read :meth:`to_json`.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
             ManifestError: it is malformed.
@@ -73,46 +73,46 @@ class Location:
         try:
             return cls(**{**data, "visible": tuple(data["visible"])})
         except (TypeError, KeyError) as error:
-            raise ManifestError(f"{data!r:.200} describes no receiver's memory") from error
+            raise ManifestError(f"{data!r:.200} does not describe a receiver's memory") from error
 
 
 def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
-    """Return the transport that fits best.
+    """Return the best transport for these members.
 
     On CUDA it is ``nccl``; where two members use one GPU, or their versions of NCCL differ, both of which NCCL refuses, it is
     ``cuda_ipc``, or ``shared_memory`` if a receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the
     CPU ``gloo``, and for a mixture on one machine ``shared_memory``.
 
     Raises:
-        TransportError: none fits.
+        TransportError: no transport fits.
     """
-    if found := fitting(sender, receivers):
-        return found[0]
+    if names := fitting(sender, receivers):
+        return names[0]
     raise TransportError(
         f"no transport brings bytes from the trainer ({sender}) to all receivers ({_described(receivers)}): set "
-        "WEIGHTWIRE_STAGING=cpu for the engines, whose weights then wait in host memory, which gloo reaches"
+        "WEIGHTWIRE_STAGING=cpu for the engines, which then stage weights in host memory, where gloo can send them"
     )
 
 
 def check(transport: str, sender: Location, receivers: Mapping[str, Location]) -> None:
-    """Raise TransportError if ``transport`` cannot serve these members, with those that can."""
+    """Raise TransportError if ``transport`` cannot serve these members; the message names those that can."""
     problem = _problem(transport, sender, receivers)
     if problem:
-        others = ", ".join(fitting(sender, receivers)) or "none"
+        alternatives = ", ".join(fitting(sender, receivers)) or "none"
         raise TransportError(
             f"transport {transport!r} {problem}; the trainer's weights are in {sender}, the receivers' in "
-            f"{_described(receivers)}; what fits: {others} (transport {AUTO!r} takes the first)"
+            f"{_described(receivers)}; what fits: {alternatives} (transport {AUTO!r} takes the first)"
         )
 
 
 def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:
-    """Return the names of transports that fit and need no options, the best first."""
+    """Return the transports that fit and need no options, the best first."""
     names = ("nccl", "cuda_ipc", "hccl", "gloo", "shared_memory")
     return [name for name in names if not _problem(name, sender, receivers)]
 
 
 def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]) -> str:
-    """Say why a transport does not fit; empty if it does, or if nothing is known against it."""
+    """Describe why a transport does not fit; empty if it does, or if nothing is known against it."""
     possible = device_types(transport)
     other = next((name for name, location in receivers.items() if location.device not in possible), None)
     if other is not None:
@@ -126,7 +126,7 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
         gpus = [location.gpu for location in locations if location.gpu]
         if len(set(gpus)) < len(gpus):
             return "needs a GPU for each member, and two are on one"
-        # NCCL refuses a communicator of several versions; trainer and engines have environments of their own.
+        # NCCL refuses a communicator of several versions; trainer and engines may run in separate environments.
         versions = sorted({location.nccl for location in locations if location.nccl})
         return f"needs one version of NCCL, and there are {', '.join(versions)}" if len(versions) > 1 else ""
     if transport in ("cuda_ipc", "shared_memory") and not _share(locations):

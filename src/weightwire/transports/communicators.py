@@ -1,8 +1,8 @@
-"""Communicators of NCCL and HCCL outlive an update: making one takes longer than sending a model over it.
+"""Cache of NCCL and HCCL communicators across updates: creating one takes longer than sending a model over it.
 
-A group is of one update, and so is a transport. What the transport has connected is kept, one communicator for each
-kind and device, and used again when the next group has the same processes in the same places. All of its members must
-have kept the same one, and have begun as many broadcasts on it; otherwise, as after any failure, a new one is made.
+A group serves one update, and so does a transport. Its communicator is cached, one for each kind and device, and reused
+when the next group has the same processes at the same ranks. All members must have cached the same one, and have started
+as many broadcasts on it; otherwise, as after any failure, a new one is created.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weightwire.transports.device_work import wait_until
 
 @dataclass
 class Communicator:
-    """Something connected.
+    """A connected communicator.
 
     Attributes:
-        handle: the library's.
-        members: who is connected, by rank.
-        made_in: name of the group that made it; names are used once.
-        broadcasts: how many have begun on it here.
+        handle: the library's object.
+        members: its processes, by rank.
+        made_in: name of the group that created it; names are used once.
+        broadcasts: number started on it by this process.
     """
 
     handle: Any
@@ -34,70 +34,72 @@ class Communicator:
 
     @property
     def state(self) -> str:
-        """Equal on all members that can go on with it."""
+        """Return a key that is equal on all members if they can reuse the communicator."""
         return f"{self.made_in} {self.broadcasts}"
 
 
 class Communicators:
-    """Those of one kind that this process keeps.
+    """Communicators of one kind that this process has cached.
 
     Args:
         make: connects the members of a group; called on all of them.
-        end: takes one apart on which nothing is under way, or which has failed, without other members.
+        end: destroys a communicator that is idle or has failed, without the other members.
     """
 
     def __init__(self, name: str, make: Callable[[Setup], Any], end: Callable[[Any], None]) -> None:
         self._name, self._make, self._end = name, make, end
-        self._kept: dict[str, Communicator] = {}
+        self._cached: dict[str, Communicator] = {}
         self._lock = threading.Lock()
 
     def connect(self, setup: Setup) -> Communicator:
-        """The communicator for a group: the one that all of its members have kept, or a new one.
+        """Return a communicator for a group: the one that all of its members have cached, or a new one.
 
         Raises:
-            DeadlineError, PeerLostError: members did not say what they have kept.
+            DeadlineError, PeerLostError: members did not report what they have cached.
         """
         members = tuple(map(repr, setup.group.identities))
         with self._lock:
-            kept = self._kept.pop(str(setup.device), None)
-        if kept is not None and kept.members != members:
-            self._end(kept.handle)
-            kept = None
+            cached = self._cached.pop(str(setup.device), None)
+        if cached is not None and cached.members != members:
+            self._end(cached.handle)
+            cached = None
         shared = False
         try:
-            shared = self._others_have(kept, setup)
+            shared = self._all_have(cached, setup)
         finally:
-            if kept is not None and not shared:
-                self._end(kept.handle)
-        if kept is not None and shared:
-            return kept
+            if cached is not None and not shared:
+                self._end(cached.handle)
+        if cached is not None and shared:
+            return cached
         return Communicator(self._make(setup), members, setup.group.name)
 
     def keep(self, communicator: Communicator, device: Any) -> None:
-        """Put one aside whose broadcasts have all ended well."""
+        """Cache a communicator whose broadcasts have all succeeded."""
         with self._lock:
-            before = self._kept.pop(str(device), None)
-            self._kept[str(device)] = communicator
+            before = self._cached.pop(str(device), None)
+            self._cached[str(device)] = communicator
         if before is not None:
             self._end(before.handle)
 
     def discard(self, communicator: Communicator) -> None:
-        """Take one apart."""
+        """Destroy a communicator."""
         self._end(communicator.handle)
 
     def end_all(self) -> None:
-        """Take apart what is kept."""
+        """Destroy all cached communicators."""
         with self._lock:
-            kept = list(self._kept.values())
-            self._kept.clear()
-        for communicator in kept:
+            cached = list(self._cached.values())
+            self._cached.clear()
+        for communicator in cached:
             self._end(communicator.handle)
 
-    def _others_have(self, kept: Communicator | None, setup: Setup) -> bool:
+    def _all_have(self, cached: Communicator | None, setup: Setup) -> bool:
+        """Exchange what the members have cached, also if this one has nothing: the others wait for its report."""
         group = setup.group
         store = group.store("communicator", setup.timeout_s)
         keys = [str(rank) for rank in range(group.size)]
-        store.set(keys[group.rank], "none" if kept is None else kept.state)
-        what = f"{self._name}: not all members have said what they are connected by"
-        wait_until(lambda: store.check(keys), group, setup.timeout_s, what)
-        return {store.get(key).decode() for key in keys} == ({"none"} if kept is None else {kept.state}) != {"none"}
+        store.set(keys[group.rank], "none" if cached is None else cached.state)
+        failure = f"{self._name}: not all members have reported their communicators"
+        wait_until(lambda: store.check(keys), group, setup.timeout_s, failure)
+        states = {store.get(key).decode() for key in keys}
+        return cached is not None and states == {cached.state}

@@ -1,13 +1,12 @@
-"""On one host, between processes that share CUDA devices: receivers copy out of the sender's own buffers.
+"""Transport on one host, between processes that share CUDA devices: receivers copy from the sender's buffers.
 
-Nothing but handles goes through the group's store, as JSON and base64; nothing is unpickled. Receivers map the
-sender's allocation, copy the bucket on the device (or over NVLink to their own), and say so; then the sender may
+Only handles go through the group's store, as JSON and base64; nothing is unpickled. Receivers map the sender's
+allocation, copy the bucket on the device (or over NVLink to their own), and acknowledge it; then the sender may
 overwrite it.
 
-What PyTorch's sharing of CUDA memory needs: the same user and IPC namespace (``/dev/shm`` holds the reference
-counts), the sender's device among those that the receiver sees, and ``PYTORCH_CUDA_ALLOC_CONF`` without
-``expandable_segments`` on the sender. A receiver that dies without closing leaves the sender's buffers allocated
-until the sender ends.
+PyTorch's sharing of CUDA memory requires the same user and IPC namespace (``/dev/shm`` holds the reference counts),
+the sender's device visible to the receiver, and ``PYTORCH_CUDA_ALLOC_CONF`` without ``expandable_segments`` on the
+sender. A receiver that dies without closing leaves the sender's buffers allocated until the sender ends.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from weightwire.transports.base import Setup
 from weightwire.transports.device_work import first_line, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
-"""What PyTorch tells of a shared allocation, after the device, in its order."""
+"""Fields of PyTorch's handle of a shared allocation, after the device, in its order."""
 
 
 class CudaIpcTransport:
-    """The sender publishes where a bucket is; each receiver copies it and acknowledges.
+    """Transport by CUDA IPC: the sender publishes the address of a bucket; each receiver copies it and acknowledges.
 
     Raises:
         TransportError: a receiver does not see the sender's device.
@@ -66,11 +65,11 @@ class CudaIpcTransport:
         return self._pending[-1]
 
     def offered(self, number: int) -> bool:
-        """Whether the sender has told where bucket ``number`` is."""
+        """Check whether the sender has published bucket ``number``."""
         return self._store.check([f"bucket/{number}"])
 
     def begin_copy(self, number: int, buffer: torch.Tensor) -> torch.cuda.Event:
-        """Queue the copy of a bucket that is offered; the event is past when it is done."""
+        """Queue the copy of a published bucket; return an event that follows it."""
         storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
@@ -85,7 +84,7 @@ class CudaIpcTransport:
         return done
 
     def finish(self, received: Received, timeout_s: float) -> None:
-        """Wait for the oldest bucket, tell the sender, and begin with the next one if it is there already."""
+        """Wait for the oldest bucket, acknowledge it, and start the next copy if that bucket is published already."""
         number, what = received.number, f"cuda_ipc: bucket {received.number}"
         if received.copied is None:
             wait_until(lambda: self.offered(number), self._group, timeout_s, f"{what} has not been offered")
@@ -97,10 +96,10 @@ class CudaIpcTransport:
             self._pending[0].copied = self.begin_copy(self._pending[0].number, self._pending[0].buffer)
 
     def abort(self) -> None:
-        """Nothing to give up: a copy ends by itself."""
+        """Do nothing: a copy cannot block."""
 
     def close(self) -> None:
-        """Unmap what is the sender's."""
+        """Unmap the sender's memory."""
         self._pending.clear()
         self._opened.clear()
         self._shared.clear()
@@ -111,7 +110,7 @@ class CudaIpcTransport:
         return self._count - 1
 
     def _publish(self, storage: torch.UntypedStorage) -> int:
-        """The number under which receivers find an allocation."""
+        """Return an allocation's number, under which its handle is in the store."""
         if storage.data_ptr() not in self._shared:
             try:
                 _device, *values = storage._share_cuda_()
@@ -119,11 +118,11 @@ class CudaIpcTransport:
                 raise TransportError(f"cuda_ipc: the buffer cannot be shared: {first_line(error)}") from error
             number = len(self._shared)
             self._store.set(f"storage/{number}", json.dumps(dict(zip(HANDLE_FIELDS, map(_text, values), strict=True))))
-            self._shared[storage.data_ptr()] = number, storage  # kept: its address stays its own
+            self._shared[storage.data_ptr()] = number, storage  # kept alive: no other allocation gets its address
         return self._shared[storage.data_ptr()][0]
 
     def _open(self, number: int) -> torch.Tensor:
-        """The sender's allocation ``number`` as bytes, mapped here."""
+        """Map the sender's allocation ``number``; return its bytes."""
         if number not in self._opened:
             values = _handle(self._store.get(f"storage/{number}"))
             try:
@@ -137,7 +136,7 @@ class CudaIpcTransport:
 
 
 class Sent:
-    """A bucket that receivers are to copy. It holds its buffer until they have."""
+    """A bucket offered to the receivers. It keeps its buffer alive until they have copied it."""
 
     def __init__(self, store: Any, group: Group, number: int, size: int, buffer: torch.Tensor) -> None:
         self._store, self._group, self._number, self._buffer = store, group, number, buffer
@@ -150,11 +149,12 @@ class Sent:
 
 
 class Received:
-    """A bucket to copy. Works are waited for in their order.
+    """A bucket to copy. Waits happen in order.
 
     Attributes:
-        number, buffer: which one, and where to.
-        copied: past when the copy is done; None if it has not been begun.
+        number: of the bucket.
+        buffer: the destination.
+        copied: event after the copy; None if it has not started.
     """
 
     def __init__(self, transport: CudaIpcTransport, number: int, buffer: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class Received:
 
 
 def _await(keys: list[str], store: Any, group: Group, timeout_s: float, what: str) -> None:
-    """Return when all keys are there."""
+    """Wait until all keys exist."""
     try:
         wait_until(lambda: store.check(keys), group, timeout_s, what)
     except RuntimeError as error:
@@ -186,7 +186,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """The device of that UUID, as this process numbers it."""
+    """Return the device with this UUID, as this process numbers it."""
     there = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if uuid not in there:
         raise TransportError(
@@ -201,7 +201,7 @@ def _text(value: Any) -> Any:
 
 
 def _handle(text: bytes) -> list[Any]:
-    """What :data:`HANDLE_FIELDS` names, checked."""
+    """Parse the values of :data:`HANDLE_FIELDS`."""
     kinds = (str, int, int, str, int, str, bool)
     try:
         fields = json.loads(text)

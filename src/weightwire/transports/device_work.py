@@ -1,4 +1,4 @@
-"""What a device does in its own time, waited for with a deadline and an eye on the other members."""
+"""Waits for asynchronous work of a device, with a deadline and checks of the other members."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 20e-6
 MOST_PAUSE_S = 5e-3
 SHARE = 0.02
-"""A pause is this share of the time waited so far: a bucket of a millisecond takes little longer, a minute takes no CPU."""
+"""Pause as a share of the time waited so far: a short wait is hardly prolonged, a long one takes no CPU."""
 
 
-def wait_until(done: Callable[[], bool], group: Group, timeout_s: float, what: str) -> None:
-    """Return when ``done()``.
+def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, failure: str) -> None:
+    """Wait until ``condition()`` holds.
 
     Raises:
-        DeadlineError: it was not within ``timeout_s`` seconds; the message begins with ``what``.
+        DeadlineError: it did not within ``timeout_s`` seconds; the message begins with ``failure``.
         PeerLostError: a member of the group is known to be lost.
     """
     start = time.monotonic()
-    while not done():
+    while not condition():
         group.check()
         waited = time.monotonic() - start
         if waited > timeout_s:
-            raise DeadlineError(f"{what} within {timeout_s:g} s")
+            raise DeadlineError(f"{failure} within {timeout_s:g} s")
         time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MOST_PAUSE_S))
 
 
 class DeviceWork:
-    """A collective of a torch process group on a device. It holds its buffer until it is done.
+    """A collective of a torch process group on a device. It keeps its buffer alive until it completes.
 
     Args:
-        work: what the process group returned.
+        work: the process group's handle.
         name: of the transport, for messages.
     """
 
@@ -50,25 +50,25 @@ class DeviceWork:
 
     @property
     def ended(self) -> bool:
-        """Whether the device has done it, or it has failed."""
+        """Check whether the collective has completed or failed."""
         return self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
         wait_until(self._work.is_completed, self._group, timeout_s, f"{self._name}: a bucket has not travelled")
         try:
-            # It is over: this raises what the library has reported. Without a timeout NCCL's would not.
+            # It has ended: this raises an error that the library has recorded. Without a timeout NCCL's would not.
             self._work.wait(timedelta(seconds=1))
         except RuntimeError as error:
             raise TransportError(f"{self._name}: {first_line(error)}") from error
 
     def give_up(self) -> None:
-        """If it is not done, end it: a timed wait that runs out aborts NCCL's communicator."""
+        """Cancel the collective unless it has ended: a timed wait that expires aborts NCCL's communicator."""
         if not self.ended:
             with contextlib.suppress(RuntimeError):
                 self._work.wait(timedelta(milliseconds=1))
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, without torch's C++ frames."""
+    """Return the first line of an error's message, without torch's C++ frames."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

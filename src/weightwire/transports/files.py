@@ -1,4 +1,4 @@
-"""Through a directory that the trainer and the engines see: a safetensors file of each version, which any engine can load."""
+"""Transport through a shared directory: one safetensors file for each version, which any engine can load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
@@ -31,12 +32,12 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls torch's dtypes."""
+"""safetensors' names of torch dtypes."""
 _VERSION = re.compile(r"v\d{19}")
 
 
 def header(manifest: Manifest) -> bytes:
-    """What stands in front of the tensors' bytes, which follow one another as they do in the buckets."""
+    """Build a safetensors header; the file's data is the concatenation of the buckets."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "version": str(manifest.version)}}
     begin = 0
     for spec in manifest.tensors:
@@ -52,18 +53,18 @@ def header(manifest: Manifest) -> bytes:
 
 
 class FilesTransport:
-    """The sender writes ``DIRECTORY/vVERSION/model.safetensors`` (of an adapter ``adapter_model.safetensors`` beside its
-    ``adapter_config.json``), which has its name when it is complete; the receivers read it then.
+    """Transport by files: the sender writes ``DIRECTORY/vVERSION/model.safetensors`` (for an adapter
+    ``adapter_model.safetensors`` beside its ``adapter_config.json``), renames it when it is complete, and receivers read it then.
 
-    Options: ``directory``, which all members see under this path; ``keep``, how many complete versions stay (default 1).
+    Options: ``directory``, a path that is the same on all members; ``keep``, number of complete versions to keep (default 1).
     """
 
     def __init__(self, setup: Setup) -> None:
         directory, keep = setup.options.get("directory"), setup.options.get("keep", 1)
         if not isinstance(directory, str) or not Path(directory).is_absolute():
-            raise TransportError(f"files: options must have directory, an absolute path, and not {directory!r:.120}")
+            raise TransportError(f"files: option directory must be an absolute path, not {directory!r:.120}")
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise TransportError(f"files: keep is {keep!r:.40}, not a number from 1 on")
+            raise TransportError(f"files: option keep is {keep!r:.40}, not an integer >= 1")
         self._setup, self._keep = setup, keep
         adapter = setup.manifest.adapter
         self._root = Path(directory) if adapter is None else Path(directory) / adapter.name
@@ -91,7 +92,7 @@ class FilesTransport:
         return FilesWork(self._read, buffer)
 
     def abort(self) -> None:
-        """An incomplete file is removed."""
+        """Remove an incomplete file."""
         self._remove()
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class FilesTransport:
             self._file = self.path.open("rb")
             expected = header(self._setup.manifest)
             if self._file.read(len(expected)) != expected:
-                raise TransportError(f"files: {self.path} is not of this update")
+                raise TransportError(f"files: {self.path} does not belong to this update")
         content = buffer if buffer.device.type == "cpu" else torch.empty(buffer.numel(), dtype=torch.uint8)
         if self._file.readinto(content.numpy().data) != buffer.numel():  # type: ignore[reportAttributeAccessIssue]
             raise TransportError(f"files: {self.path} is too short")
@@ -140,7 +141,7 @@ class FilesTransport:
             buffer.copy_(content)
 
     def _wait_until_complete(self, timeout_s: float) -> None:
-        """The sender has the deadline for each of its buckets, so this one begins again as long as it goes on."""
+        """Wait for the complete file. The deadline restarts with every bucket that the sender has written."""
         deadline, progress = time.monotonic() + timeout_s, -1
         while not (self._store.check(["complete"]) and self.path.exists()):
             self._setup.group.check()
@@ -148,8 +149,8 @@ class FilesTransport:
             if now != progress:
                 deadline, progress = time.monotonic() + timeout_s, now
             if time.monotonic() > deadline:
-                seen = "is not visible here" if self._store.check(["complete"]) else "is not complete"
-                raise DeadlineError(f"files: {self.path} {seen} after {timeout_s:g} s")
+                problem = "is not visible here" if self._store.check(["complete"]) else "is not complete"
+                raise DeadlineError(f"files: {self.path} {problem} after {timeout_s:g} s")
             time.sleep(POLL_S / 10)
 
     def _remove(self) -> None:
@@ -161,19 +162,19 @@ class FilesTransport:
 
 
 class FilesWork:
-    """A bucket that is written or read by whoever waits for it."""
+    """A bucket that is written or read when it is waited for."""
 
-    def __init__(self, do: object, buffer: torch.Tensor) -> None:
-        self._do, self._buffer, self._done = do, buffer, False
+    def __init__(self, transfer: Callable[[torch.Tensor, float], None], buffer: torch.Tensor) -> None:
+        self._transfer, self._buffer, self._completed = transfer, buffer, False
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
-        if self._done:
+        if self._completed:
             return
         try:
-            self._do(self._buffer, timeout_s)  # type: ignore[reportCallIssue]
+            self._transfer(self._buffer, timeout_s)
         except (OSError, RuntimeError) as error:
             if isinstance(error, TransportError):
                 raise
             raise TransportError(f"files: {type(error).__name__}: {error}") from error
-        self._done = True
+        self._completed = True

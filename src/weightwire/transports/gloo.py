@@ -1,4 +1,4 @@
-"""Over TCP, between processes that have nothing else in common: a Gloo group without a default group."""
+"""Transport over TCP, which works between any processes: a Gloo process group without a default group."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from weightwire.errors import DeadlineError, TransportError
 from weightwire.group import Group
 from weightwire.transports.base import POLL_S, Setup
+from weightwire.transports.device_work import first_line
 
 
 class GlooTransport:
-    """One broadcast for each bucket, through memory of the CPU.
+    """Transport with one Gloo broadcast for each bucket, in CPU memory.
 
-    Options: ``threads``, of Gloo's, for each member (default 2).
+    Options: ``threads``, number of Gloo's threads in each member (default 2).
     """
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._timeout_s = setup.group, setup.timeout_s
-        self._under_way: list[GlooWork] = []
+        self._in_flight: list[GlooWork] = []
         options = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  not in torch's stubs
         try:
-            options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(setup.group.host))]
+            options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(setup.group.host))]
             options._timeout = timedelta(seconds=setup.timeout_s)
             options._threads = int(setup.options.get("threads", 2))
             store = setup.group.store("transport", setup.timeout_s)
             self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)
         except RuntimeError as error:
-            raise TransportError(f"gloo: the members could not connect: {_first_line(error)}") from error
+            raise TransportError(f"gloo: the members could not connect: {first_line(error)}") from error
 
     def send(self, buffer: torch.Tensor) -> GlooWork:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -53,34 +54,34 @@ class GlooTransport:
             gloo: Any = self._gloo
             work = GlooWork(gloo.broadcast([buffer], options), self._group)
         except RuntimeError as error:
-            raise TransportError(f"gloo: {_first_line(error)}") from error
-        self._under_way = [other for other in self._under_way if not other.ended] + [work]
+            raise TransportError(f"gloo: {first_line(error)}") from error
+        self._in_flight = [work for work in self._in_flight if not work.ended] + [work]
         return work
 
     def abort(self) -> None:
-        """Gloo cannot give up a broadcast; it ends by itself at its deadline, or when the other side closes."""
+        """Do nothing: Gloo cannot cancel a broadcast; it ends at its deadline, or when the other side closes."""
 
     def close(self) -> None:
-        """Close the connections, where a broadcast is under way when that has met its deadline: Gloo's destructor would wait."""
+        """Close the connections; with a broadcast in flight, on a thread, since Gloo's destructor waits for its deadline."""
         gloo, self._gloo = self._gloo, None
-        if any(not work.ended for work in self._under_way):
-            left = (
-                gloo,
-                self._under_way,
-            )  # a thread's, so that nobody's destructor waits; not even at the process's exit
-            threading.Thread(target=_keep_until_ended, args=left, name="weightwire-gloo-close", daemon=True).start()
-        self._under_way = []
+        if any(not work.ended for work in self._in_flight):
+            # The thread holds the last references, so that no destructor waits; a daemon, so that the exit does not either.
+            references = (gloo, self._in_flight)
+            threading.Thread(
+                target=_keep_until_ended, args=references, name="weightwire-gloo-close", daemon=True
+            ).start()
+        self._in_flight = []
 
 
 class GlooWork:
-    """A broadcast."""
+    """A broadcast in flight."""
 
     def __init__(self, work: torch.distributed.Work, group: Group) -> None:
         self._work, self._group = work, group
 
     @property
     def ended(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Check whether the broadcast has completed or failed."""
         return self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
@@ -95,11 +96,11 @@ class GlooWork:
                 self._work.wait(timedelta(seconds=min(left, POLL_S)))
             except RuntimeError as error:
                 if "Operation timed out!" not in str(error):
-                    raise TransportError(f"gloo: {_first_line(error)}") from error
+                    raise TransportError(f"gloo: {first_line(error)}") from error
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise TransportError(f"gloo: {_first_line(error)}") from error
+            raise TransportError(f"gloo: {first_line(error)}") from error
 
 
 def _keep_until_ended(gloo: ProcessGroupGloo, works: list[GlooWork]) -> None:
@@ -107,13 +108,9 @@ def _keep_until_ended(gloo: ProcessGroupGloo, works: list[GlooWork]) -> None:
         time.sleep(POLL_S)
 
 
-def _own_address(listener: str) -> str:
-    """The address of this machine from which the listener is reached: peers reach this member there, too."""
-    family, kind, _, _, where = socket.getaddrinfo(listener, 9, type=socket.SOCK_DGRAM)[0]
+def _local_address(listener: str) -> str:
+    """Return the local address of the route to the listener: peers can reach this member there, too."""
+    family, kind, _, _, address = socket.getaddrinfo(listener, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(where)  # of a datagram socket: nothing is sent
+        probe.connect(address)  # a datagram socket: nothing is sent
         return probe.getsockname()[0]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]

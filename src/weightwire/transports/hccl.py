@@ -1,7 +1,7 @@
-"""Between Ascend NPUs: an HCCL communicator of this group's own, made without a default group, through torch_npu.
+"""Transport between Ascend NPUs: an HCCL communicator per group, created without a default group, through torch_npu.
 
-Every call is made on the thread that uses the transport: HCCL's broadcasts have failed on others. HCCL makes a
-communicator at its first broadcast, on all members at once, and bounds that itself (``HCCL_CONNECT_TIMEOUT``, 120 s
+Every call is made on the thread that uses the transport: HCCL's broadcasts have failed on other threads. HCCL creates
+a communicator at its first broadcast, on all members at once, with its own deadline (``HCCL_CONNECT_TIMEOUT``, 120 s
 by default).
 """
 
@@ -21,7 +21,7 @@ from weightwire.transports.device_work import DeviceWork, first_line
 
 
 class HcclTransport:
-    """One broadcast for each bucket. Making it makes a communicator, where there is none of the last update.
+    """Transport with one HCCL broadcast for each bucket. The constructor creates a communicator unless one is cached.
 
     Raises:
         TransportError: torch_npu is missing, or HCCL could not connect.
@@ -52,7 +52,7 @@ class HcclTransport:
         return self._begin(buffer)
 
     def _first_broadcast(self, setup: Setup) -> None:
-        """Make HCCL connect, and see that bytes arrive."""
+        """Make HCCL connect, and check that bytes arrive."""
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
         self._npu.current_stream(setup.device).synchronize()
         self._begin(first).wait(setup.timeout_s)
@@ -76,14 +76,14 @@ class HcclTransport:
         return work
 
     def abort(self) -> None:
-        """Abort the communicator if a broadcast is under way."""
+        """Abort the communicator if a broadcast is in flight."""
         self._healthy = False
         if self._communicator is not None and any(not work.ended for work in self._under_way):
             with contextlib.suppress(RuntimeError):
                 self._communicator.handle[0].abort()
 
     def close(self) -> None:
-        """Keep the communicator for the next update if all went well, or else let go of it."""
+        """Cache the communicator for the next update if everything succeeded, otherwise discard it."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
@@ -95,7 +95,7 @@ class HcclTransport:
 
 
 def _process_group(setup: Setup) -> tuple[Any, Any]:
-    """A process group whose only backend is HCCL, on npu tensors, and that backend."""
+    """Create a process group whose only backend is HCCL, on npu tensors; return it and the backend."""
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     rank, size = setup.group.rank, setup.group.size
@@ -111,7 +111,7 @@ def _process_group(setup: Setup) -> tuple[Any, Any]:
 
 
 def _end(_handle: Any) -> None:
-    """torch_npu takes a communicator apart when the last reference to it goes."""
+    """Do nothing: torch_npu destroys a communicator with its last reference."""
 
 
 COMMUNICATORS = Communicators("hccl", _process_group, _end)

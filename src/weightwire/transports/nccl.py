@@ -1,10 +1,10 @@
-"""Between CUDA devices: a NCCL communicator of this group's own, made without a default group.
+"""Transport between CUDA devices: a NCCL communicator per group, created without a default group.
 
-Buckets travel on a stream of the transport's own. PyTorch's watchdog is told to leave errors and timeouts to us: by
-default it ends the process, which would be the inference engine. What ends a broadcast whose peer is gone is the
-timed wait of its work, which aborts the communicator: the device's streams go on, and so does the process.
+Buckets are sent on a stream of their own. PyTorch's watchdog is configured to leave errors and timeouts to us: by
+default it ends the process, which would be the inference engine. A broadcast whose peer is gone is ended by the timed
+wait of its work, which aborts the communicator: the device's streams and the process continue.
 
-The store of the group must live longer than the transport, or the watchdog's thread prints pages about it.
+The store of the group must outlive the transport, otherwise the watchdog's thread logs errors at length.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ WATCHDOG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""Read by PyTorch when a process group is made; set for as long as that takes."""
+"""Variables that PyTorch reads when a process group is created; set only for that time."""
 CLOSE_S = 5.0
-"""How long the end of the process waits for NCCL to take communicators apart."""
+"""Longest time that the exit of the process waits for NCCL to destroy communicators, in seconds."""
 _environment = threading.Lock()
 _ending: list[threading.Thread] = []
 
 
 class NcclTransport:
-    """One broadcast for each bucket.
+    """Transport with one NCCL broadcast for each bucket.
 
-    Making it makes a communicator, where there is none of the last update: a fraction of a second. A first broadcast of 8 bytes
-    shows that it works.
+    The constructor creates a communicator unless one is cached, which takes a fraction of a second, and checks it with a
+    broadcast of 8 bytes.
 
     Raises:
         TransportError: this PyTorch has no NCCL, or NCCL could not connect.
-        DeadlineError: the communicator was not there in time.
+        DeadlineError: the communicator was not created in time.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -70,7 +70,7 @@ class NcclTransport:
             except (RuntimeError, OSError) as error:
                 failed.append(error)
 
-        # NCCL blocks in the call that makes a communicator until all members are in it: in a thread, which can be left behind.
+        # The call that creates a communicator blocks until all members are in it: on a thread, which can be abandoned.
         thread = threading.Thread(target=connect, name="weightwire-nccl-connect", daemon=True)
         thread.start()
         wait_until(
@@ -94,7 +94,7 @@ class NcclTransport:
         return self._begin(buffer)
 
     def _first_broadcast(self, setup: Setup) -> None:
-        """Make NCCL connect, and see that bytes arrive."""
+        """Make NCCL connect, and check that bytes arrive."""
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
         torch.cuda.current_stream(setup.device).synchronize()
         self._begin(first).wait(setup.timeout_s)
@@ -116,13 +116,13 @@ class NcclTransport:
         return work
 
     def abort(self) -> None:
-        """Abort the communicator, so that no kernel of it keeps the device."""
+        """Abort the communicator, so that none of its kernels occupies the device."""
         self._healthy = False
         for work in self._under_way:
             work.give_up()
 
     def close(self) -> None:
-        """Keep the communicator for the next update if all went well, or else take it apart."""
+        """Cache the communicator for the next update if everything succeeded, otherwise destroy it."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
@@ -134,7 +134,7 @@ class NcclTransport:
 
 
 def _process_group(setup: Setup) -> Any:
-    """A ``ProcessGroupNCCL`` that knows no default group and ends no process."""
+    """Create a ``ProcessGroupNCCL`` outside any default group, whose watchdog does not end the process."""
     timeout = timedelta(seconds=setup.timeout_s)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -146,7 +146,7 @@ def _process_group(setup: Setup) -> Any:
 
 @contextlib.contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, which C++ reads, and put back what was there."""
+    """Set environment variables, which C++ reads, and restore their values at the end."""
     with _environment:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
@@ -161,7 +161,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def _end(pg: Any) -> None:
-    """Abort a communicator, in a thread that nobody waits for but, for a while, the end of the process."""
+    """Abort a communicator on a thread; only the exit of the process waits for it, for :data:`CLOSE_S` at most."""
     thread = threading.Thread(target=_abort, args=(pg,), name="weightwire-nccl-end", daemon=True)
     thread.start()
     _ending[:] = [other for other in _ending if other.is_alive()] + [thread]
@@ -169,7 +169,7 @@ def _end(pg: Any) -> None:
 
 def _abort(pg: Any) -> None:
     try:
-        pg.abort()  # unlike shutdown, it asks nothing of the other members
+        pg.abort()  # unlike shutdown, it does not involve the other members
     except RuntimeError as error:
         log.debug("NCCL did not abort a communicator: %s", error)
 

@@ -1,4 +1,4 @@
-"""Through memory that processes of one machine share. It has no name in any file system, so nothing is left of it."""
+"""Transport through shared memory on one machine. It has no name in a file system, so nothing is left behind after a crash."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MARK_BYTES = 64
 
 
 class SharedMemoryTransport(SlotTransport):
-    """Two buckets of memory of the sender's, which receivers of the same user on the same machine map.
+    """Transport through two buckets of the sender's memory, mapped by receivers of the same user on the same machine.
 
-    Linux; the members see each other's processes (one namespace of process ids). It has no options.
+    Requires Linux and one pid namespace for all members. It has no options.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -30,13 +30,13 @@ class SharedMemoryTransport(SlotTransport):
         slot_bytes = max(1, min(setup.manifest.bucket_bytes, setup.manifest.nbytes))
         if setup.group.rank == 0:
             medium = SharedSlots.create(slot_bytes)
-            store.set("memory", json.dumps(medium.place()))
+            store.set("memory", json.dumps(medium.address()))
         else:
             deadline = time.monotonic() + setup.timeout_s
             while not store.check(["memory"]):
                 setup.group.check()
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"the sender has not made shared memory within {setup.timeout_s:g} s")
+                    raise DeadlineError(f"the sender has not created shared memory within {setup.timeout_s:g} s")
                 time.sleep(0.002)
             store.set_timeout(timedelta(seconds=setup.timeout_s))
             medium = SharedSlots.open(json.loads(store.get("memory")), slot_bytes, setup.group.member(0))
@@ -44,7 +44,7 @@ class SharedMemoryTransport(SlotTransport):
 
 
 class SharedSlots:
-    """Memory of this process, or of another one, for :data:`SLOTS` buckets, and a mark in front of them to know it by."""
+    """Memory of this process, or of another one, for :data:`SLOTS` buckets, with a random mark in front that identifies it."""
 
     def __init__(self, descriptor: int, mark: str, slot_bytes: int) -> None:
         self._descriptor, self._mark, self._slot_bytes = descriptor, mark, slot_bytes
@@ -53,28 +53,28 @@ class SharedSlots:
 
     @classmethod
     def create(cls, slot_bytes: int) -> SharedSlots:
-        """New memory."""
+        """Allocate new memory."""
         try:
             descriptor = os.memfd_create("weightwire")
             os.posix_fallocate(descriptor, 0, _size(slot_bytes))
         except (AttributeError, OSError) as error:
-            raise TransportError(f"no {_size(slot_bytes)} bytes of shared memory: {error}") from error
-        made = cls(descriptor, uuid.uuid4().hex, slot_bytes)
-        assert made._memory is not None
-        made._memory[: len(made._mark)] = made._mark.encode()
-        return made
+            raise TransportError(f"cannot allocate {_size(slot_bytes)} bytes of shared memory: {error}") from error
+        slots = cls(descriptor, uuid.uuid4().hex, slot_bytes)
+        assert slots._memory is not None
+        slots._memory[: len(slots._mark)] = slots._mark.encode()
+        return slots
 
     @classmethod
-    def open(cls, place: list[object], slot_bytes: int, sender: str) -> SharedSlots:
-        """The memory of :meth:`place`.
+    def open(cls, address: list[object], slot_bytes: int, sender: str) -> SharedSlots:
+        """Map the memory at another process's :meth:`address`.
 
         Raises:
-            TransportError: it cannot be reached from this process.
+            TransportError: it cannot be accessed from this process.
         """
-        space, pid, number, mark = place
-        if space != Identity.mine().space or not space:
+        space, pid, number, mark = address
+        if space != Identity.current().space or not space:
             raise TransportError(
-                f"shared_memory: {sender} is on another machine, or in a container whose processes are not seen from here; "
+                f"shared_memory: {sender} is on another machine, or in a container whose processes are not visible here; "
                 "use gloo"
             )
         try:
@@ -83,17 +83,17 @@ class SharedSlots:
             raise TransportError(f"shared_memory: the memory of {sender} cannot be opened: {error}") from error
         if os.fstat(descriptor).st_size != _size(slot_bytes):
             os.close(descriptor)
-            raise TransportError(f"shared_memory: what {sender} has there is not {_size(slot_bytes)} bytes long")
+            raise TransportError(f"shared_memory: the memory of {sender} is not {_size(slot_bytes)} bytes long")
         opened = cls(descriptor, str(mark), slot_bytes)
         assert opened._memory is not None
         if opened._memory[: len(opened._mark)] != opened._mark.encode():
             opened.close()
-            raise TransportError(f"shared_memory: what {sender} has there is not marked as the memory of this update")
+            raise TransportError(f"shared_memory: the memory of {sender} does not have the mark of this update")
         return opened
 
-    def place(self) -> list[object]:
-        """Where others find it."""
-        return [Identity.mine().space, os.getpid(), self._descriptor, self._mark]
+    def address(self) -> list[object]:
+        """Return the address by which other processes open the memory."""
+        return [Identity.current().space, os.getpid(), self._descriptor, self._mark]
 
     def write(self, bucket: int, content: torch.Tensor) -> None:
         """See :class:`weightwire.transports.slots.Medium`."""
@@ -110,9 +110,9 @@ class SharedSlots:
         return self._bytes[start : start + self._slot_bytes]
 
     def close(self) -> None:
-        """Give the memory back, when all members have."""
+        """Close the memory, which the system frees when all members have."""
         if self._memory is not None:
-            self._bytes = self._memory = None  # unmapped with the last tensor that looks at it
+            self._bytes = self._memory = None  # unmapped with the last tensor that views it
             os.close(self._descriptor)
 
 

@@ -1,6 +1,6 @@
-"""Buckets through a place that all members can reach: two slots, which the sender fills in turn and every receiver empties.
+"""Transport through memory that all members can access: two slots, filled by the sender in turn and read by every receiver.
 
-What a slot is made of is the medium's; who may use it when is told through the store.
+A medium implements the slots; the store synchronises access to them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ SLOTS = 2
 
 
 class Medium(Protocol):
-    """Where bytes lie between the sender and the receivers."""
+    """Memory of the slots."""
 
     def write(self, bucket: int, content: torch.Tensor) -> None:
-        """Put a bucket where the receivers find it; its slot, ``bucket % SLOTS``, is free."""
+        """Write a bucket into its slot, ``bucket % SLOTS``, which is free."""
         ...
 
     def read(self, bucket: int, content: torch.Tensor) -> None:
-        """Fill ``content`` with a bucket that was written."""
+        """Copy a written bucket into ``content``."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the memory."""
         ...
 
 
 class SlotTransport:
-    """Buckets in turn through the slots of a medium."""
+    """Transport of buckets through the slots of a medium."""
 
     def __init__(self, group: Group, store: Store, medium: Medium) -> None:
         self._group, self._store, self._medium = group, store, medium
-        self._begun = 0
+        self._started = 0
 
     def send(self, buffer: torch.Tensor) -> SlotWork:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -50,17 +50,17 @@ class SlotTransport:
         return self._work(self._receive, buffer)
 
     def abort(self) -> None:
-        """Nothing is under way but what a ``wait`` does."""
+        """Do nothing: transfers happen only within ``wait``."""
 
     def close(self) -> None:
         """See :class:`weightwire.transports.base.Transport`."""
         self._medium.close()
 
-    def _work(self, do: Callable[[int, torch.Tensor, float], None], buffer: torch.Tensor) -> SlotWork:
-        bucket, self._begun = self._begun, self._begun + 1
-        work = SlotWork(do, bucket, buffer)
+    def _work(self, transfer: Callable[[int, torch.Tensor, float], None], buffer: torch.Tensor) -> SlotWork:
+        bucket, self._started = self._started, self._started + 1
+        work = SlotWork(transfer, bucket, buffer)
         if self._group.rank == 0 and bucket < SLOTS:
-            work.wait(0.0)  # its slot is free: receivers can begin
+            work.wait(0.0)  # the slot is free: receivers can start before the sender waits
         return work
 
     def _send(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
@@ -75,31 +75,31 @@ class SlotTransport:
         self._medium.read(bucket, buffer)
         self._store.set(f"read/{bucket}/{self._group.rank}", "1")
 
-    def _wait_for(self, keys: list[str], timeout_s: float, what: str) -> None:
+    def _wait_for(self, keys: list[str], timeout_s: float, failure: str) -> None:
         deadline, pause = time.monotonic() + timeout_s, 0.0002
         while not self._store.check(keys):
             self._group.check()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{what} within {timeout_s:g} s")
+                raise DeadlineError(f"{failure} within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
 
 class SlotWork:
-    """A bucket that is written or read by whoever waits for it."""
+    """A bucket that is written or read when it is waited for."""
 
-    def __init__(self, do: Callable[[int, torch.Tensor, float], None], bucket: int, buffer: torch.Tensor) -> None:
-        self._do, self._bucket, self._buffer = do, bucket, buffer
-        self._done = False
+    def __init__(self, transfer: Callable[[int, torch.Tensor, float], None], bucket: int, buffer: torch.Tensor) -> None:
+        self._transfer, self._bucket, self._buffer = transfer, bucket, buffer
+        self._completed = False
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
-        if self._done:
+        if self._completed:
             return
         try:
-            self._do(self._bucket, self._buffer, timeout_s)
+            self._transfer(self._bucket, self._buffer, timeout_s)
         except (OSError, RuntimeError) as error:
             if isinstance(error, TransportError):
                 raise
             raise TransportError(f"bucket {self._bucket + 1}: {type(error).__name__}: {error}") from error
-        self._done = True
+        self._completed = True

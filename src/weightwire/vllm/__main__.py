@@ -1,7 +1,7 @@
-"""``python -m weightwire.vllm --model DIR [vLLM's options]``: vLLM's server, with weightwire's parts connected.
+"""``python -m weightwire.vllm --model DIR [vLLM's options]``: start vLLM's server with weightwire.
 
-Listens on 127.0.0.1 unless ``--host`` says otherwise. The job's key comes from ``WEIGHTWIRE_KEY`` or the file that
-``WEIGHTWIRE_KEY_FILE`` names (``weightwire.keys.write_key`` makes one); without it the server does not start.
+Listens on 127.0.0.1 by default (``--host``). The job's key comes from ``WEIGHTWIRE_KEY`` or the file named by
+``WEIGHTWIRE_KEY_FILE`` (``weightwire.keys.write_key`` creates one); the server does not start without it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ WORKER = "weightwire.vllm.worker.WorkerExtension"
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def arguments(given: Sequence[str], found: tuple[int, int]) -> list[str]:
-    """vLLM's options: what was given, and what connects our parts.
+def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[str]:
+    """Return vLLM's command line: the user's arguments and those that connect weightwire.
 
     Args:
-        found: version of vLLM.
+        version: of vLLM.
 
     Raises:
-        SystemExit: an option of ours was given, or one that cannot work.
+        SystemExit: the user set one of our options, or an incompatible one.
     """
-    options = {option.split("=", 1)[0].replace("_", "-") for option in given}
+    options = {option.split("=", 1)[0].replace("_", "-") for option in user_arguments}
     for name in ("--weight-transfer-config", "--worker-extension-cls"):
         if name in options:
             raise SystemExit(f"{name} is set by weightwire; leave it out")
     if "--api-server-count" in options:
         raise SystemExit("owner and pauses are kept in one process: leave --api-server-count out")
     added = ["--middleware", GUARD, "--worker-extension-cls", WORKER]
-    if contract.stages(found):
+    if contract.stages(version):
         added += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     if not options & {"--host", "--uds"}:
         added += ["--host", "127.0.0.1"]
     if "--logprobs-mode" not in options:
-        added += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that tokens are sampled from
-    return [*given, *added]
+        added += ["--logprobs-mode", "processed_logprobs"]  # of the distribution from which tokens are sampled
+    return [*user_arguments, *added]
 
 
 def main() -> None:
     """Start the server in this process."""
-    load_key()  # before the model is loaded
+    load_key()  # fail before the model is loaded
     contract.prepare(os.environ)
     sys.argv = [SERVER, *arguments(sys.argv[1:], contract.vllm_version())]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)

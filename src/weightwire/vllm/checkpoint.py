@@ -1,4 +1,4 @@
-"""What tensors the engine's model consists of: those of the checkpoint that it was started from."""
+"""Check manifests against the checkpoint from which the engine was started."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ log = logging.getLogger(__name__)
 MOST_HEADER_BYTES = 2**28
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-"""Endings of an embedding's name."""
+"""Suffixes of an embedding's name."""
 NOT_LOADED = ("rotary_emb.inv_freq",)
-"""Endings of names that old checkpoints have and nobody reads."""
+"""Suffixes of tensors in old checkpoints that no loader reads."""
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a directory's safetensors files, out of their headers; empty if there are none."""
-    found = {}
+    """Read name and shape of every tensor from the headers of a directory's safetensors files; empty without files."""
+    result = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MOST_HEADER_BYTES:
-                raise ManifestError(f"{path}: a header of {size} bytes")
+                raise ManifestError(f"{path}: a header of {size} bytes; at most {MOST_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
-        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return found
+        result |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return result
 
 
 class Expected:
-    """Holds manifests against the checkpoint that an engine was started from.
+    """Tensors expected in an update: those of the checkpoint from which the engine was started.
 
     Args:
-        model: its directory. If there is none here (a name on a hub), manifests are not checked before the commit, where vLLM's
-            loaders and the layers left without weights still tell.
+        model: its directory. If that does not exist (a name on a hub), manifests are not checked before the commit, in which
+            vLLM's loaders and the check for layers without weights still find errors.
         config: the model's Hugging Face configuration.
     """
 
@@ -51,16 +51,16 @@ class Expected:
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         if not self._shapes:
             log.warning(
-                "no safetensors files at %s: what is offered is compared with the model only at the commit", model
+                "no safetensors files at %s: offered tensors are compared with the model only at the commit", model
             )
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ManifestError unless the manifest has the checkpoint's tensors; dtypes are the trainer's choice."""
+        """Raise ManifestError unless the manifest has the checkpoint's tensors, of any dtype."""
         if manifest.adapter is not None or not self._shapes:
             return
         offered = {spec.name: spec for spec in manifest.tensors}
         shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
-        if self._tied:  # the head may be there a second time, on either side
+        if self._tied:  # either side may contain the head as a separate tensor
             shapes.pop(HEAD, None)
             if HEAD in offered:
                 shapes[HEAD] = offered[HEAD].shape
@@ -71,10 +71,10 @@ class Expected:
 
 
 def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass on the tensors for a model whose output layer is its embedding; vLLM drops an output layer without a word.
+    """Yield the tensors for a model whose output layer is its embedding; vLLM drops a separate output layer silently.
 
     Raises:
-        ManifestError: the output layer that came is not equal to the embedding.
+        ManifestError: the received output layer differs from the embedding.
     """
     head = embedding = None
     for name, tensor in tensors:

@@ -1,7 +1,6 @@
-"""The whole engine, in the process that serves its routes: who owns it, pauses that lapse, and updates over all workers.
+"""Control of the engine in the process that serves its routes: ownership, pauses that expire, updates over all workers.
 
-Whatever is begun here ends here: a pause has a lease, a commit resumes in ``finally``, and neither needs that whoever asked
-for it lives on.
+Every operation ends without its caller: a pause has a lease, and a commit resumes in ``finally``.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ log = logging.getLogger(__name__)
 
 LONGEST_LEASE_S = 3600.0
 RPC_S = 60.0
-"""Deadline of a call to the workers that waits for nobody, in seconds."""
+"""Deadline of a call to the workers that returns at once, in seconds."""
 COMMIT_S = 600.0
 POLL_S = 0.02
 
 
 class Control:
-    """One engine.
+    """Owner, pauses and updates of one vLLM engine.
 
     Args:
         engine: vLLM's engine client (``AsyncLLM``).
@@ -54,10 +53,10 @@ class Control:
         self._last_owner = ""
         self._update: Offer | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
-        """The last update that has ended, and what has ended it, for who asks again; None: it is in force."""
+        """Name of the last update that ended, and its error for repeated calls; None: it is active."""
         self._versions = {"model": 0}
         self._newest: dict[str, int] = {}
-        """Versions in force that the owner has put there: newer ones must follow."""
+        """Versions that the current owner has committed: later ones must be newer."""
         self._paused_until: float | None = None
         self._lapse: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
@@ -65,26 +64,26 @@ class Control:
         self.adapters: dict[str, Adapter] = {}
         self._adapters_loaded = 0
         self.not_serving: str | None = None
-        """Why the engine must not answer; None if it may."""
+        """Reason why the engine must not answer; None if it may."""
 
     def version(self, target: str = "model") -> int:
-        """Of the weights in force; 0 before the first update."""
+        """Return the active version; 0 before the first update."""
         return self._versions.get(target, 0)
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter in force of that name; None for None.
+        """Return the active version of an adapter; None for None.
 
         Raises:
-            WireError: there is none.
+            WireError: the adapter is unknown.
         """
         if name is None:
             return None
         if name not in self.adapters:
-            raise WireError(f"there is no adapter {name!r:.80}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
+            raise WireError(f"unknown adapter {name!r:.80}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
         return self.adapters[name]
 
     async def serving(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Return what vLLM's engine client answers.
+        """Run ``work`` with vLLM's engine client, and return its result.
 
         Raises:
             NotServingError: the engine must not answer, or stopped serving meanwhile.
@@ -96,13 +95,13 @@ class Control:
         raise NotServingError(self.not_serving)
 
     async def locations(self) -> list[dict[str, Any]]:
-        """Return where the workers keep received weights; asked once, since a call keeps workers from computing."""
+        """Return the workers' staging memory; cached, since a call blocks the workers' computation."""
         if self._locations is None:
             self._locations = await self._workers("weightwire_location")
         return self._locations
 
     async def info(self) -> dict[str, Any]:
-        """Return the engine's state; changes nothing."""
+        """Return the engine's state, without side effects."""
         locations = await self.locations()
         owner, update, now = self._current_owner(), self._update, self._clock()
         return {
@@ -119,12 +118,12 @@ class Control:
     # --- the owner ---
 
     async def claim(self, name: str, lease_s: float, take_over: bool = False) -> None:
-        """Become the owner, or renew that. A new owner's versions begin anew, with any number.
+        """Become the owner, or renew the claim. A new owner may begin with any version.
 
         Args:
-            name: ``TRAINER#INSTANCE``: a trainer that was started again takes its own engine over.
-            lease_s: seconds after the owner's last call when another one may claim.
-            take_over: also if there is another owner, whose update is dropped.
+            name: ``TRAINER#INSTANCE``: a restarted trainer takes over its own engine.
+            lease_s: seconds after the owner's last call until another owner may claim.
+            take_over: claim the engine even from another owner, whose update is dropped.
 
         Raises:
             OwnerError: there is another owner; the message names it.
@@ -134,7 +133,7 @@ class Control:
         if owner is not None and _trainer(owner.owner) != _trainer(name) and not take_over:
             raise OwnerError(
                 f"the engine is owned by {owner.owner}, which may be silent for another {owner.left_s(self._clock()):.0f} s; "
-                f"{name} can have it then, or take it over"
+                f"{name} can claim it then, or take it over"
             )
         self._owner = Lease(owner=name, lease_s=lease_s, until=self._clock() + lease_s)
         if name != self._last_owner:
@@ -147,15 +146,15 @@ class Control:
                 self._newest = {}
 
     def _require(self, name: str) -> None:
-        """Renew the lease of the owner, which ``name`` must be."""
+        """Check that ``name`` is the owner, and renew its lease."""
         owner = self._current_owner()
         if owner is None or owner.owner != name:
-            whose = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.owner}"
-            raise OwnerError(f"{name} does not own the engine: {whose}")
+            state = "nobody has claimed it, or the claim has lapsed" if owner is None else f"its owner is {owner.owner}"
+            raise OwnerError(f"{name} does not own the engine: {state}")
         owner.renew(self._clock())
 
     def release(self, name: str) -> None:
-        """Give the engine up; nothing happens if ``name`` does not own it."""
+        """Release the engine; a no-op if ``name`` does not own it."""
         if self._owner is not None and self._owner.owner == name:
             self._owner = None
 
@@ -170,13 +169,13 @@ class Control:
     # --- the update ---
 
     async def begin(self, owner: str, offer: Offer) -> None:
-        """Have all workers receive what is offered, on threads. The same offer again does nothing.
+        """Start to receive an update on a thread of each worker. Repeating the same offer is a no-op.
 
         Raises:
-            OwnerError: it is another's offer.
-            UpdateError: another update is under way.
+            OwnerError: the offer is another owner's.
+            UpdateError: another update is open.
             VersionError: the offered version is not newer than the owner's last one.
-            WireError: a worker cannot take it; none receives then.
+            WireError: a worker cannot take it; the update is then dropped on all workers.
         """
         async with self._changing:
             self._require(owner)
@@ -201,10 +200,10 @@ class Control:
             raise VersionError(f"version {version} of {target} is offered, and version {newest} is in force")
 
     async def verify(self, owner: str, seal: Seal, timeout_s: float) -> None:
-        """Return when all workers have everything, and it is what was sent. An update that fails is dropped.
+        """Wait until all workers have received and verified the update. An update that fails is dropped.
 
         Raises:
-            WireError: what a worker has found; it is named.
+            WireError: a worker's error; the message names the worker.
         """
         async with self._changing:
             self._require(owner)
@@ -212,7 +211,7 @@ class Control:
             deadline = self._clock() + min(timeout_s, LONGEST_LEASE_S)
             try:
                 while not await self._verified(seal.to_json()):
-                    self._require(owner)  # another one may have taken over
+                    self._require(owner)  # another owner may have taken over
                     if self._clock() > deadline:
                         raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
                     await asyncio.sleep(POLL_S)
@@ -221,15 +220,16 @@ class Control:
                 raise
 
     async def _verified(self, seal: dict[str, Any]) -> bool:
-        """Whether all workers are done; a look that does not wait, since workers answer nobody else meanwhile."""
+        """Check whether all workers have verified. Polls, since a waiting call would block the workers' computation."""
         return all(answer["verified"] for answer in await self._workers("weightwire_verify", seal))
 
     async def commit(self, owner: str, update: str) -> None:
-        """Put verified weights in force in all workers, between two steps of the engine. Repeated it does nothing.
+        """Activate verified weights in all workers, between two steps of the engine. A no-op after success.
 
         Raises:
-            CommitError: it failed; the weights from before are in force.
-            NotServingError: it failed, and they could not be restored. The engine answers no request until a commit succeeds.
+            CommitError: it failed; the old weights are active.
+            NotServingError: it failed, and the old weights could not be restored. The engine answers no request until a commit
+                succeeds.
         """
         async with self._changing:
             self._require(owner)
@@ -265,7 +265,7 @@ class Control:
                 await self._engine.resume_generation()
 
     async def _revert(self, offer: Offer, cause: Exception) -> None:
-        """Go back on all workers, on those too where the commit has succeeded."""
+        """Restore the old weights on all workers, including those whose commit succeeded."""
         try:
             await self._workers("weightwire_revert", offer.update, str(cause), timeout_s=COMMIT_S)
         except Exception as error:
@@ -275,40 +275,38 @@ class Control:
             raise NotServingError(self.not_serving) from error
 
     async def _commit_adapter(self, offer: Offer) -> None:
-        """Responses that are being generated end with the adapter that they began with; new ones get the new one."""
+        """Activate an adapter for new requests; running ones end with the version that they began with."""
         assert offer.manifest.adapter is not None
         paths = await self._workers("weightwire_write_adapter", offer.update, timeout_s=COMMIT_S)
         try:
-            await self._put_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
+            await self._activate_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
         except CommitError as error:
             await self._workers("weightwire_revert", offer.update, str(error))
             raise
 
     async def load_adapter(self, owner: str, name: str, path: str, version: int | None) -> None:
-        """Load an adapter from a directory that the engine can read, in the place of the one of that name."""
+        """Load or replace an adapter from a directory that the engine can read."""
         async with self._changing:
             self._require(owner)
             if not name or not name.isprintable() or len(name) > 128:
                 raise WireError(f"{name!r:.80} is not the name of an adapter")
             if not (Path(path) / "adapter_config.json").is_file():
-                raise WireError(
-                    f"there is no adapter at {path!r:.200}: no adapter_config.json that the engine can read"
-                )
+                raise WireError(f"no adapter at {path!r:.200}: no adapter_config.json that the engine can read")
             target = f"adapter {name}"
-            await self._put_adapter(name, self.version(target) + 1 if version is None else version, path)
+            await self._activate_adapter(name, self.version(target) + 1 if version is None else version, path)
             self._versions[target] = self._newest[target] = self.adapters[name].version
 
-    async def _put_adapter(self, name: str, version: int, path: str) -> None:
+    async def _activate_adapter(self, name: str, version: int, path: str) -> None:
         self._adapters_loaded += 1
         adapter = Adapter(name, version, self._adapters_loaded, path)
         try:
             await self._engine.add_lora(adapter.request())
         except Exception as error:
-            raise CommitError(f"adapter {name}, version {version}: {error}; the one from before is in force") from error
+            raise CommitError(f"adapter {name}, version {version}: {error}; the old version stays active") from error
         self.adapters[name] = adapter
 
     async def drop(self, owner: str, update: str) -> None:
-        """Give an update up; nothing happens unless it is the one that is under way."""
+        """Drop an update; a no-op unless it is open."""
         async with self._changing:
             self._require(owner)
             if self._update is not None and self._update.update == update:
@@ -326,11 +324,11 @@ class Control:
         name, problem = self._ended
         if name == update and problem is not None:
             raise problem
-        there = "none is" if self._update is None else f"{_described(self._update)} is"
-        raise UpdateError(f"{update:.120} is not under way: {there}")
+        current = "none is" if self._update is None else f"{_described(self._update)} is"
+        raise UpdateError(f"{update:.120} is not under way: {current}")
 
     async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
-        """Call all workers. Each answers with a mapping, which says what went wrong if something did."""
+        """Call all workers; each returns a mapping, which is an error if it has the field ``error``."""
         answers = await self._engine.collective_rpc(method, timeout=timeout_s, args=arguments)
         for number, answer in enumerate(answers):
             if "error" in answer:
@@ -340,17 +338,17 @@ class Control:
     # --- pauses ---
 
     async def pause(self, owner: str, lease_s: float) -> None:
-        """Stop sampling, for ``lease_s`` seconds at most; another call renews that."""
+        """Stop sampling, for ``lease_s`` seconds at most; another call renews the pause."""
         async with self._changing:
             self._require(owner)
             self._paused_until = self._clock() + _lease(lease_s)
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             if self._lapse is not None:
-                self._lapse.cancel()  # it may be asleep until the end of a longer pause
+                self._lapse.cancel()  # it may sleep until the end of a longer pause
             self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
     async def resume(self, owner: str) -> None:
-        """End a pause, if there is one."""
+        """End a pause; a no-op if the engine is not paused."""
         async with self._changing:
             self._require(owner)
             await self._resume()
@@ -372,8 +370,8 @@ class Control:
                     await self._resume()
 
 
-class EngineOf(InferenceEngine):
-    """The engine as one caller has it, who must own it to change it."""
+class OwnedEngine(InferenceEngine):
+    """The engine as seen by one caller, who must own it to change it."""
 
     def __init__(self, control: Control, owner: str) -> None:
         self.name = "vLLM"
@@ -395,7 +393,7 @@ class EngineOf(InferenceEngine):
         return len(await self._control.locations())
 
     async def locations(self) -> list[Location | None]:
-        return [Location.from_json(each) for each in await self._control.locations()]
+        return [Location.from_json(data) for data in await self._control.locations()]
 
     async def begin_update(self, offer: Offer) -> None:
         await self._control.begin(self._owner, offer)
@@ -432,5 +430,5 @@ def _trainer(owner: str) -> str:
 
 def _lease(seconds: float) -> float:
     if not 0 < seconds <= LONGEST_LEASE_S:
-        raise WireError(f"a lease of {seconds!r:.20} s; it must be more than 0 and at most {LONGEST_LEASE_S:g}")
+        raise WireError(f"a lease of {seconds!r:.20} s; it must be more than 0 and at most {LONGEST_LEASE_S:g} s")
     return float(seconds)

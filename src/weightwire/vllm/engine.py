@@ -1,10 +1,10 @@
-"""weightwire as one of vLLM's weight transfer engines, for who drives vLLM's own HTTP routes (``VLLM_SERVER_DEV_MODE=1``).
+"""weightwire as a vLLM weight transfer engine, for clients of vLLM's own HTTP routes (``VLLM_SERVER_DEV_MODE=1``).
 
 ``/init_weight_transfer_engine {}``, ``/start_weight_update``, ``/update_weights {"phase": "receive", "offer": ...}``,
 ``/update_weights {"phase": "verify", "seal": ..., "timeout_s": ...}``, ``/pause?mode=keep``, ``/finish_weight_update``,
-``/resume``. Nothing of the model is touched before the last but one. Our own routes (:mod:`weightwire.vllm.guard`) do so with
-an owner, a pause that ends by itself, and all workers or none; here a commit that fails on one of several
-workers stays done on the others.
+``/resume``. The model is not modified before ``/finish_weight_update``. Our own routes (:mod:`weightwire.vllm.guard`) add an
+owner, a pause that expires, and atomicity over all workers; here a commit that fails on one of several workers stays active on
+the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightwire.vllm.updates import WorkerUpdates
 
 @dataclass
 class InitInfo:
-    """Nothing: each update brings the address of its group."""
+    """Empty: each update contains the address of its group."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class UpdateInfo:
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[type-var]
-    """Receives beside the model, verifies, and loads in ``finish_weight_update``."""
+    """Weight transfer engine that receives into staging memory, verifies, and loads in ``finish_weight_update``."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -55,22 +55,22 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
         self._update: str | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Forget an update that was not finished."""
+        """Drop an unfinished update."""
         self._drop()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See :class:`UpdateInfo`. An error ends vLLM's session: begin again with ``start_weight_update``.
+        """Run one phase (:class:`UpdateInfo`). An error ends vLLM's session: start again with ``start_weight_update``.
 
         Raises:
-            WireError: it cannot be received, or is not what was sent.
+            WireError: the update cannot be received, or differs from what was sent.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """One phase of an update."""
+        """Run one phase of an update."""
         if update_info.phase == "receive":
             offer = Offer.from_json(update_info.offer)
             self.updates.begin(offer)
@@ -82,14 +82,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
                 self._drop()
                 raise
         else:
-            raise UpdateError(f"update_weights: phase {update_info.phase!r:.40}; there are receive and verify")
+            raise UpdateError(f"update_weights: phase {update_info.phase!r:.40}; expected receive or verify")
 
     def finish_weight_update(self) -> None:
-        """Put the verified update in force.
+        """Activate the verified update.
 
         Raises:
-            CommitError: it failed; the weights from before are in force. vLLM's session stays open: any ``update_weights`` that
-                raises closes it.
+            CommitError: it failed; the old weights are active. vLLM's session stays open; a failing ``update_weights`` closes it.
         """
         if self._update is None:
             raise UpdateError("finish_weight_update: nothing was received")
@@ -98,7 +97,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
         self.updates.settle(update)
 
     def shutdown(self) -> None:
-        """Drop what is open."""
+        """Drop the open update, if any."""
         self._update = None
         self.updates.close()
 

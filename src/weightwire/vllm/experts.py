@@ -1,9 +1,9 @@
-"""Layers of experts: which of them vLLM's reload gets right, and what it needs for those on the CPU.
+"""Reloading of expert layers: refuse those that vLLM reloads wrongly, and work around its error on the CPU.
 
-vLLM 0.32 loads such a layer in two steps: weights are brought into a kernel's form, and the kernel prepares them once more
-(``FusedMoEExperts.process_weights_after_loading``), which on the CPU packs and pads them. Where the layer has a kernel already, a
-reload omits the second step. It leaves plain weights that the kernel reads as packed ones: log-probabilities are off by 4,
-without a word. A layer without a kernel is loaded as it was the first time.
+vLLM 0.32 loads such a layer in two steps: weights are converted to a kernel's format, and the kernel prepares them further
+(``FusedMoEExperts.process_weights_after_loading``), which on the CPU packs and pads them. If the layer already has a kernel, a
+reload omits the second step. The kernel then reads plain weights as packed ones: log-probabilities are off by 4, without an
+error. A layer without a kernel is loaded as for the first time.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 from weightwire.errors import UpdateError
 
 PREPARED_APART = ("MOONEP",)
-"""Backends on accelerators whose experts keep what that second step makes outside the layer's parameters."""
+"""Backends on accelerators whose experts keep the second step's result outside the layer's parameters."""
 
 
 def check_reloadable(model: torch.nn.Module) -> None:
-    """Raises UpdateError for a model with layers of experts whose reload is wrong, and would not say so."""
+    """Raise UpdateError for a model with expert layers that vLLM would reload wrongly without an error."""
     for name, layer in _layers(model):
         method = layer.quant_method
-        on_cpu = any(one.device.type == "cpu" for one in layer.parameters())
+        on_cpu = any(parameter.device.type == "cpu" for parameter in layer.parameters())
         if (on_cpu and not _rebuildable(method)) or _backend(method) in PREPARED_APART:
             raise UpdateError(
-                f"{name} is a layer of experts whose weights vLLM's reload may get wrong ({type(method).__name__}, backend "
-                f"{_backend(method)}), so this engine takes no updates of its model; on the CPU unquantized ones of vLLM 0.32 "
+                f"{name} is an expert layer whose weights vLLM may reload wrongly ({type(method).__name__}, backend "
+                f"{_backend(method)}), so this engine takes no updates of its model; on the CPU unquantized experts of vLLM 0.32 "
                 "can be updated"
             )
 
 
 @contextlib.contextmanager
 def kernels_built_again(model: torch.nn.Module) -> Iterator[None]:
-    """Let a reload in this block load experts on the CPU as the first time, with kernels of their own.
+    """Make a reload within the context load experts on the CPU as for the first time, with new kernels.
 
-    Afterwards the kernels from before are back. They read the memory that is in force: those of the reload refer to biases of
-    the tensors that it has only loaded through. Nothing has captured addresses of either, since there are no graphs on the CPU.
+    The old kernels are restored afterwards: they read the model's memory, while the reload's kernels refer to biases in temporary
+    tensors. No graph has captured addresses of either, since there are no graphs on the CPU.
     """
     before = [(layer.quant_method, vars(layer.quant_method).copy()) for _, layer in _layers(model)]
     before = [(method, attributes) for method, attributes in before if _rebuildable(method)]
@@ -53,7 +53,7 @@ def kernels_built_again(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules that own experts' weights, without their routers."""
+    """Yield the modules that own experts' weights, without their routers."""
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
     for name, module in model.named_modules():
@@ -66,7 +66,7 @@ def _backend(method: Any) -> str | None:
 
 
 def _rebuildable(method: Any) -> bool:
-    """Whether these are unquantized experts on the CPU, as vLLM 0.32 has them."""
+    """Check for unquantized experts on the CPU as implemented in vLLM 0.32."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:

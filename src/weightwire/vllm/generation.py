@@ -1,4 +1,4 @@
-"""Sample responses of token ids from vLLM, with log-probabilities and the versions of the weights; score given tokens."""
+"""Sample token ids from vLLM with log-probabilities and weight versions; compute log-probabilities of given tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightwire.vllm import contract
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as the engine knows it: each version has a number and a name of its own, so that no cache mixes them."""
+    """One version of an adapter. Each has its own number and name in vLLM, so that no cache mixes versions."""
 
     name: str
     version: int
@@ -22,7 +22,7 @@ class Adapter:
     path: str
 
     def request(self) -> Any:
-        """vLLM's."""
+        """Build vLLM's request for this adapter."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(f"{self.name}@{self.version}", self.number, self.path)
@@ -40,7 +40,7 @@ async def generate(
 
     Args:
         engine: vLLM's engine client.
-        version: returns that of the weights in force.
+        version: returns the active version of the model.
 
     Raises:
         WireError: vLLM refuses the request.
@@ -64,7 +64,7 @@ async def generate(
 
 
 async def logprobs(engine: Any, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
-    """Return log p(token | those before it) of all tokens but the first, at temperature 1."""
+    """Return log p(token | preceding tokens) of all tokens but the first, at temperature 1."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -74,16 +74,16 @@ async def logprobs(engine: Any, tokens: Sequence[int], adapter: Adapter | None) 
 
 
 async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: Adapter | None) -> Any:
-    """The finished output. If the caller is cancelled, so is the request."""
+    """Return the finished output. If the caller is cancelled, so is the request."""
     final, request = None, f"weightwire-{uuid.uuid4().hex}"
     lora = None if adapter is None else adapter.request()
     try:
         async for output in engine.generate({"prompt_token_ids": list(prompt)}, params, request, lora_request=lora):
             final = output
-    except ValueError as error:  # what vLLM refuses: too long, a token outside the vocabulary
+    except ValueError as error:  # vLLM refuses the request: too long, a token outside the vocabulary
         raise WireError(f"generate: {error}") from error
     if final is None or not final.finished:
-        raise WireError("the engine ended a request without an answer")
+        raise WireError("the engine ended a request without an output")
     return final
 
 

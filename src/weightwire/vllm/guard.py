@@ -1,8 +1,8 @@
-"""What stands in front of vLLM's HTTP server: who may call what, our own routes, and the versions of answers.
+"""ASGI middleware before vLLM's HTTP server: authentication, our own routes, and weight versions of answers.
 
-``vllm serve --middleware weightwire.vllm.guard.Guard``; ``python -m weightwire.vllm`` does so. Inference and health stay as
-open as vLLM has them (``--api-key``). Every other path needs a signature with the job's key, or its bearer token, also those that
-vLLM leaves open under ``VLLM_SERVER_DEV_MODE``.
+Used as ``vllm serve --middleware weightwire.vllm.guard.Guard``, which ``python -m weightwire.vllm`` sets. Access to inference and
+health routes is left to vLLM (``--api-key``). Every other path needs a signature with the job's key, or its bearer token,
+including those that vLLM leaves open under ``VLLM_SERVER_DEV_MODE``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightwire.auth import Verifier, sign_answer
 from weightwire.errors import AuthError, NotServingError, WireError, to_json
 from weightwire.keys import Key, load_key
 from weightwire.remote_engine import CALLS, Arguments, read_call
-from weightwire.vllm.control import LONGEST_LEASE_S, Control, EngineOf
+from weightwire.vllm.control import LONGEST_LEASE_S, Control, OwnedEngine
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ BEARER = "vllm control"
 """The purpose of the token for callers that cannot sign: ``load_key().bearer_token(BEARER)``."""
 OPEN = ("/v1/", "/v2/", "/inference/", "/cohere/", "/tokenize", "/detokenize")
 ALWAYS_OPEN = ("/health", "/ping", "/version", "/metrics", "/load")
-"""Also while the engine does not serve, but for ``/health``."""
+"""Paths that are answered even while the engine does not serve, except ``/health``."""
 CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests")
 MOST_BODY = 64 * 2**20
 BODY_S = 30.0
-"""Seconds that a caller has for its body."""
+"""Deadline for a request's body, in seconds."""
 STATUS = {
     "AuthError": 401,
     "ManifestError": 400,
@@ -44,22 +44,22 @@ STATUS = {
 }
 
 OWN_ROUTES = ("info", "claim", "release")
-"""Routes beside the calls of the contract."""
+"""Routes in addition to the calls of the contract."""
 OWNERLESS = {"info", "generate", "logprobs", "receivers", "locations", "version"}
-"""Calls that change nothing, and need no owner."""
+"""Read-only calls, which need no owner."""
 CANCELLED = {"generate", "logprobs", "info"}
-"""Calls that end when their caller is gone; others are finished."""
+"""Calls that are cancelled when their caller disconnects; others are completed."""
 
 
 class Guard:
     """ASGI middleware.
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
         key: default: from the environment (:func:`weightwire.keys.load_key`).
 
     Raises:
-        SecretKeyError: there is no key: nothing is served without one.
+        SecretKeyError: the key is missing: nothing is served without one.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: Key | None = None) -> None:
@@ -93,7 +93,7 @@ class Guard:
             await self._app(scope, _replay(body, receive), send)
 
     async def _pass_on(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """To vLLM's own route. An answer tells the versions in force when its request came and when the answer began."""
+        """Forward to vLLM's route, and add the versions active at the start of the request and of the answer."""
         control = self._control_of(scope)
         if control.not_serving is not None and (_is_open(path) or path == "/health"):
             await self._refuse(NotServingError(control.not_serving), scope, send)
@@ -103,8 +103,8 @@ class Guard:
         async def with_versions(message: Message) -> None:
             if message["type"] == "http.response.start":
                 versions = ((b"x-weight-version-first", before), (b"x-weight-version-last", control.version()))
-                own = [(name, str(value).encode()) for name, value in versions]
-                message["headers"] = [*message.get("headers", []), *own]
+                added = [(name, str(value).encode()) for name, value in versions]
+                message["headers"] = [*message.get("headers", []), *added]
             await send(message)
 
         await self._app(scope, receive, with_versions)
@@ -128,11 +128,11 @@ class Guard:
             grant.check_body(body)
             fields = _fields(body)
             if name not in (*OWN_ROUTES, *CALLS) or scope["method"] != "POST":
-                raise WireError(f"there is no POST {PREFIX}{name[:80]}; there are: {', '.join((*OWN_ROUTES, *CALLS))}")
+                raise WireError(f"there is no POST {PREFIX}{name[:80]}; known: {', '.join((*OWN_ROUTES, *CALLS))}")
             work = asyncio.ensure_future(self._call(name, self._control_of(scope), scope["app"].state, fields))
             if name in CANCELLED:
                 answer = await unless_gone(work, receive)
-            else:  # resumes without its caller, whose connection may break
+            else:  # completes without its caller, whose connection may break
                 answer = await asyncio.shield(work)
         except WireError as error:
             await self._refuse(error, scope, send, nonce)
@@ -151,7 +151,7 @@ class Guard:
             raise WireError(f"{name}: owner is missing")
         if name in CALLS:
             fields.pop("owner", None)
-            answer = await read_call(name, fields)(EngineOf(control, owner))
+            answer = await read_call(name, fields)(OwnedEngine(control, owner))
             if name in ("commit", "load_adapter"):
                 _show_adapters(control, state)
             return answer
@@ -185,7 +185,7 @@ class Guard:
 
 
 def _show_adapters(control: Control, state: Any) -> None:
-    """Let ``/v1`` take the adapters by their names, each in the version in force."""
+    """Register the adapters, each in its active version, for use by name in ``/v1``."""
     models = getattr(state, "openai_serving_models", None)
     if models is not None:
         for name, adapter in control.adapters.items():
@@ -200,21 +200,21 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
-        raise WireError(f"the body is no JSON: {str(error)[:200]}") from None
+        raise WireError(f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(fields, dict):
-        raise WireError("the body is no JSON object")
+        raise WireError("the body is not a JSON object")
     return fields
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """``receive`` that gives a body that was read once more."""
-    given = False
+    """Return a ``receive`` that first replays a body that was already read."""
+    replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay

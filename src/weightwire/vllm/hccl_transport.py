@@ -1,8 +1,8 @@
-"""Between Ascend NPUs, with vllm-ascend's communicator on both sides, where torch_npu's process groups cannot be used.
+"""Transport between Ascend NPUs by vllm-ascend's communicator, for systems where torch_npu's process groups cannot be used.
 
-``PyHcclCommunicator`` is silent where it cannot work: without ``libhccl`` it sets ``disabled``, and its broadcasts return without
-having sent anything. Such a communicator is refused, and the first broadcast is looked at. It wants a group that hands
-its unique id from member to member, for which vLLM's own pickles; the one here carries the id's bytes.
+``PyHcclCommunicator`` fails silently: without ``libhccl`` it sets ``disabled``, and its broadcasts return without sending
+anything. Such a communicator is refused, and the result of the first broadcast is checked. It needs a group that broadcasts its
+unique id; vLLM's own group pickles it, the one here sends the id's bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weightwire.transports.device_work import first_line, wait_until
 
 
 class VllmHcclTransport:
-    """One broadcast for each bucket, queued on a stream of the transport's own. Every call is made on the caller's thread.
+    """Transport with one broadcast for each bucket, queued on its own stream. Every call is made on the caller's thread.
 
     Raises:
-        TransportError: vllm-ascend is missing, or its communicator is disabled or has brought nothing.
+        TransportError: vllm-ascend is missing, or its communicator is disabled or transferred nothing.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -60,17 +60,17 @@ class VllmHcclTransport:
         return QueuedWork(done, buffer, self._group)
 
     def abort(self) -> None:
-        """vllm-ascend's communicator cannot give up a broadcast."""
+        """Do nothing: vllm-ascend's communicator cannot cancel a broadcast."""
 
     def close(self) -> None:
-        """Let go of the communicator."""
+        """Release the communicator."""
         communicator, self._communicator = self._communicator, None
         if hasattr(communicator, "close"):  # from vllm-ascend's main of 2026 on
             communicator.close()
 
 
 class QueuedWork:
-    """What has been queued on a stream. It holds its buffer until it is done."""
+    """A broadcast queued on a stream. It keeps its buffer alive until it completes."""
 
     def __init__(self, done: Any, buffer: torch.Tensor, group: Group) -> None:
         self._done, self._buffer, self._group = done, buffer, group
@@ -81,7 +81,7 @@ class QueuedWork:
 
 
 def require_working(communicator: Any) -> None:
-    """Raises TransportError for a ``PyHcclCommunicator`` whose calls return without doing anything."""
+    """Raise TransportError for a ``PyHcclCommunicator`` whose calls return without doing anything."""
     available, disabled = communicator.available, communicator.disabled
     if disabled or not available:
         raise TransportError(
@@ -99,7 +99,7 @@ def _communicator(setup: Setup) -> Any:
         raise TransportError(f"vllm_hccl: vllm-ascend is not installed here: {error}") from error
 
     class Members(StatelessProcessGroup):
-        """What the communicator asks of a group: its place in it, and the unique id of rank 0."""
+        """The parts of a process group that the communicator uses: rank, size, and a broadcast of rank 0's unique id."""
 
         def __init__(self) -> None:
             self.rank, self.world_size = setup.group.rank, setup.group.size

@@ -1,7 +1,7 @@
-"""Loads new weights into vLLM's model, and goes back to the old ones where that fails.
+"""Load new weights into vLLM's model, and restore the old ones if that fails.
 
-vLLM's own reload (``vllm.model_executor.model_loader.reload``) writes into the memory that kernels and captured graphs use, layer
-by layer as tensors come. Half done it leaves layers without memory, so that whoever starts it must be able to undo it.
+vLLM's reload (``vllm.model_executor.model_loader.reload``) writes into the memory that kernels and captured graphs use, layer by
+layer as tensors arrive. If it is interrupted, layers are left without memory, so its caller must be able to undo it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KV_CACHE = "kv_cache"
 
 
 class Structure:
-    """What a model's modules and their kernels refer to: a reload puts other tensors and kernels in their places."""
+    """References held by a model's modules and their kernels: a reload replaces tensors and kernels."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -28,7 +28,7 @@ class Structure:
         self._attributes += [(method, _attributes(method)) for method in methods.values()]
 
     def restore(self) -> None:
-        """Put it back, whatever state a reload was left in. What is in the tensors' memory stays as it is."""
+        """Restore the references after a reload that stopped in any state. The content of the tensors stays unchanged."""
         for owner, attributes in self._attributes:
             vars(owner).clear()
             vars(owner).update(attributes)
@@ -36,10 +36,10 @@ class Structure:
 
 
 class Snapshot:
-    """Copies of the memory behind a model's tensors. Taken while the model computes, which only reads its weights.
+    """Copies of the memory of a model's tensors, taken while the model computes, which only reads its weights.
 
     Args:
-        copies: device that the copies are kept on.
+        copies: device of the copies.
     """
 
     def __init__(self, model: torch.nn.Module, copies: torch.device | str = "cpu") -> None:
@@ -56,20 +56,20 @@ class Snapshot:
         return sum(copy.numel() for _, copy in self._memory.values())
 
     def restore(self) -> None:
-        """Copy them back."""
+        """Copy the content back."""
         for storage, copy in self._memory.values():
             _bytes(storage).copy_(copy)
 
 
 def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Put a checkpoint's tensors into a model that computes with others now.
+    """Load a checkpoint's tensors into a model that is in use.
 
-    If it raises, the model is sound, but some of its weights are new. A :class:`Snapshot` has the old ones.
+    If it raises, the model can compute, but some of its weights are new. A :class:`Snapshot` has the old ones.
 
     Raises:
-        ManifestError: layers of the model got nothing: they would keep their old values; an output layer of its own came for a
-            model that computes logits with its embedding.
-        Exception: whatever vLLM's loaders raise.
+        ManifestError: layers of the model got no weights and would keep their old values, or a separate output layer arrived for
+            a model that computes logits with its embedding.
+        Exception: raised by vLLM's loaders.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -94,13 +94,13 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
 
 
 def _without_weights(model: torch.nn.Module) -> list[str]:
-    """Layers with parameters for which nothing has come, and which share none with a layer for which something has."""
+    """Return layers whose parameters were not loaded, neither themselves nor as those of a layer that shares them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     loaded, waiting = set(), {}
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load():  # complete, and in the kernels' form already
+        if not info.can_load():  # complete, and already in the kernels' format
             loaded |= {parameter.data_ptr() for parameter in layer._parameters.values() if parameter is not None}
         elif info.load_numel == 0 and not callable(getattr(layer, "process_weights_after_loading", None)):
             parameters, _ = info.kernel_tensors or ({}, {})
@@ -109,7 +109,7 @@ def _without_weights(model: torch.nn.Module) -> list[str]:
 
 
 def _forget_reload(model: torch.nn.Module) -> None:
-    """Take vLLM's notes of a reload that was not finished away."""
+    """Reset vLLM's state of an unfinished reload."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -117,7 +117,7 @@ def _forget_reload(model: torch.nn.Module) -> None:
 
 
 def _quant_method(module: torch.nn.Module) -> Any:
-    """What vLLM computes the module with, unless it is a module itself: it may hold a kernel that refers to tensors."""
+    """Return vLLM's object that computes the module, unless it is a module: its kernel may refer to tensors."""
     method = getattr(module, "quant_method", None)
     return method if hasattr(method, "__dict__") and not isinstance(method, torch.nn.Module) else None
 
@@ -135,5 +135,5 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a flat tensor of bytes that shares its memory."""
+    """View a storage as a flat tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

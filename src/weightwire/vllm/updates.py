@@ -1,9 +1,10 @@
-"""Updates in one vLLM worker: received beside the model, put in force between two of its steps."""
+"""Updates in one vLLM worker: received into staging memory, activated between two steps of the engine."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -27,14 +28,14 @@ from weightwire.vllm.model import Snapshot, Structure, load
 log = logging.getLogger(__name__)
 
 KEPT_ADAPTERS = 8
-"""Versions of each adapter whose files are kept: requests that began with an older one may need them again."""
+"""Versions of each adapter whose files are kept: running requests of an older version may load them again."""
 
 
 class WorkerUpdates:
-    """What one worker receives, and how it gets into the worker's model.
+    """Updates of one worker: receiving, loading into its model, undoing.
 
     Args:
-        model: the worker's model, when it is needed.
+        model: returns the worker's model.
         vllm_config: the worker's.
         rank: of the worker in its engine.
     """
@@ -51,10 +52,10 @@ class WorkerUpdates:
         self._adapters: dict[str, list[Path]] = {}
 
     def begin(self, offer: Offer) -> None:
-        """Receive what is offered, on a thread. Another one copies the weights in force, to go back to.
+        """Start to receive an update on a thread. A second thread copies the active weights, for undoing the commit.
 
         Raises:
-            WireError: this worker cannot take it.
+            WireError: this worker cannot take the update.
         """
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
@@ -64,16 +65,16 @@ class WorkerUpdates:
             self._copy = _Copy(self._model())
 
     def arrived(self) -> bool:
-        """Whether a verification would not wait."""
+        """Check whether :meth:`verify` would return without waiting."""
         update = self.receiver.status()["update"]
         receiving = update is not None and update["state"] == RECEIVING
         return not receiving and (self._copy is None or not self._copy.is_alive())
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
-        """Hold what has arrived against the seal; if it is something else, the update is dropped.
+        """Compare the received update with the seal; drop it if they differ.
 
         Raises:
-            WireError: it has not arrived, or is not what was sent.
+            WireError: it has not arrived, or differs from what was sent.
         """
         try:
             self.receiver.verify(seal, timeout_s)
@@ -82,11 +83,11 @@ class WorkerUpdates:
             raise
 
     def commit(self, update: str) -> None:
-        """Put it in force. The worker must not compute meanwhile.
+        """Activate a verified update. The worker must not compute meanwhile.
 
         Raises:
-            CommitError: it failed; the weights from before are in force.
-            NotServingError: it failed, and they could not be restored.
+            CommitError: it failed; the old weights are active.
+            NotServingError: it failed, and the old weights could not be restored.
         """
         snapshot = None
         if self._copy is not None:
@@ -110,13 +111,13 @@ class WorkerUpdates:
             load(self._model(), self._vllm_config.model_config, tensors)
 
     def write_adapter(self, update: str) -> str:
-        """Write a verified adapter into a directory in peft's format, which has the same name for all workers.
+        """Write a verified adapter in peft's format to a directory whose path is the same for all workers.
 
         Returns:
             The directory.
 
         Raises:
-            CommitError: it cannot be written.
+            CommitError: the files cannot be written.
         """
         if self._offer is None or self._offer.manifest.adapter is None:
             raise UpdateError(f"{update} is not an update of an adapter")
@@ -131,55 +132,55 @@ class WorkerUpdates:
                 contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
                 save_file(contents, part / "adapter_model.safetensors")
                 (part / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
-                with contextlib.suppress(FileExistsError):  # another worker of this machine was here first
+                with contextlib.suppress(FileExistsError):  # another worker of this machine was faster
                     _rename(part, directory)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
 
         self.receiver.commit(update, write, lambda: None)
-        kept = self._adapters.setdefault(adapter.name, [])
-        kept.append(directory)
-        while len(kept) > KEPT_ADAPTERS:
-            shutil.rmtree(kept.pop(0), ignore_errors=True)
+        directories = self._adapters.setdefault(adapter.name, [])
+        directories.append(directory)
+        while len(directories) > KEPT_ADAPTERS:
+            shutil.rmtree(directories.pop(0), ignore_errors=True)
         return str(directory)
 
     def revert(self, update: str, reason: str) -> None:
-        """Undo a commit that has succeeded here, because it failed elsewhere. Nothing happens where it has failed.
+        """Undo a commit that succeeded here but failed on another worker. A no-op if it failed here.
 
         Raises:
             NotServingError: it cannot be undone.
         """
-        found = self.receiver.status()["update"]
-        if found is not None and found["update"] == update and found["state"] == COMMITTED:
+        status = self.receiver.status()["update"]
+        if status is not None and status["update"] == update and status["state"] == COMMITTED:
             self.receiver.revert(update, reason)
         elif not self.receiver.serving:
-            raise NotServingError(f"{self.receiver.name}: {found['problem'] if found else 'not serving'}")
+            raise NotServingError(f"{self.receiver.name}: {status['problem'] if status else 'not serving'}")
         self.receiver.drop(update, reason)
         self._copy = None
 
     def settle(self, update: str) -> None:
-        """The commit has succeeded everywhere: let go of what was kept to undo it."""
+        """Release the old weights, after the commit has succeeded on all workers."""
         self.receiver.settle(update)
         self._copy = None
 
     def drop(self, update: str) -> None:
-        """Give an update up; nothing happens if it is in force."""
+        """Drop an update; a no-op if it is active."""
         self.receiver.drop(update)
         self._copy = None
 
     def close(self) -> None:
-        """Drop what is open, and remove the adapters' files."""
+        """Drop the open update, and remove the adapters' files."""
         self.receiver.close()
         self._copy = None
-        for directory in (directory for kept in self._adapters.values() for directory in kept):
+        for directory in itertools.chain(*self._adapters.values()):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Copy(threading.Thread):
-    """Copies the weights in force while the model computes with them.
+    """Thread that copies the active weights while the model computes with them.
 
     Attributes:
-        snapshot: when it has ended; None if there was no memory for it.
+        snapshot: set when the thread has ended; None if memory was insufficient.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -193,7 +194,7 @@ class _Copy(threading.Thread):
             self.snapshot = Snapshot(self._model)
         except (RuntimeError, MemoryError):
             log.exception(
-                "no copy of the weights in force: if the commit of this update fails, the engine stops serving"
+                "cannot copy the active weights: if the commit of this update fails, the engine stops serving"
             )
 
 

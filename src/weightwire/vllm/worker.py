@@ -1,7 +1,7 @@
-"""What the server can ask of each worker: ``--worker-extension-cls weightwire.vllm.worker.WorkerExtension``.
+"""Calls of the server to each worker: ``--worker-extension-cls weightwire.vllm.worker.WorkerExtension``.
 
-A call keeps the worker from computing, so none of them waits. Each answers with plain data: an error as
-:func:`weightwire.errors.to_json` has it, since of an exception only the first worker's text would arrive.
+A call blocks the worker's computation, so none of them waits. Each returns plain data, errors in the form of
+:func:`weightwire.errors.to_json`: of exceptions only the first worker's text would reach the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AT_ONCE_S = 5.0
-"""For what is there already, in seconds."""
+"""Deadline for an update that has arrived already, in seconds."""
 
 
 def _answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
@@ -39,10 +39,10 @@ def _answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., di
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker; names begin with ``weightwire_`` so that they meet none of its own."""
+    """Mix-in that vLLM adds to its worker's base classes; the prefix ``weightwire_`` avoids clashes of names."""
 
     def weightwire_updates(self: Any) -> WorkerUpdates:
-        """This worker's updates: those of its weight transfer engine, if that is ours."""
+        """Return this worker's updates: those of its weight transfer engine, if that is ours."""
         from weightwire.vllm.updates import WorkerUpdates
 
         engine = getattr(self, "weight_transfer_engine", None)
@@ -54,7 +54,7 @@ class WorkerExtension:
 
     @_answering
     def weightwire_location(self) -> dict[str, Any]:
-        """Describe the memory in which received weights wait."""
+        """Describe the staging memory."""
         return self.weightwire_updates().receiver.location().to_json()
 
     @_answering
@@ -64,7 +64,7 @@ class WorkerExtension:
 
     @_answering
     def weightwire_verify(self, seal: dict[str, Any]) -> dict[str, Any]:
-        """``{"verified": False}`` while something is still to come."""
+        """Verify an update that has arrived; ``{"verified": False}`` if it has not."""
         updates = self.weightwire_updates()
         if not updates.arrived():
             return {"verified": False}
@@ -73,32 +73,32 @@ class WorkerExtension:
 
     @_answering
     def weightwire_commit(self, update: str) -> None:
-        """Put verified weights in force."""
+        """Activate verified weights."""
         self.weightwire_updates().commit(update)
         contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
 
     @_answering
     def weightwire_write_adapter(self, update: str) -> dict[str, Any]:
-        """``{"path": directory}`` of a verified adapter."""
+        """Write a verified adapter to disk; return ``{"path": directory}``."""
         return {"path": self.weightwire_updates().write_adapter(update)}
 
     @_answering
     def weightwire_revert(self, update: str, reason: str) -> None:
-        """Go back to the weights from before a commit, whether it has succeeded here or not."""
+        """Restore the weights from before a commit, whether it succeeded here or not."""
         self.weightwire_updates().revert(update, reason)
         contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
 
     @_answering
     def weightwire_settle(self, update: str) -> None:
-        """The commit has succeeded on all workers."""
+        """Release the old weights, after the commit has succeeded on all workers."""
         self.weightwire_updates().settle(update)
 
     @_answering
     def weightwire_drop(self, update: str) -> None:
-        """Give an update up."""
+        """Drop an update."""
         self.weightwire_updates().drop(update)
 
     @_answering
     def weightwire_forget(self, target: str) -> None:
-        """Let a new owner begin with any version."""
+        """Forget the active version, so that a new owner may begin with any."""
         self.weightwire_updates().receiver.forget(target)

@@ -143,7 +143,7 @@ def test_replayed(served: Served, route: str) -> None:
     request = served.request(route, b"{}")
     assert served.send(request)[0] == 400
     status, answer = served.send(request)
-    assert (status, answer["error"]["message"]) == (401, "this request was seen before")
+    assert (status, answer["error"]["message"]) == (401, "this request is a replay: its nonce was used before")
 
 
 @FEWER

@@ -115,7 +115,7 @@ def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, 
         assert await engine.logprobs([5, 6, 7]) == [-6.0, -7.0]
         with pytest.raises(EngineError, match=r"vLLM at 127.*generate: the prompt is too long"):
             await engine.generate([5], Sampling(101))
-        with pytest.raises(EngineError, match=r"there is no adapter 'a'; loaded: none"):
+        with pytest.raises(EngineError, match=r"unknown adapter 'a'; loaded: none"):
             await engine.generate([5], Sampling(1), adapter="a")
         await engine.close()
         assert (await engine.info())["owner"] is None
