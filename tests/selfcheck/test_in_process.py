@@ -239,7 +239,7 @@ def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: py
     settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     groups: Any = OneProcess()
-    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), wanted=True)
+    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), enabled=True)
     assert verdict.status == "agrees"
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
