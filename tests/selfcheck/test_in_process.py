@@ -221,7 +221,7 @@ def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime:
         for name, text in run_distributed(check_fails, world, world, init=False):
             assert name == "PlatformError"
             assert "the self-check failed (ZeroDivisionError: " in text
-            assert "self_check: off skips it" in text
+            assert "set self_check: off to skip it" in text
 
 
 class OneProcess:
