@@ -21,7 +21,7 @@ from megascend.distributed.launch import Launch
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.scalar_head import HeadKind
-from megascend.selfcheck import standing_by
+from megascend.selfcheck import process
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime
@@ -279,13 +279,13 @@ class MegatronBackend(EngineBackend):
         """Start a checking process on rank 0: it imports its packages while this one imports Megatron."""
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
-            worker = standing_by.worker_for(model_dir, max_length)
+            worker = process.start_worker(model_dir, max_length)
         if worker is None:
             yield None
             return
         with worker:
             yield worker
-        standing_by.asked(model_dir, max_length)
+        process.mark_checked(model_dir, max_length)
 
     @classmethod
     def _build(cls, spec: EngineSpec, context: EngineContext, worker: Worker | None) -> Engine:

@@ -526,7 +526,7 @@ def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
     server = None  # which ends it
     wait_until(lambda: not monitor._heartbeat.alive)  # type: ignore[union-attr]
     start = time.monotonic()
-    with pytest.raises(PeerLostError, match=f"store in which ranks tell what they do does not answer.*:{port} is gone"):  # noqa: SIM117
+    with pytest.raises(PeerLostError, match=f"store for the ranks' records does not answer.*:{port} is gone"):  # noqa: SIM117
         with monitor.phase("update"):
             raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
     assert time.monotonic() - start < 300  # half of the timeout
@@ -613,7 +613,7 @@ def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tm
     assert len(said) == 2, said
     assert said[0].startswith("rank 0: forward of step 3 has taken ")
     assert "rank 1 is gone: its process has ended, last heard of" in said[0]
-    assert said[1].endswith(f"ending this process with code {EXIT_PEER_LOST}")
+    assert said[1].endswith(f"exiting with code {EXIT_PEER_LOST}")
     error = json.loads(error_file.read_text())["message"]
     assert error["message"].startswith("PeerLostError: rank 0: forward of step 3 has taken ")
     assert "time.sleep(3600)" in error["extraInfo"]["py_callstack"]

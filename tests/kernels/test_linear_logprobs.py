@@ -42,8 +42,8 @@ def test_values_and_gradients_equal_a_plain_log_softmax():
     weight.requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, VocabShard(0, VOCABULARY), entropy=True)
     (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
-    for found, wanted in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
-        torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
+    for result, reference_value in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(result.double(), reference_value, atol=2e-5, rtol=2e-5)
 
 
 def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
@@ -73,16 +73,16 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
 
     def on_rank():
         rank = dist.get_rank()
-        mine = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
+        local_weight = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
         shard = VocabShard.of_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
         states = hidden.clone().requires_grad_()
-        logprobs, entropy = linear_logprobs(states, mine, targets, shard, entropy=True)
+        logprobs, entropy = linear_logprobs(states, local_weight, targets, shard, entropy=True)
         (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
-        fused_weight, fused_states = mine.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
+        fused_weight, fused_states = local_weight.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
         total, fused = linear_cross_entropy(fused_states, fused_weight, targets, loss_grad[0].abs(), shard)
         total.backward()
         assert torch.allclose(fused, logprobs.detach(), atol=1e-5)
-        return logprobs.detach(), entropy.detach(), states.grad, mine.grad, fused_states.grad, fused_weight.grad
+        return logprobs.detach(), entropy.detach(), states.grad, local_weight.grad, fused_states.grad, fused_weight.grad
 
     ranks = run_distributed(on_rank, world_size, timeout_s=180)
     for logprobs, entropy, *_ in ranks:
@@ -114,8 +114,8 @@ def test_a_rank_with_padding_rows_only_takes_part():
         return linear_logprobs(hidden, rows.clone().requires_grad_(), targets, shard, entropy=True)[0].detach()
 
     expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    for found in run_distributed(on_rank, 4, timeout_s=180):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for logprobs in run_distributed(on_rank, 4, timeout_s=180):
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_expected_upstream_gradient_is_checked():
@@ -124,13 +124,13 @@ def test_the_expected_upstream_gradient_is_checked():
     total, _ = linear_cross_entropy(
         hidden, weight, targets, loss_grad[0].abs(), VocabShard(0, VOCABULARY), loss_grad=1.0
     )
-    with pytest.raises(RuntimeError, match=r"told to expect gradient 1\.0, received 2\.0"):
+    with pytest.raises(RuntimeError, match=r"called with loss_grad=1\.0, but received gradient 2\.0"):
         (2 * total).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weight_gradient_is_added_to_the_main_buffer(dtype):
-    """What main_grad held stays, the padding rows are left alone, and autograd gets nothing."""
+    """Check that main_grad is added to, padding rows are unchanged, and autograd gets no gradient."""
     hidden, weight, targets, loss_grad = inputs(dtype)
     weight = torch.cat([weight, torch.full((3, HIDDEN), 9.0, dtype=dtype)]).requires_grad_()
     weight.main_grad = torch.ones(len(weight), HIDDEN)
@@ -163,30 +163,32 @@ def test_adapters_add_to_the_logits_of_their_segments(fused):
     leaves = [tensor.double().requires_grad_() for tensor in (hidden, down, up)]
     logits = leaves[0] @ weight.double().t()
     for number, segment in SEGMENTS:
-        own = torch.zeros(TOKENS, 1, dtype=torch.float64)
-        own[segment] = 1
-        logits = logits + own * (leaves[1] @ leaves[2][number])
+        mask = torch.zeros(TOKENS, 1, dtype=torch.float64)
+        mask[segment] = 1
+        logits = logits + mask * (leaves[1] @ leaves[2][number])
     (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
 
     padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
     grads = torch.ones_like(up)  # of an earlier micro batch
     lora_delta = LowRank(up, grads, SEGMENTS)
-    mine = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
+    inputs_with_grad = [tensor.clone().requires_grad_() for tensor in (hidden, down)]
     shard = VocabShard(0, VOCABULARY)
     if fused:
         total, _ = linear_cross_entropy(
-            mine[0], padded, targets, coefficients, shard, down=mine[1], lora_delta=lora_delta
+            inputs_with_grad[0], padded, targets, coefficients, shard, down=inputs_with_grad[1], lora_delta=lora_delta
         )
     else:
-        logprobs, _ = linear_logprobs(mine[0], padded, targets, shard, down=mine[1], lora_delta=lora_delta)
+        logprobs, _ = linear_logprobs(
+            inputs_with_grad[0], padded, targets, shard, down=inputs_with_grad[1], lora_delta=lora_delta
+        )
         total = (logprobs * -coefficients).sum()
     total.backward()
-    found = (
-        mine[0].grad,
-        mine[1].grad,
+    results = (
+        inputs_with_grad[0].grad,
+        inputs_with_grad[1].grad,
         grads - 1,
         gather_logits(hidden, padded, shard, down, lora_delta)[:, :VOCABULARY],
     )
-    wanted = (*(leaf.grad for leaf in leaves), logits.detach())
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
+    expected = (*(leaf.grad for leaf in leaves), logits.detach())
+    for result, reference_value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), reference_value, atol=2e-5, rtol=2e-5)

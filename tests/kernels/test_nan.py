@@ -8,19 +8,19 @@ from megascend.kernels.reductions import names_with_nan
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_one_number_among_many_is_found(dtype):
-    whole = torch.randn(3, 1001).to(dtype)
+    values = torch.randn(3, 1001).to(dtype)
     tensors = {
-        "whole": whole,
+        "whole": values,
         "infinite": torch.full((5,), torch.inf).to(dtype),
-        "empty": whole[:0],
+        "empty": values[:0],
         "ids": torch.arange(3),
     }
     assert names_with_nan(tensors) == []
     assert names_with_nan({}) == []
-    for place in (0, 16, 1000, 3002):
-        damaged = whole.clone()
-        damaged.view(-1)[place] = torch.nan
+    for index in (0, 16, 1000, 3002):
+        damaged = values.clone()
+        damaged.view(-1)[index] = torch.nan
         assert names_with_nan(tensors | {"damaged": damaged, "view": damaged.T}) == ["damaged", "view"]
         opposed = torch.full((3, 1001), -torch.inf).to(dtype)
-        opposed.view(-1)[place] = torch.nan
+        opposed.view(-1)[index] = torch.nan
         assert names_with_nan({"opposed": opposed}) == ["opposed"]

@@ -25,9 +25,9 @@ def test_a_long_vector(long):
 
 
 def test_megatrons_norm_of_long_gradients(long):
-    norm, each = multi_tensor_l2norm(2048, None, [[long, long[:3]]], True)
+    norm, norms = multi_tensor_l2norm(2048, None, [[long, long[:3]]], True)
     assert norm.item() == pytest.approx(float((exact(long) + exact(long[:3])).sqrt()), rel=1e-6)
-    assert each.tolist() == pytest.approx([float(exact(long).sqrt()), float(exact(long[:3]).sqrt())], rel=1e-6)
+    assert norms.tolist() == pytest.approx([float(exact(long).sqrt()), float(exact(long[:3]).sqrt())], rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (ROW - 1,), (ROW,), (3, ROW + 5), ()])

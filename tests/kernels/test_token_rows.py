@@ -13,7 +13,7 @@ TOKENS, EXPERTS, K, WIDTH = 23, 6, 3, 5
 
 
 def routing() -> torch.Tensor:
-    """bool [tokens, experts]; expert 2 has no token."""
+    """Return a routing map, bool [tokens, experts]; expert 2 has no token."""
     scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
     scores[:, 2] = -1.0
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, scores.topk(K).indices, True)
@@ -26,14 +26,15 @@ def normal(*size: int, seed: int = 1) -> torch.Tensor:
 def test_rows_lie_as_megatron_lays_them():
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    found, hidden, probs = routing(), normal(TOKENS, WIDTH), normal(TOKENS, EXPERTS)
-    rows = token_rows(found, K)
-    expected, expected_probs, token = permute(hidden, found, probs=probs)
+    routing_map, hidden, probs = routing(), normal(TOKENS, WIDTH), normal(TOKENS, EXPERTS)
+    rows = token_rows(routing_map, K)
+    expected, expected_probs, token = permute(hidden, routing_map, probs=probs)
     assert torch.equal(rows.token, token)
     assert torch.equal(Spread.apply(hidden, rows.token, rows.place), expected)
     assert torch.equal(probs.view(-1)[rows.choice], expected_probs)
     torch.testing.assert_close(
-        Combine.apply(expected, rows.token, rows.place), unpermute(expected, token, hidden.shape, routing_map=found)
+        Combine.apply(expected, rows.token, rows.place),
+        unpermute(expected, token, hidden.shape, routing_map=routing_map),
     )
 
 
@@ -47,9 +48,9 @@ def test_chunks_are_sorted_as_megatron_sorts_them():
     values = normal(total, WIDTH)
     by_expert = torch.arange(sources * EXPERTS).view(sources, EXPERTS).T.ravel()
     expected, _ = sort_chunks_by_idxs(values, counts.ravel(), by_expert)
-    order, place = chunk_order(counts, total)
-    assert torch.equal(Moved.apply(values, order, place), expected)
-    assert torch.equal(expected[place], values)
+    order, inverse = chunk_order(counts, total)
+    assert torch.equal(Moved.apply(values, order, inverse), expected)
+    assert torch.equal(expected[inverse], values)
     nothing, _ = chunk_order(torch.zeros_like(counts), 0)
     assert nothing.numel() == 0
 
@@ -73,7 +74,7 @@ def test_sums_of_bf16_rows_are_rounded_once():
     assert summed.tolist() == [[260.0] * 4], "one after the other in bf16 they would be 256"
 
 
-@pytest.mark.parametrize("others", [K - 1, K + 1])
-def test_another_number_of_experts_is_no_silent_loss_of_rows(others):
-    with pytest.raises(RuntimeError, match=f"tokens must have {others} experts each"):
-        token_rows(routing(), others)
+@pytest.mark.parametrize("count", [K - 1, K + 1])
+def test_another_number_of_experts_is_no_silent_loss_of_rows(count):
+    with pytest.raises(RuntimeError, match=f"tokens must have {count} experts each"):
+        token_rows(routing(), count)

@@ -13,7 +13,7 @@ GROUPS, HEADS, WIDTH = 2, 3, 16
 class Kernel:
     """Computes what plain torch does, and then ``spoil``."""
 
-    def __init__(self, spoil=lambda *found: found):
+    def __init__(self, spoil=lambda *outputs: outputs):
         self.spoil, self.calls = spoil, 0
 
     def __call__(self, *inputs):
@@ -34,8 +34,8 @@ def test_one_that_agrees_is_tried_once_for_each_kind_and_used(caplog):
     kernel = Kernel()
     trusted = Trusted(kernel)
     for _ in range(3):
-        for found, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
-            assert torch.equal(found, right)
+        for result, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
+            assert torch.equal(result, right)
     assert kernel.calls == 1 + 3
     trusted(*inputs(tokens=30))
     assert kernel.calls == 5, "sizes are not kinds"
@@ -47,7 +47,7 @@ def test_one_that_agrees_is_tried_once_for_each_kind_and_used(caplog):
     assert not caplog.text
 
 
-def of_the_first(change):
+def spoil_query(change):
     """Spoil q alone."""
     return lambda query, key, value: (change(query), key, value)
 
@@ -65,10 +65,10 @@ class _WrongWayBack(torch.autograd.Function):
 @pytest.mark.parametrize(
     "spoil",
     [
-        of_the_first(lambda query: query * 1.001),
-        of_the_first(lambda query: torch.full_like(query, float("nan")) + 0 * query),
+        spoil_query(lambda query: query * 1.001),
+        spoil_query(lambda query: torch.full_like(query, float("nan")) + 0 * query),
         lambda query, key, value: (query, key, value * float("nan")),
-        of_the_first(_WrongWayBack.apply),
+        spoil_query(_WrongWayBack.apply),
         lambda query, key, value: (query, value, key),
     ],
     ids=["values", "NaN", "NaN at the end", "gradients", "another order"],
@@ -77,8 +77,8 @@ def test_one_that_does_not_is_named_and_not_used(spoil, caplog):
     kernel = Kernel(spoil)
     trusted = Trusted(kernel)
     for _ in range(2):
-        for found, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
-            assert torch.equal(found, right)
+        for result, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
+            assert torch.equal(result, right)
     assert kernel.calls == 1
     assert caplog.text.count("does not compute what torch does on this device") == 1
     trusted(*inputs(packed=True))

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megascend.platforms.affinity import NODES, NodeCpus, bind_to_node, cpus_of, node_of_device, nodes_with_cpus, place
+from megascend.platforms.affinity import (
+    NODES,
+    NodeCpus,
+    bind_to_node,
+    choose_node,
+    cpus_of,
+    node_of_device,
+    nodes_with_cpus,
+)
 from megascend.testing import run_distributed
 from support.forked_programs import run_forked
 
@@ -16,7 +24,7 @@ TWO_SOCKETS = {0: frozenset(range(32)), 1: frozenset(range(32, 64))}
 
 
 def tree(folder: Path, *lists: str) -> Path:
-    """A folder like /sys/devices/system/node, with the CPUs of each node, and the files beside them."""
+    """Write a folder like /sys/devices/system/node, with the CPUs of each node and other files."""
     for number, cpus in enumerate(lists):
         (folder / f"node{number}").mkdir(parents=True)
         (folder / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
@@ -26,9 +34,9 @@ def tree(folder: Path, *lists: str) -> Path:
 
 def dealt(nodes: dict[int, frozenset[int]], size: int) -> list[int]:
     everything = frozenset().union(*nodes.values())
-    found = [place(nodes, everything, rank, size, None) for rank in range(size)]
-    assert all(isinstance(each, NodeCpus) and each.cpus == nodes[each.node] for each in found)
-    return [each.node for each in found if isinstance(each, NodeCpus)]
+    placements = [choose_node(nodes, everything, rank, size, None) for rank in range(size)]
+    assert all(isinstance(placement, NodeCpus) and placement.cpus == nodes[placement.node] for placement in placements)
+    return [placement.node for placement in placements if isinstance(placement, NodeCpus)]
 
 
 def test_lists_of_cpus():
@@ -48,7 +56,9 @@ def test_nodes_of_memory_alone_are_not_counted(tmp_path):
     assert list(nodes) == [0, 1]
     assert dealt(nodes, 4) == [0, 0, 1, 1]
     everything = nodes[0] | nodes[1]
-    assert place(nodes, everything, 3, 4, device_node=10) == NodeCpus(1, nodes[1])  # its memory, which has no CPUs
+    assert choose_node(nodes, everything, 3, 4, device_node=10) == NodeCpus(
+        1, nodes[1]
+    )  # its memory, which has no CPUs
 
 
 def test_numbers_of_nodes_may_have_gaps(tmp_path):
@@ -63,7 +73,7 @@ def test_the_devices_own_node_goes_before_the_order(tmp_path):
     file = tmp_path / "0000:1b:00.0" / "numa_node"
     file.write_text("1\n")
     assert node_of_device("0000:1b:00.0", tmp_path) == 1
-    assert place(TWO_SOCKETS, frozenset(range(64)), 0, 8, 1) == NodeCpus(1, TWO_SOCKETS[1])
+    assert choose_node(TWO_SOCKETS, frozenset(range(64)), 0, 8, 1) == NodeCpus(1, TWO_SOCKETS[1])
     file.write_text("-1\n")
     assert node_of_device("0000:1b:00.0", tmp_path) is None
     assert node_of_device("0000:aa:00.0", tmp_path) is None
@@ -71,14 +81,14 @@ def test_the_devices_own_node_goes_before_the_order(tmp_path):
 
 
 def test_what_a_launcher_or_container_allows_is_kept():
-    found = place(TWO_SOCKETS, frozenset({3, 40, 41}), 1, 2, None)
-    assert found == NodeCpus(1, frozenset({40, 41}))
-    assert "of one NUMA node" in str(place(TWO_SOCKETS, frozenset({40, 41}), 0, 2, None))
+    placement = choose_node(TWO_SOCKETS, frozenset({3, 40, 41}), 1, 2, None)
+    assert placement == NodeCpus(1, frozenset({40, 41}))
+    assert "of one NUMA node" in str(choose_node(TWO_SOCKETS, frozenset({40, 41}), 0, 2, None))
 
 
 def test_nothing_is_bound_where_there_is_nothing_to_choose(tmp_path):
-    assert "shows no NUMA nodes" in str(place(nodes_with_cpus(tmp_path), frozenset({0}), 0, 1, None))
-    assert "local rank 4 is none of 4" in str(place(TWO_SOCKETS, frozenset(range(64)), 4, 4, None))
+    assert "shows no NUMA nodes" in str(choose_node(nodes_with_cpus(tmp_path), frozenset({0}), 0, 1, None))
+    assert "local rank 4 is out of range for 4" in str(choose_node(TWO_SOCKETS, frozenset(range(64)), 4, 4, None))
     before = os.sched_getaffinity(0)
     assert "nothing is bound" in bind_to_node(0, 1, None, tmp_path)
     assert os.sched_getaffinity(0) == before
@@ -106,9 +116,9 @@ def test_all_threads_of_real_processes_move(tmp_path):
         thread.join(30)
         return line, [*older, os.sched_getaffinity(0)]
 
-    for rank, (line, found) in enumerate(run_distributed(on_rank, 2, init=False)):
+    for rank, (line, affinities) in enumerate(run_distributed(on_rank, 2, init=False)):
         assert f"NUMA node {rank}, 1 of" in line
-        assert found == [{cpus[rank]}] * 2
+        assert affinities == [{cpus[rank]}] * 2
     if NODES.is_dir():
         nodes = nodes_with_cpus()
         assert os.sched_getaffinity(0) <= frozenset().union(*nodes.values())
@@ -126,8 +136,8 @@ try:
 except megascend.errors.ConfigError as error:
     print(error)
 """
-    done = run_forked(program)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line, refusal = done.stdout.splitlines()
+    completed = run_forked(program)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    line, refusal = completed.stdout.splitlines()
     assert line.startswith("['affinity: ")
     assert "bootstrapped with affinity='numa'; it cannot become 'none'" in refusal

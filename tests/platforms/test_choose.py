@@ -14,7 +14,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 @pytest.fixture
 def pretend_cuda(monkeypatch):
-    """A machine with CUDA, as far as anyone asks ``is_available``."""
+    """Simulate a machine with CUDA: ``is_available`` returns True."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -57,5 +57,5 @@ def test_auto_prefers_an_accelerator(pretend_cuda):
 
 def test_a_local_rank_without_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(PlatformError, match="local rank 2 has no GPU of its own: this host shows 2"):
+    with pytest.raises(PlatformError, match="local rank 2 has no GPU of its own: this host has 2"):
         CudaPlatform().device(2)

@@ -1,6 +1,6 @@
-"""bf16 products where a processor shows AMX: tried in a process of its own, and kept from AMX where they fail with it.
+"""bf16 products on a processor that reports AMX: tried in a child process, and AMX is disabled if they fail with it.
 
-What oneDNN does on a machine without working AMX is played by the trial's program: it fails unless the variable is set.
+The trial's program simulates oneDNN on a machine without working AMX: it fails unless the variable is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
 @pytest.fixture
 def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A processor that shows AMX, and an empty cache."""
+    """Write the cpuinfo of a processor that reports AMX, and set an empty cache."""
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n")
@@ -29,7 +29,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def surroundings() -> dict[str, str]:
-    """This process's environment without the variable."""
+    """Return the environment of this process without the variable."""
     return {name: value for name, value in os.environ.items() if name != VARIABLE}
 
 
@@ -50,16 +50,16 @@ def test_a_users_choice_stays(processor: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("failing", "told"), [(ILLEGAL, "signal 4"), ("raise RuntimeError('no primitive')", "no primitive")]
+    ("failing", "reason"), [(ILLEGAL, "signal 4"), ("raise RuntimeError('no primitive')", "no primitive")]
 )
 def test_amx_that_fails_is_avoided_and_tried_once(
-    processor: Path, monkeypatch: pytest.MonkeyPatch, failing: str, told: str
+    processor: Path, monkeypatch: pytest.MonkeyPatch, failing: str, reason: str
 ):
     monkeypatch.setattr(cpu_products, "TRIAL", f"import os\nif {VARIABLE!r} not in os.environ: {failing}")
     first, second = surroundings(), surroundings()
     (change,) = avoid_broken_amx(first, processor)
     assert first[VARIABLE] == WITHOUT_AMX
-    assert told in change
+    assert reason in change
     monkeypatch.setattr(subprocess, "run", None)  # the verdict is kept
     assert avoid_broken_amx(second, processor) == [change]
 
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_costs_a_trial_each_time(
     environment = surroundings()
     assert "signal 4" in avoid_broken_amx(environment, processor)[0]
     assert environment[VARIABLE] == WITHOUT_AMX
-    assert "MEGASCEND_CACHE names another folder" in caplog.text
+    assert "set MEGASCEND_CACHE to another folder" in caplog.text
 
 
 def test_amx_that_works_is_left_alone(processor: Path, monkeypatch: pytest.MonkeyPatch):
@@ -90,7 +90,7 @@ def test_products_that_fail_without_amx_as_well_are_an_error(processor: Path, mo
 
 def test_bf16_products_are_right_after_the_bootstrap():
     program = f"import megascend; megascend.bootstrap('cpu', engine='single')\n{cpu_products.TRIAL}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], env=surroundings(), capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

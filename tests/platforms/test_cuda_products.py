@@ -24,7 +24,7 @@ def test_a_variable_that_says_the_same_is_left_alone(tf32, value):
 
 @pytest.mark.parametrize(("tf32", "value"), [(False, "1"), (True, "0")])
 def test_a_variable_that_says_the_opposite_is_an_error(tf32, value):
-    with pytest.raises(ConfigError, match=f"tf32={tf32} with {TF32_VARIABLE}={value}"):
+    with pytest.raises(ConfigError, match=f"tf32={tf32} contradicts {TF32_VARIABLE}={value}"):
         configure_tf32(tf32, {TF32_VARIABLE: value})
 
 

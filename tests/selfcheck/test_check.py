@@ -21,7 +21,7 @@ from megascend.app.preflight import RunPlan, check_run
 from megascend.app.train import train
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
-from megascend.selfcheck import check, process, standing_by
+from megascend.selfcheck import check, process
 from megascend.selfcheck.process import TrialReport, TrialResult
 from megascend.selfcheck.verdict import PROVEN, Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
@@ -81,7 +81,7 @@ def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
         changed.setattr(process.metadata, "version", lambda name: "9")
         keys.append(check.key(part))
     with monkeypatch.context() as changed:
-        changed.setattr(check, "own_code", lambda: "another check")
+        changed.setattr(check, "code_digest", lambda: "another check")
         keys.append(check.key(part))
     assert len(set(keys)) == len(keys)
     assert check.key(part) == keys[0]
@@ -115,7 +115,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "file"))
     counted(monkeypatch, [AGREES])
     assert examine().status == "agrees"
-    assert "could not be kept" in caplog.text
+    assert "could not be stored" in caplog.text
 
 
 def test_a_worker_that_dies_is_no_verdict_to_keep(folder, monkeypatch) -> None:
@@ -193,7 +193,7 @@ class TestBackend:
 
     def test_a_verdict_asked_for_ahead_is_the_one_that_the_backend_looks_for(self, parity_folder, folder, monkeypatch):
         calls = counted(monkeypatch, [AGREES])
-        monkeypatch.setattr(standing_by, "worker_for", lambda *_: None)
+        monkeypatch.setattr(process, "start_worker", lambda *_: None)
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
         for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
@@ -224,14 +224,14 @@ class TestBackend:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}
         for verdict in (["agrees", False, [False]], ["agrees", True, []]):
-            command = [sys.executable, "-c", STANDING_BY, str(model)]
+            command = [sys.executable, "-c", EARLY_WORKER, str(model)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
             assert done.returncode == 0, done.stderr[-3000:]
             assert json.loads(done.stdout.splitlines()[-1]) == verdict
 
     def test_a_run_that_is_refused_leaves_no_worker(self, parity_folder, folder, monkeypatch):
-        started = []
-        monkeypatch.setattr(standing_by, "Worker", lambda: started.append(process.Worker()) or started[-1])
+        started, worker = [], process.Worker
+        monkeypatch.setattr(process, "Worker", lambda: started.append(worker()) or started[-1])
         model, data = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "chat.jsonl"
         data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
         run = {"model": model, "output": folder.parent / "run", "data": {"path": data}, "platform": "cpu"}
@@ -258,10 +258,10 @@ class TestBackend:
         broken.mkdir()
         for text in ("", "[]", "3"):
             (broken / "config.json").write_text(text)
-            assert standing_by.worker_for(broken, None) is None
-        assert standing_by.worker_for(folder.parent / "nowhere", None) is None
+            assert process.start_worker(broken, None) is None
+        assert process.start_worker(folder.parent / "nowhere", None) is None
         monkeypatch.setattr(process, "PACKAGES", (*process.PACKAGES, "a-package-that-is-not-installed"))
-        assert standing_by.worker_for(model, None) is None
+        assert process.start_worker(model, None) is None
         assert workers() == []
 
     def test_no_worker_stands_by_where_it_may_not_be_asked(self, parity_folder, folder):
@@ -288,16 +288,16 @@ def test_no_process_stands_by_where_a_package_is_missing(tmp_path, monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(process.metadata, "version", version)
-    assert standing_by.worker_for(tmp_path, None) is None
+    assert process.start_worker(tmp_path, None) is None
 
 
-STANDING_BY = """
+EARLY_WORKER = """
 import json, sys
 import psutil
 import megascend
-from megascend.selfcheck import standing_by
-started, worker = [], standing_by.Worker
-standing_by.Worker = lambda: started.append("megatron.core" in sys.modules) or worker()
+from megascend.selfcheck import process
+started, worker = [], process.Worker
+process.Worker = lambda: started.append("megatron.core" in sys.modules) or worker()
 backend = megascend.MegatronBackend(sys.argv[1], platform="cpu", precision="fp32")
 assert psutil.Process().children() == []
 print(json.dumps([backend.self_check.status, backend.self_check.cached, started]))

@@ -221,7 +221,7 @@ def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime:
         for name, text in run_distributed(check_fails, world, world, init=False):
             assert name == "PlatformError"
             assert "the self-check failed (ZeroDivisionError: " in text
-            assert "self_check: off skips it" in text
+            assert "set self_check: off to skip it" in text
 
 
 class OneProcess:
@@ -239,7 +239,7 @@ def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: py
     settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     groups: Any = OneProcess()
-    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), wanted=True)
+    verdict = check.require_agreement_here(tmp_path, config_of(dict(settings)), 64, groups, Padded(), enabled=True)
     assert verdict.status == "agrees"
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (

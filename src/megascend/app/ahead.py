@@ -32,7 +32,7 @@ from megascend.huggingface.files import read_config
 from megascend.io.hashing import digest
 from megascend.kernels.compile_ahead import DRIVER, Attention, Job
 from megascend.kernels.head_sizes import rotary_fits, width_fits
-from megascend.selfcheck import standing_by
+from megascend.selfcheck import process
 from megascend.surroundings import home
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SelfCheckAhead:
         """Start the process that checks, unless a run has asked for the verdict before: it imports what it needs meanwhile."""
         self._plan, config = plan, plan.config
         self._wanted = rank == 0 and config.self_check and needs(config.engine).megatron
-        self._worker = standing_by.worker_for(config.model, config.batching.max_length) if self._wanted else None
+        self._worker = process.start_worker(config.model, config.batching.max_length) if self._wanted else None
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -71,7 +71,7 @@ class SelfCheckAhead:
             with worker or contextlib.nullcontext():
                 with contextlib.suppress(MegascendError):  # the backend reports it
                     examine(*question, window_in_force=False, worker=worker)
-                standing_by.asked(config.model, config.batching.max_length)
+                process.mark_checked(config.model, config.batching.max_length)
 
         self.thread = threading.Thread(target=ask, name="megascend-self-check-ahead", daemon=True)
         self.thread.start()

@@ -1,1 +1,1 @@
-"""What each rank does now, and who keeps the others waiting."""
+"""Publish what every rank is doing and identify the ranks that block a collective."""

@@ -1,4 +1,4 @@
-"""Which object collectives a rank has entered: numbers in its record, by which the others find out who has not come."""
+"""Numbers of the object collectives that a rank has entered; its peers compare them to find the ranks that are missing."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """How far a rank is.
+    """A rank's progress in its collective sequence.
 
     Attributes:
-        entered: collectives that it has entered, by the name of their channel (``"dp_cp"``).
-        last: the channel of the last one that its main thread waits in, or has waited in; the collective's number is the count.
+        entered: number of collectives entered, by the name of their channel (``"dp_cp"``).
+        last: channel of the last collective that the main thread waits or waited in; the collective's number is the count.
     """
 
     entered: Mapping[str, int] = field(default_factory=dict)
     last: str = ""
 
     def of(self, channel: str) -> int:
-        """Collectives of ``channel`` that the rank has entered."""
+        """Return the number of collectives of ``channel`` that the rank has entered."""
         return self.entered.get(channel, 0)
 
 
 class CollectiveSequence:
-    """Numbers the collectives of every channel, from 1. Made on the main thread; any thread may enter one.
+    """Counter of collectives for every channel, from 1. Created on the main thread; any thread may enter a collective.
 
     Attributes:
-        counts: those of this moment; never changed in place.
+        counts: the current counts; replaced as a whole, never mutated, because other threads read them without the lock.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class CollectiveSequence:
         self._lock = threading.Lock()
 
     def enter(self, channel: str, *, waits: bool = True) -> int:
-        """Take note that this rank enters its next collective of ``channel``; returns the collective's number.
+        """Record that this rank enters its next collective of ``channel``; return the collective's number.
 
         Args:
-            waits: this thread does nothing else before the collective has ended.
+            waits: this thread blocks until the collective has completed.
         """
         with self._lock:
             number = self.counts.of(channel) + 1
-            # A thread in the background holds up nobody else.
+            # Only the main thread's position matters: a background thread does not delay the other ranks.
             last = channel if waits and threading.get_ident() == self._thread else self.counts.last
             self.counts = CollectiveCounts({**self.counts.entered, channel: number}, last)
         return number

@@ -1,7 +1,7 @@
-"""Who kept a collective from ending, found from what every rank last said about itself. Pure: no store, no clock.
+"""Identify the ranks that blocked a collective from every rank's last published record. Pure: no store, no clock.
 
-A rank publishes a :class:`RankRecord` about once a second. A reader turns the records of its peers into :class:`PeerStatus`
-s, which add for how long each has been silent, and :func:`diagnose` names the culprits.
+A rank publishes a :class:`RankRecord` about once a second. A reader turns the records of its peers into
+:class:`PeerStatus` objects, which add how long each peer has been silent, and :func:`diagnose` names the culprits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megascend.diagnostics.collective_sequence import CollectiveCounts
 from weightwire.liveness import Identity
 
 SILENT_S = 3.0
-"""A rank whose heartbeat does not advance for so long, in seconds, is gone: there is one every second."""
+"""Seconds without a new heartbeat after which a rank counts as gone; heartbeats are sent every second."""
 LISTED = 16
-"""How many ranks' positions a message lists."""
+"""Maximum number of ranks whose positions a message lists."""
 TEXT_LIMIT = 400
-"""Characters of another rank's error that a message repeats."""
+"""Maximum number of characters of another rank's error that a message repeats."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class PhaseFailure:
     """An exception that left a phase.
 
     Attributes:
-        place: the phase (and its step) that it left.
+        place: the phase that it left, with its step.
         outer: the outermost phase around it.
         error: class and text.
-        secondary: it only says that another rank was missed.
+        secondary: the error is a consequence of another rank's failure or absence.
     """
 
     place: str
@@ -41,25 +41,25 @@ class PhaseFailure:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank says about itself.
+    """A rank's published state.
 
     Attributes:
-        heartbeat: counts the records; one that no longer advances belongs to a rank that is gone.
-        step: number of the optimizer step being worked on, from 1.
-        label: the innermost phase the rank is in, or was in last.
-        inside: it is in the phase; else it has left it.
-        seconds: in (or since) that phase, when the record was written.
-        outer: the outermost phase, in whose terms ranks are compared: all of them enter it equally often.
-        counts: how often each outermost phase has been entered.
-        collectives: object collectives that it has entered.
-        open: outermost phases the rank is in; several if it has threads in the background.
-        frame: where its Python stands, if it has been in the phase for long; else "".
-        waiting: that is inside ``torch.distributed``.
+        heartbeat: sequence number of the record; a rank whose number no longer advances is gone.
+        step: number of the current optimizer step, from 1.
+        label: the innermost phase that the rank is in, or was in last.
+        inside: True while the rank is in that phase, False after it left.
+        seconds: time in (or since) that phase when the record was written.
+        outer: the outermost phase, by which ranks are compared: every rank enters it equally often.
+        counts: number of entries into each outermost phase.
+        collectives: object collectives that the rank has entered.
+        open: outermost phases that the rank is in; several if it has background threads.
+        frame: the current Python frame, if the rank has been in the phase for long; else "".
+        waiting: the frame is inside ``torch.distributed``.
         clock: ``time.time()`` of the writer.
-        failure: what left its last phase; gone again as soon as the rank enters another from outside of all phases, or the phase
-            around it ends well.
+        failure: the exception that left the last phase; cleared when the rank enters another outermost phase, or when the
+            enclosing phase completes without an error.
         ended: the rank has left its process groups, or its process is exiting.
-        process: the writer's, with the name of its host; None if unknown.
+        process: identity of the writing process, with its host name; None if unknown.
     """
 
     heartbeat: int = 0
@@ -96,16 +96,17 @@ class RankRecord:
     @property
     def place(self) -> str:
         """Return ``"in grad reduce of step 3"``."""
-        return f"{'in' if self.inside else 'after'} {of_step(self.label, self.step)}"
+        return f"{'in' if self.inside else 'after'} {phase_text(self.label, self.step)}"
 
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """A peer's last record, and for how many seconds its heartbeat has not advanced before the reader's eyes.
+    """A peer's last record and how long the reader has seen no new heartbeat.
 
     Attributes:
-        age: the record's, in seconds, as far as the two machines' clocks agree; only messages use it.
-        state: ``ended`` or ``stopped``, if its process is on this machine and can be seen to be.
+        silent: seconds since the reader last saw the heartbeat advance.
+        age: age of the record in seconds, as far as the two hosts' clocks agree; used in messages only.
+        state: ``ended`` or ``stopped``, if the process is on this host and its state can be read.
     """
 
     record: RankRecord
@@ -115,19 +116,19 @@ class PeerStatus:
 
     @property
     def gone(self) -> bool:
-        """Check whether it is lost without having said so."""
+        """Check whether the peer disappeared without publishing its end or a failure."""
         silent = self.silent >= SILENT_S or self.state == "ended"
         return silent and not self.record.ended and self.record.failure is None
 
     @property
     def conclusive(self) -> bool:
-        """Check whether it is to blame, whatever the other ranks do."""
+        """Check whether the peer is to blame regardless of the other ranks' states."""
         failure = self.record.failure
         return self.state == "ended" if failure is None else not failure.secondary
 
 
 class PeerVerdict(IntEnum):
-    """What is wrong with a peer; the first of these that any peer shows is the cause, later ones follow from it."""
+    """Kind of a peer's fault, by precedence: the lowest value among all peers is the cause, the others follow from it."""
 
     FAILED = 0
     GONE = 1
@@ -138,18 +139,18 @@ class PeerVerdict(IntEnum):
 
 
 LOST = (PeerVerdict.FAILED, PeerVerdict.GONE, PeerVerdict.GAVE_UP)
-"""Kinds of a peer that will not come any more."""
+"""Kinds of a peer that will never join the collective."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is to blame.
+    """The cause of a blocked collective.
 
     Attributes:
         kind: FINE if no rank could be blamed.
-        culprits: their ranks.
+        culprits: ranks to blame.
         reasons: a clause for each culprit: ``"rank 1 is gone: last heard of 12 s ago in grad reduce of step 3"``.
-        positions: where every rank is, in one line; if no rank could be blamed, with the places in their Python.
+        positions: current phase of every rank, in one line; with their Python frames if no rank could be blamed.
     """
 
     kind: PeerVerdict
@@ -158,110 +159,118 @@ class Diagnosis:
     positions: str
 
 
-def of_step(label: str, step: int) -> str:
-    """Return ``"grad reduce of step 3"``; nothing is counted yet in the start-up."""
+def phase_text(label: str, step: int) -> str:
+    """Return ``"grad reduce of step 3"``; the start-up precedes step counting, so it has no step."""
     return label if label == "start-up" else f"{label} of step {step}"
 
 
 def diagnose(
-    rank: int, mine: RankRecord, peers: Mapping[int, PeerStatus | None], suspects: Iterable[int] | None = None
+    rank: int, local: RankRecord, peers: Mapping[int, PeerStatus | None], suspects: Iterable[int] | None = None
 ) -> Diagnosis:
-    """Find who keeps ``rank`` from going on.
+    """Identify the ranks that block ``rank``.
 
     Args:
-        mine: this rank's record.
-        peers: the other ranks' statuses; None for one that has never been heard of.
-        suspects: ranks known not to have come to the collective (default: told from the records). They are blamed even
-            if their records show nothing.
+        local: this rank's record.
+        peers: the other ranks' statuses; None for a rank that has never published a record.
+        suspects: ranks known not to have joined the collective (default: derived from the records). They are blamed even
+            if their records show nothing wrong.
     """
-    verdicts = {peer: judge(peer, mine, seen) for peer, seen in peers.items()}
+    verdicts = {peer: judge(peer, local, status) for peer, status in peers.items()}
     blamed = set(peers) if suspects is None else set(suspects)
     for peer in [] if suspects is None else blamed:
         kind, reason = verdicts[peer]
         if kind in (PeerVerdict.FINE, PeerVerdict.LEFT):
-            verdicts[peer] = PeerVerdict.LATE, _late(peer, mine, peers[peer])
+            verdicts[peer] = PeerVerdict.LATE, _late(peer, local, peers[peer])
         elif kind is PeerVerdict.GAVE_UP:
-            verdicts[peer] = PeerVerdict.FAILED, reason  # it gave up before it came, so it is the cause here
+            # It gave up before it joined this collective, so here it is the cause and not a consequence.
+            verdicts[peer] = PeerVerdict.FAILED, reason
     kind = min((verdict for verdict, _ in verdicts.values()), default=PeerVerdict.FINE)
     culprits = tuple(sorted(peer for peer, (verdict, _) in verdicts.items() if verdict is kind))
     if kind is PeerVerdict.FINE:
         culprits = ()
     return Diagnosis(
-        kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, mine, peers, culprits)
+        kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, local, peers, culprits)
     )
 
 
 def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None]) -> list[int]:
-    """Return the ``peers`` that have not entered collective ``number`` of ``channel`` yet, as far as is known."""
-    return [peer for peer, seen in peers.items() if seen is None or seen.record.collectives.of(channel) < number]
+    """Return the ``peers`` whose published records show that they have not entered collective ``number`` of ``channel``."""
+    return [peer for peer, status in peers.items() if status is None or status.record.collectives.of(channel) < number]
 
 
-def judge(peer: int, mine: RankRecord, seen: PeerStatus | None) -> tuple[PeerVerdict, str]:
-    """Return what is wrong with one peer, and a clause that says so."""
-    if seen is None:
+def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[PeerVerdict, str]:
+    """Return the verdict on one peer and a clause that explains it."""
+    if status is None:
         return PeerVerdict.LATE, f"rank {peer} has not been heard of at all"
-    record, who = seen.record, name(peer, mine, seen)
-    entered, needed = record.counts.get(mine.outer, 0), mine.counts.get(mine.outer, 0)
+    record, peer_name = status.record, name(peer, local, status)
+    entered, expected = record.counts.get(local.outer, 0), local.counts.get(local.outer, 0)
     if record.failure is not None:
-        reason = f"{who} failed in {record.failure.place} with {record.failure.error}"
+        reason = f"{peer_name} failed in {record.failure.place} with {record.failure.error}"
         if not record.failure.secondary:
             return PeerVerdict.FAILED, reason
-        if entered > needed or (entered == needed and record.failure.outer != mine.outer):
+        if entered > expected or (entered == expected and record.failure.outer != local.outer):
             now = f"then it failed in {record.failure.place}"
-            return PeerVerdict.LEFT, f"{who} has left {of_step(mine.outer, mine.step)} without the others ({now})"
+            return (
+                PeerVerdict.LEFT,
+                f"{peer_name} has left {phase_text(local.outer, local.step)} without the others ({now})",
+            )
         return PeerVerdict.GAVE_UP, reason
     if record.ended:
-        return PeerVerdict.GONE, f"{who} has ended: it left its process groups {record.place}"
-    if seen.gone:
-        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(seen.state or "", "")
-        heard = max(seen.silent, seen.age)
-        return PeerVerdict.GONE, f"{who} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
-    if entered < needed:
-        return PeerVerdict.LATE, _late(peer, mine, seen)
-    if entered > needed or mine.outer not in record.open:
-        left = of_step(mine.outer, mine.step)
+        return PeerVerdict.GONE, f"{peer_name} has ended: it left its process groups {record.place}"
+    if status.gone:
+        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(status.state or "", "")
+        heard = max(status.silent, status.age)
+        return PeerVerdict.GONE, f"{peer_name} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
+    if entered < expected:
+        return PeerVerdict.LATE, _late(peer, local, status)
+    if entered > expected or local.outer not in record.open:
+        left = phase_text(local.outer, local.step)
         now = f"now {record.place}" if record.inside else "now between phases"
-        return PeerVerdict.LEFT, f"{who} has left {left} without the others ({now})"
-    if mine.waiting and record.frame and not record.waiting:
-        return PeerVerdict.LATE, _late(peer, mine, seen)  # in the same phase, but not in a collective
+        return PeerVerdict.LEFT, f"{peer_name} has left {left} without the others ({now})"
+    if local.waiting and record.frame and not record.waiting:
+        # Same phase, but the peer's frame is outside torch.distributed: it computes or hangs before the collective.
+        return PeerVerdict.LATE, _late(peer, local, status)
     return PeerVerdict.FINE, ""
 
 
-def name(peer: int, mine: RankRecord, seen: PeerStatus) -> str:
-    """Return ``"rank 3"``, or ``"rank 3 on node-b"`` if that is another host than the reader's."""
-    host, here = (record.process.host if record.process else "" for record in (seen.record, mine))
+def name(peer: int, local: RankRecord, status: PeerStatus) -> str:
+    """Return ``"rank 3"``, or ``"rank 3 on node-b"`` if the peer runs on another host than the reader."""
+    host, here = (record.process.host if record.process else "" for record in (status.record, local))
     return f"rank {peer} on {host}" if host and host != here else f"rank {peer}"
 
 
-def _late(peer: int, mine: RankRecord, seen: PeerStatus | None) -> str:
-    if seen is None:
+def _late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
+    if status is None:
         return f"rank {peer} has not been heard of at all"
-    return f"{name(peer, mine, seen)} has not come: {_spell(seen)}{f', at {seen.record.frame}' if seen.record.frame else ''}"
+    frame = f", at {status.record.frame}" if status.record.frame else ""
+    return f"{name(peer, local, status)} has not come: {_spell(status)}{frame}"
 
 
-def _spell(seen: PeerStatus) -> str:
-    return f"{seen.record.place} for {seen.record.seconds:.0f} s"
+def _spell(status: PeerStatus) -> str:
+    return f"{status.record.place} for {status.record.seconds:.0f} s"
 
 
-def positions(rank: int, mine: RankRecord, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()) -> str:
-    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits before others."""
+def positions(
+    rank: int, local: RankRecord, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()
+) -> str:
+    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits first."""
     order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []
     for number in sorted(order[:LISTED]):
-        seen = PeerStatus(mine) if number == rank else peers[number]
-        if seen is None:
+        status = PeerStatus(local) if number == rank else peers[number]
+        if status is None:
             state = "not heard of"
         elif number == rank:
-            state = _spell(seen)
-        elif seen.record.failure is not None:
-            state = f"failed in {seen.record.failure.place}"
-        elif seen.record.ended:
+            state = _spell(status)
+        elif status.record.failure is not None:
+            state = f"failed in {status.record.failure.place}"
+        elif status.record.ended:
             state = "ended"
-        elif seen.gone:
-            state = f"gone, last {seen.record.place}"
+        elif status.gone:
+            state = f"gone, last {status.record.place}"
         else:
-            state = _spell(seen)
-        frame = seen.record.frame if seen is not None and not culprits else ""
+            state = _spell(status)
+        frame = status.record.frame if status is not None and not culprits else ""
         texts.append(f"{number} {state}{f', at {frame}' if frame else ''}")
     more = f"; and {len(order) - LISTED} more" if len(order) > LISTED else ""
     return f"Ranks: {'; '.join(texts)}{more}"

@@ -1,6 +1,6 @@
-"""Faults to inject at a named phase of a rank, for tests: it dies, stops, hangs, skips the phase or raises.
+"""Fault injection at a named phase of a rank, for tests: the rank dies, stops, hangs, skips the phase or raises.
 
-Armed through the environment variable ``MEGASCEND_FAULTS``, which the hang monitor reads when it is made. Tests arm them through
+The hang monitor reads the environment variable ``MEGASCEND_FAULTS`` when it is created. Tests set it through
 :mod:`megascend.testing.faults`.
 """
 
@@ -23,18 +23,18 @@ Action = Literal["die", "stop", "hang", "skip", "raise"]
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does when it enters a phase. Fires once in a process.
+    """A fault that one rank triggers when it enters a phase. Fires once in a process.
 
     Attributes:
         action: ``die`` (SIGKILL itself), ``stop`` (SIGSTOP itself), ``hang`` (sleep for ever, in Python), ``skip`` (the
-            phase's body does not run; only where that returns nothing: ``grad reduce``), ``raise`` (a RuntimeError).
+            phase's body does not run; only where the body returns nothing: ``grad reduce``), ``raise`` (a RuntimeError).
         rank: global rank.
         phase: name of the phase.
         step: number of the optimizer step, from 1; None: any.
-        attempt: how often torchrun must have restarted the run (``--max-restarts``).
+        attempt: number of restarts by torchrun (``--max-restarts``) at which the fault is armed.
 
     Raises:
-        ConfigError: a value cannot be.
+        ConfigError: a value is invalid.
     """
 
     action: Action
@@ -71,9 +71,9 @@ def environment(*faults: Fault) -> dict[str, str]:
 
 @contextmanager
 def inject(*faults: Fault) -> Iterator[None]:
-    """Arm ``faults`` for this process and its children until the block ends.
+    """Arm ``faults`` for this process and its children within the context.
 
-    A process arms them when it creates its process groups, and says so on stderr.
+    A process arms them when it creates its process groups, and logs a warning.
     """
     before = os.environ.get(VARIABLE)
     os.environ.update(environment(*faults))
@@ -86,11 +86,7 @@ def inject(*faults: Fault) -> Iterator[None]:
 
 
 def read(text: str) -> list[Fault]:
-    """Decode what :func:`environment` returned.
-
-    Raises:
-        ConfigError: ``text`` is not a JSON list of faults.
-    """
+    """Decode the text that :func:`environment` encoded."""
     try:
         return [Fault(**values) for values in json.loads(text)]
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError too
@@ -98,20 +94,16 @@ def read(text: str) -> list[Fault]:
 
 
 class Armed:
-    """The faults of this rank, for the monitor."""
+    """The armed faults of this rank, for the monitor."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.waiting = faults
 
     @classmethod
     def from_text(cls, text: str, rank: int, attempt: int) -> Armed | None:
-        """Return those of ``rank`` in this attempt; None if there are none.
-
-        Raises:
-            ConfigError: see :func:`read`.
-        """
-        mine = [fault for fault in read(text) if fault.rank == rank and fault.attempt == attempt]
-        return cls(mine) if mine else None
+        """Return the faults of ``rank`` in this attempt; None if it has none."""
+        faults = [fault for fault in read(text) if fault.rank == rank and fault.attempt == attempt]
+        return cls(faults) if faults else None
 
     def __str__(self) -> str:
         return ", ".join(str(fault) for fault in self.waiting)
@@ -125,15 +117,12 @@ class Armed:
         publish: Callable[[], None],
         quiet: Callable[[], AbstractContextManager[object]],
     ) -> bool:
-        """Do what is armed for ``phase``; True if its body is to be skipped.
+        """Trigger the fault that is armed for ``phase``; return True if the phase's body is to be skipped.
 
         Args:
-            publish: tells the other ranks where this one is, as they would know had it been there for a moment.
-            quiet: a lock that keeps this process's threads out of the store: stopped inside, it would stop the others too.
-
-        Raises:
-            RuntimeError: the fault ``raise``.
-            ConfigError: this phase cannot be skipped.
+            publish: publishes this rank's record, so that its peers know the phase in which it dies or hangs.
+            quiet: a lock that keeps this process's threads out of the store: a process stopped in the middle of a store
+                request would block the other ranks too.
         """
         fault = next((f for f in self.waiting if f.phase == phase and f.step in (None, step)), None)
         if fault is None:
@@ -142,7 +131,7 @@ class Armed:
         _disarm(fault)
         if fault.action == "skip":
             if not skippable:
-                raise ConfigError(f"fault: the phase {phase!r} cannot be skipped: what it returns is needed")
+                raise ConfigError(f"fault: the phase {phase!r} cannot be skipped: its return value is needed")
             return True
         if fault.action == "raise":
             raise RuntimeError(f"injected fault: {fault}")
@@ -161,7 +150,7 @@ def hang() -> None:
 
 
 def _disarm(fault: Fault) -> None:
-    """Make it fire once, even if this process makes its groups anew."""
+    """Remove a fault from the environment, so that it does not fire again when this process recreates its groups."""
     text = os.environ.get(VARIABLE)
     if text:
         faults = read(text)

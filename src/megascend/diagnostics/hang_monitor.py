@@ -1,8 +1,8 @@
-"""What this rank does now, told to the others, so that an error can name who kept a collective from ending.
+"""Hang monitor: publish this rank's current phase, so that an error can name the ranks that blocked a collective.
 
-Tensor collectives fail with an error of gloo, NCCL or HCCL that names nobody. Every rank therefore marks what it does
-(:meth:`HangMonitor.phase`) and publishes it from a thread (:mod:`megascend.diagnostics.heartbeat`); when a collective fails, the
-ranks' records tell who is gone, has failed, is late or has gone ahead (:mod:`megascend.diagnostics.diagnosis`).
+A failed tensor collective raises an error of gloo, NCCL or HCCL that names no rank. Every rank therefore marks its phases
+(:meth:`HangMonitor.phase`) and publishes them from a thread (:mod:`megascend.diagnostics.heartbeat`). When a collective fails,
+the ranks' records show which rank is gone, has failed, is late or has gone ahead (:mod:`megascend.diagnostics.diagnosis`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megascend.diagnostics.diagnosis import (
     RankRecord,
     diagnose,
     not_arrived,
-    of_step,
+    phase_text,
     shorten,
 )
 from megascend.diagnostics.heartbeat import Heartbeat
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.5 * SILENT_S
-"""How long an error waits for the store, in seconds."""
+"""Seconds that the explanation of an error waits for the store."""
 PUBLISH_S = 1.0
-"""How long a failure waits to be published, in seconds."""
+"""Seconds that a failure waits to be published."""
 PUBLICATION = "_megascend_publication"
 """The attribute by which a published exception carries its :class:`Publication`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """Mark that an exception carries once a monitor has published it.
+    """Mark of a published exception, stored as an attribute of the exception.
 
-    The exception itself carries it. Its address says nothing, because Python gives the address of a freed exception to the
-    next one; a reference to it would keep what its frames hold, such as a device's memory.
+    An exception cannot be identified by its address, which Python reuses, and a reference to it would keep the objects of
+    its frames alive, such as tensors in device memory.
 
     Attributes:
         stack: phases of the thread that published it.
-        generation: of the stack at that time. Phases entered later have not published the exception: it has been raised again.
+        generation: of the stack at that time. Phases entered later have not published the exception: it was raised again.
         failure: the published record.
     """
 
@@ -73,29 +73,29 @@ class Publication:
     failure: PhaseFailure
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave the mark behind when its exception is pickled: whoever receives the copy has not published it."""
+        """Pickle as None: the process that receives a copy of the exception has not published it."""
         return type(None), ()
 
 
 class HangMonitor:
-    """The present phase and step of this rank, published for its peers, and errors that name the culprit.
+    """Publisher of this rank's current phase and step; turns communication errors into errors that name the culprit.
 
     In a world of one, or after :meth:`close`, phases cost the same and nothing is published.
 
-    The thread that made the monitor is the one whose phases are this rank's position; phases of other threads (a checkpoint
-    written in the background) are told apart from it.
+    The phases of the thread that created the monitor are this rank's position; phases of other threads (a checkpoint
+    written in the background) are tracked separately.
 
     Args:
-        timeout_s: of collectives, in seconds.
-        store: a connection to the store that nobody else uses; None: publish nothing.
-        attempt: how often the launcher has restarted the run.
-        waits_on_host: collectives make the calling thread wait (Gloo), rather than the device.
+        timeout_s: timeout of collectives, in seconds.
+        store: a connection to the store that no other code uses; None: publish nothing.
+        attempt: number of restarts of the run by the launcher.
+        waits_on_host: collectives block the calling thread (Gloo), rather than the device.
 
     Attributes:
-        step: number of the optimizer step being worked on, from 1.
+        step: number of the current optimizer step, from 1.
         sequence: the object collectives that this rank enters.
         last_words: called with the error, on the monitor's thread, before it ends the process.
-        on_phase: called with the name of every phase that this rank's own thread enters.
+        on_phase: called with the name of every phase that the main thread enters.
 
     Raises:
         ConfigError: ``MEGASCEND_FAULTS`` is set and cannot be read.
@@ -127,35 +127,35 @@ class HangMonitor:
         self._heartbeat: Heartbeat | None = None
         if store is not None and world_size > 1:
             self._heartbeat = Heartbeat(store, rank, world_size, self._record, self._moved, self._look)
-            # A daemon thread that is inside the store when the interpreter goes would take the process down with it.
+            # A daemon thread that is inside the store during interpreter shutdown would crash the process.
             atexit.register(self._at_exit)
 
     # --- marking ---
 
     def phase(self, name: str, label: str = "") -> Phase:
-        """Mark what this thread does until the ``with`` block ends; nestable, the innermost counts.
+        """Mark the current activity of this thread within the context; nestable, the innermost phase counts.
 
-        On an error of a communication library that leaves the block, the error becomes one of ours, which names the
-        culprit. Every other exception passes unchanged. Either is published for the other ranks.
+        An error of a communication library that leaves the block is replaced by a megascend error that names the culprit.
+        Every other exception passes unchanged. Both are published for the other ranks.
 
         Args:
-            label: what messages call it; default: its name.
+            label: name used in messages; default: ``name``.
 
         Raises:
             PeerLostError: from the block: a rank is gone or has failed.
-            CollectiveTimeoutError: from the block: a rank has not come, or has gone ahead.
-            ProcessGroupError: from the block: communication failed although every rank is there.
+            CollectiveTimeoutError: from the block: a rank is late, or has gone ahead.
+            ProcessGroupError: from the block: communication failed although every rank is present.
         """
         return Phase(self, name, label or name)
 
     @property
     def place(self) -> str:
-        """Return the outermost phase that this thread is in; empty between phases."""
+        """Return the label of the outermost phase that this thread is in; empty between phases."""
         phases = self._stack().phases
         return phases[0].label if phases else ""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Run ``function`` in a phase; for functions that return nothing, whose phase fault injection can skip."""
+        """Run ``function`` in a phase; only for functions that return nothing, because fault injection can skip the phase."""
         phase = Phase(self, name, name)
         skip = self.enter(phase, skippable=True)
         try:
@@ -167,7 +167,7 @@ class HangMonitor:
         self.leave(phase, None)
 
     def close(self) -> None:
-        """Tell the others that this rank leaves, and publish nothing more. Harmless to repeat."""
+        """Publish that this rank leaves, and stop publishing. Idempotent."""
         if self._faults is not None and self._faults.waiting:
             logger.warning("rank %d: armed, but never fired: %s", self._rank, self._faults)
             self._faults = None
@@ -185,7 +185,7 @@ class HangMonitor:
         if not stack.phases:
             self._counts[phase.name] = self._counts.get(phase.name, 0) + 1
             if stack is self._main:
-                self._failure = None  # whatever it was, this rank has gone on
+                self._failure = None  # a new outermost phase: the program handled the failure and continues
         phase.since = stack.since = time.monotonic()
         stack.phases.append(phase)
         stack.generation += 1
@@ -224,7 +224,7 @@ class HangMonitor:
     # --- errors ---
 
     def _is_published(self, error: BaseException, phase: Phase, stack: PhaseStack) -> bool:
-        """Check whether a phase inside ``phase`` has published ``error``; if so, it is the failure in force again."""
+        """Check whether a phase inside ``phase`` has published ``error``; if so, make it the current failure again."""
         publication = vars(error).get(PUBLICATION)
         if not isinstance(publication, Publication) or not _within(publication, phase, stack):
             return False
@@ -234,13 +234,13 @@ class HangMonitor:
         return True
 
     def _drop_handled_failure(self, phase: Phase, stack: PhaseStack) -> None:
-        """Withdraw what a phase inside ``phase`` has published: ``phase`` ends well, so the error was handled."""
+        """Withdraw a failure published inside ``phase``: the phase completes without an error, so it was handled."""
         if self._published is not None and _within(self._published, phase, stack):
             self._published = self._failure = None
 
     def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
-        """Publish ``error``, which leaves ``phase``; raise in its place what names the culprit, if another rank is."""
-        if self._heartbeat is None or os.getpid() != self._process.pid:  # a forked child has no thread
+        """Publish ``error``, which leaves ``phase``; replace a communication error by one that names the culprit."""
+        if self._heartbeat is None or os.getpid() != self._process.pid:  # a forked child has no heartbeat thread
             return
         if library_of(error) is None:
             self._publish_failure(phase, error)
@@ -250,14 +250,11 @@ class HangMonitor:
     def explain(
         self, error: BaseException, headline: str, suspects: Iterable[int] | None = None
     ) -> CollectiveTimeoutError | ProcessGroupError:
-        """Return the error to raise in place of ``error``, which another rank has caused. Called inside the phase.
+        """Return the error (see :meth:`phase`) to raise in place of ``error``, which another rank caused. Call inside the phase.
 
         Args:
             headline: the beginning of its message.
-            suspects: ranks known not to have come; default: told from what the ranks have published.
-
-        Returns:
-            A PeerLostError, CollectiveTimeoutError or ProcessGroupError; see :meth:`phase`.
+            suspects: ranks known not to have joined; default: derived from the published records.
         """
         return self._explain(error, lambda _: headline, lambda _: list(suspects or ()))
 
@@ -272,16 +269,16 @@ class HangMonitor:
         """Explain, as :meth:`explain` does, why an object collective failed on this rank.
 
         Args:
-            channel, number: its place in the collective sequence.
-            ranks: those that it is of.
-            headline: makes the beginning of the message from the ranks that have not entered it; none if nothing is known.
+            channel, number: position in the collective sequence.
+            ranks: participants of the collective.
+            headline: builds the beginning of the message from the ranks that have not entered the collective, as far as known.
         """
-        others = set(ranks)
-        return self._explain(
-            error,
-            headline,
-            lambda peers: not_arrived(channel, number, {rank: seen for rank, seen in peers.items() if rank in others}),
-        )
+        participants = set(ranks)
+
+        def missing(peers: Mapping[int, PeerStatus | None]) -> list[int]:
+            return not_arrived(channel, number, {rank: peers[rank] for rank in peers if rank in participants})
+
+        return self._explain(error, headline, missing)
 
     def _explain(
         self,
@@ -291,29 +288,32 @@ class HangMonitor:
     ) -> CollectiveTimeoutError | ProcessGroupError:
         stack = self._stack()
         phase = stack.phases[-1]
-        self._publish_failure(phase, error, mark=False)  # raised again, it is to be explained again
+        # Without a mark: if a caller raises the original error again, it has to be explained again.
+        self._publish_failure(phase, error, mark=False)
         peers = self._poll_peers()
         suspects = suspected(peers or {})
-        found = self._diagnose(stack, peers, suspects)
+        diagnosis = self._diagnose(stack, peers, suspects)
         parts = [headline(suspects)]
-        if found.kind is PeerVerdict.FINE:
+        if diagnosis.kind is PeerVerdict.FINE:
             parts.append("No rank is missing, and none has failed")
-        elif found.reasons:
-            reasons = "; ".join(found.reasons)
+        elif diagnosis.reasons:
+            reasons = "; ".join(diagnosis.reasons)
             parts.append(reasons[0].upper() + reasons[1:])
         library = library_of(error)
-        parts += [text for text in (found.positions, f"{library}: {shorten(str(error))}" if library else "") if text]
-        kind = ProcessGroupError if found.kind is PeerVerdict.FINE else CollectiveTimeoutError
-        explained = (PeerLostError if found.kind in LOST else kind)(". ".join(parts))
-        self._publish_failure(phase, explained)
-        return explained
+        parts += [
+            text for text in (diagnosis.positions, f"{library}: {shorten(str(error))}" if library else "") if text
+        ]
+        kind = ProcessGroupError if diagnosis.kind is PeerVerdict.FINE else CollectiveTimeoutError
+        explanation = (PeerLostError if diagnosis.kind in LOST else kind)(". ".join(parts))
+        self._publish_failure(phase, explanation)
+        return explanation
 
     def _headline(self, phase: Phase) -> str:
         seconds = time.monotonic() - phase.since
-        return f"rank {self._rank}: {of_step(phase.label, self.step)} failed after {seconds:.1f} s"
+        return f"rank {self._rank}: {phase_text(phase.label, self.step)} failed after {seconds:.1f} s"
 
     def _poll_peers(self) -> dict[int, PeerStatus | None] | None:
-        """Return the peers as they are now; None if nothing can be found out."""
+        """Return the peers' current statuses; None if nothing is published or the store does not answer."""
         if self._heartbeat is None:
             return None
         self._explaining = True
@@ -330,27 +330,28 @@ class HangMonitor:
             return Diagnosis(PeerVerdict.LATE if blamed else PeerVerdict.FINE, blamed, (), "")
         if peers is None:
             reason = (
-                "the store in which ranks tell what they do does not answer; whoever serves it"
-                f"{self._heartbeat.store_address} is gone, or the network to it is"
+                f"the store for the ranks' records does not answer; the process that serves it{self._heartbeat.store_address} "
+                "is gone, or the network to it is down"
             )
-            return Diagnosis(PeerVerdict.GONE, blamed, (reason,), "What the ranks do is unknown")
-        mine = self._describe(stack, 0, waiting=self._waits_on_host)
-        return diagnose(self._rank, mine, peers, blamed or None)
+            return Diagnosis(PeerVerdict.GONE, blamed, (reason,), "The ranks' phases are unknown")
+        local = self._describe(stack, 0, waiting=self._waits_on_host)
+        return diagnose(self._rank, local, peers, blamed or None)
 
     def collective_counts(self, ranks: Sequence[int]) -> dict[int, CollectiveCounts]:
-        """Return which collectives ``ranks`` have entered, as far as they have published it: within a moment."""
+        """Return the collectives that ``ranks`` have entered, from their latest published records."""
         heartbeat = self._heartbeat
-        others = [rank for rank in ranks if rank != self._rank]
-        records = heartbeat.read(others, ANSWER_S) if heartbeat is not None and others else None
-        found = {rank: record.collectives for rank, record in (records or {}).items() if record is not None}
-        return {rank: found.get(rank, CollectiveCounts()) for rank in others} | (
+        peers = [rank for rank in ranks if rank != self._rank]
+        records = heartbeat.read(peers, ANSWER_S) if heartbeat is not None and peers else None
+        counts = {rank: record.collectives for rank, record in (records or {}).items() if record is not None}
+        return {rank: counts.get(rank, CollectiveCounts()) for rank in peers} | (
             {self._rank: self.sequence.counts} if self._rank in ranks else {}
         )
 
     def _publish_failure(self, phase: Phase, error: BaseException, *, mark: bool = True) -> None:
         stack = self._stack()
-        place = of_step(phase.label, self.step)
-        self._failure = PhaseFailure(place, stack.phases[0].name, _summarize(error), is_secondary(error))
+        self._failure = PhaseFailure(
+            phase_text(phase.label, self.step), stack.phases[0].name, _summarize(error), is_secondary(error)
+        )
         self._published = Publication(stack, stack.generation, self._failure)
         if mark:  # not by setattr: the exception's class may have a __setattr__ that refuses
             BaseException.__setattr__(error, PUBLICATION, self._published)
@@ -398,7 +399,7 @@ class HangMonitor:
         )
 
     def _look(self, heartbeat: Heartbeat) -> None:
-        """Look after the main thread, at every tick of the heartbeat's thread."""
+        """Check the main thread, at every tick of the heartbeat's thread."""
         if not self._explaining:
             self._watchdog.look(heartbeat)
 
@@ -407,28 +408,28 @@ class HangMonitor:
             self.last_words(error)
 
     def _at_exit(self) -> None:
-        """Publish an exception outside of every phase that ends the interpreter."""
+        """Publish an exception raised outside of every phase that ends the interpreter."""
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
-            place = of_step(self._main.last, self.step)
-            self._failure = PhaseFailure(f"what follows {place}", "", _summarize(error), False)
+            last = phase_text(self._main.last, self.step)
+            self._failure = PhaseFailure(f"what follows {last}", "", _summarize(error), False)
         self.close()
 
 
 def _within(publication: Publication, phase: Phase, stack: PhaseStack) -> bool:
-    """Check whether ``publication`` was made by ``stack`` after it had entered ``phase``."""
+    """Check whether the thread of ``stack`` published it after it had entered ``phase``."""
     return publication.stack is stack and phase.entered <= publication.generation
 
 
 def _summarize(error: BaseException) -> str:
-    """Return an exception's class and text in one line; of an exception group also those of its members."""
+    """Return an exception's class and text in one line; for an exception group, also those of its members."""
     text = f"{type(error).__name__}: {shorten(str(error))}"
     members = members_of(error)
     return shorten(f"{text}: {'; '.join(map(_summarize, members))}") if members else text
 
 
 def _armed_faults(rank: int, attempt: int) -> Armed | None:
-    """Return the faults to inject, for tests: the one place that looks for them."""
+    """Return the faults to inject, for tests; no other code reads them from the environment."""
     text = os.environ.get("MEGASCEND_FAULTS")
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""The thread that tells the other ranks what this one does, and looks after them when it matters."""
+"""The thread that publishes this rank's record and polls the peers' records."""
 
 from __future__ import annotations
 
@@ -18,76 +18,76 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
-"""Seconds between two records of a rank that does not move on."""
+"""Seconds between two records of a rank that makes no progress."""
 TICK_S = 0.2
-"""How often it is looked whether this rank has moved on, in seconds; a change is published then."""
+"""Seconds between two checks for progress of this rank; a change is published at once."""
 POLL_S = 0.25
-"""Seconds between two polls of the peers while somebody waits for a diagnosis."""
+"""Seconds between two polls of the peers while a caller waits for a diagnosis."""
 
 
 class Observer:
-    """When each peer's heartbeat was last seen to advance, by this process's own clock.
+    """Tracker of the last progress of each peer's heartbeat, by this process's clock.
 
     Times are those of ``time.monotonic()``, passed in by the caller.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[RankRecord, float]] = {}  # and since when it is like that
-        self._advanced: dict[int, float] = {}  # when a heartbeat was last seen to come
+        self._records: dict[int, tuple[RankRecord, float]] = {}  # last record and the time since which it is unchanged
+        self._advanced: dict[int, float] = {}  # time of the last new heartbeat
         self._polled = self._clock = -1e9
 
     def update(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
-        """Take note of what the peers say ``now`` (``clock``: the same in ``time.time()``).
+        """Take in the peers' records as of ``now`` (``clock``: the same in ``time.time()``).
 
         Args:
-            timeout_s: this reader should have polled within so many seconds. If it did not, it may have been stopped itself,
-                and the peers with it: silence is then counted from now on only.
+            timeout_s: longest expected time between two polls. After a longer gap this process may have been stopped, and
+                the peers with it, so silence is counted from now on only.
         """
         resumed = now - self._polled > timeout_s
         for rank, record in records.items():
             if record is None:
                 continue
-            last = self._seen.get(rank)
+            last = self._records.get(rank)
             advanced = last is not None and last[0].heartbeat != record.heartbeat
             if advanced:
                 self._advanced[rank] = now
             if last is None or advanced or resumed:
-                self._seen[rank] = record, now
+                self._records[rank] = record, now
         self._polled, self._clock = now, clock
 
     def statuses(self, peers: Iterable[int]) -> dict[int, PeerStatus | None]:
-        """Return what is known of ``peers`` as of the last poll."""
-        found: dict[int, PeerStatus | None] = {}
+        """Return the statuses of ``peers`` as of the last poll."""
+        statuses: dict[int, PeerStatus | None] = {}
         for rank in peers:
-            if rank in self._seen:
-                record, since = self._seen[rank]
+            if rank in self._records:
+                record, since = self._records[rank]
                 state = record.process.state() if record.process is not None else None
-                found[rank] = PeerStatus(record, self._polled - since, max(0.0, self._clock - record.clock), state)
+                statuses[rank] = PeerStatus(record, self._polled - since, max(0.0, self._clock - record.clock), state)
             else:
-                found[rank] = None
-        return found
+                statuses[rank] = None
+        return statuses
 
     def undecided(self, since: float) -> bool:
-        """Check whether to poll on: a peer had no heartbeat after ``since``, and has not been silent for long either."""
+        """Check whether to poll on: some peer sent no heartbeat after ``since``, but is not silent long enough to be gone."""
         return any(
             self._advanced.get(rank, -1e9) <= since
             and self._polled - at < SILENT_S
             and record.failure is None
             and not record.ended
-            for rank, (record, at) in self._seen.items()
+            for rank, (record, at) in self._records.items()
         )
 
 
 class Heartbeat:
-    """Publishes this rank's record and reads the peers', on a thread and a connection of its own.
+    """Publisher of this rank's record and reader of the peers' records, with a dedicated thread and connection.
 
-    The main thread never touches the connection: a store whose machine is gone may never answer.
+    The main thread never uses the connection: a store whose host is gone may never answer.
 
     Args:
-        store: a connection that nobody else uses.
-        snapshot: this rank's record of the moment, given its number.
-        changed: a value that differs when the rank has moved on to something else.
-        attend: called at every tick; for deadlines.
+        store: a connection that no other code uses.
+        snapshot: returns this rank's current record for a heartbeat number.
+        changed: returns a value that differs when the rank has made progress.
+        attend: called at every tick, to check deadlines.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class Heartbeat:
         self._observer = Observer()
         self._count, self._published, self._last_change, self._polled = 0, -1e9, object(), -1e9
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
-        self.io = threading.Lock()  # held while the store is in use; who stops this process for a test takes it first
+        # Held while the store is in use. Fault injection takes it before it stops this process: a process stopped in the
+        # middle of a request would block the store for all ranks.
+        self.io = threading.Lock()
         self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="megascend-monitor", daemon=True)
         self._thread.start()
@@ -121,21 +123,18 @@ class Heartbeat:
     # --- from other threads ---
 
     def flush(self, limit_s: float) -> None:
-        """Publish this rank's record at once; returns when it is out, or after ``limit_s``."""
+        """Publish this rank's record at once; return when it is stored, or after ``limit_s``."""
         self._ask(self._publish, limit_s)
 
     def poll_until_certain(self, limit_s: float) -> dict[int, PeerStatus | None] | None:
-        """Return the peers, polled until each has shown that it is alive or has been silent for :data:`SILENT_S`.
+        """Poll the peers until each has sent a heartbeat or has been silent for :data:`SILENT_S`; return their statuses.
 
-        What it returns was so when it was called, or later.
-
-        Returns:
-            None if the store does not answer within ``limit_s``.
+        Every status describes the time of the call or later. None if the store does not answer within ``limit_s``.
         """
         return self._ask(self._observe, limit_s)
 
     def read(self, peers: Sequence[int], limit_s: float) -> dict[int, RankRecord | None] | None:
-        """Return the present records of ``peers``; None if the store does not answer within ``limit_s``."""
+        """Return the current records of ``peers``; None if the store does not answer within ``limit_s``."""
         return self._ask(lambda: self._read(peers), limit_s)
 
     def close(self, limit_s: float = 2.0) -> None:
@@ -151,9 +150,9 @@ class Heartbeat:
             try:
                 return answer.result(min(left, TICK_S))  # type: ignore[return-value]
             except NotYet:
-                continue  # also tells, every tick, whether the thread is still there
+                continue  # waiting in ticks notices a thread that has ended
             except RuntimeError:
-                return None  # the store is gone; self.lost says why
+                return None  # the store is gone; self.lost holds the reason
         return None
 
     # --- on the thread ---
@@ -166,11 +165,11 @@ class Heartbeat:
                 if self._changed() != self._last_change or now - self._published >= HEARTBEAT_S:
                     self._publish()
                 self._attend(self)
-        except RuntimeError as error:  # the store's server has gone: at the end of a run, or with its machine
+        except RuntimeError as error:  # the store's server is gone: at the end of a run, or with its host
             self.lost = str(error)
 
     def _next(self) -> bool:
-        """Do what another thread asks for, or wait a tick. False: end."""
+        """Run a task of another thread, or wait a tick; return False to end the thread."""
         try:
             item = self._tasks.get(timeout=self._tick)
         except queue.Empty:
@@ -195,7 +194,7 @@ class Heartbeat:
         self._published = time.monotonic()
 
     def poll(self) -> dict[int, PeerStatus | None]:
-        """Return the peers as far as is known; reads their records at most every ``poll_s`` seconds. For ``attend``."""
+        """Return the peers' statuses; read their records at most every ``poll_s`` seconds. For ``attend``."""
         if time.monotonic() - self._polled >= self.poll_s:
             self._poll()
         return self._observer.statuses(self._peers)
@@ -208,24 +207,25 @@ class Heartbeat:
     def _read(self, peers: Sequence[int]) -> dict[int, RankRecord | None]:
         keys = {peer: _key(peer) for peer in peers}
         with self.io:
+            # multi_get blocks on a missing key, so ranks that have not published yet are left out.
             if not self._store.check(list(keys.values())):
                 keys = {peer: key for peer, key in keys.items() if self._store.check([key])}
             values = self._store.multi_get(list(keys.values())) if keys else []
-        found: dict[int, RankRecord | None] = dict.fromkeys(peers)
-        found.update((peer, RankRecord.decode(value)) for peer, value in zip(keys, values, strict=True))
-        return found
+        records: dict[int, RankRecord | None] = dict.fromkeys(peers)
+        records.update((peer, RankRecord.decode(value)) for peer, value in zip(keys, values, strict=True))
+        return records
 
     def _observe(self) -> dict[int, PeerStatus | None]:
         start = time.monotonic()
         self._publish()
         while True:
             self._poll()
-            found = self._observer.statuses(self._peers)
-            conclusive = any(seen is not None and seen.conclusive for seen in found.values())
-            # Whoever moves on publishes that within a tick, so that what is read two ticks later is up to date.
+            statuses = self._observer.statuses(self._peers)
+            conclusive = any(status is not None and status.conclusive for status in statuses.values())
+            # A rank publishes its progress within a tick, so records read two ticks later are up to date.
             certain = conclusive and self._polled - start > 2 * self._tick
             if certain or not self._observer.undecided(start) or self._polled - start > SILENT_S + 2 * HEARTBEAT_S:
-                return found
+                return statuses
             time.sleep(max(POLL_S, self.poll_s / 8))
             if time.monotonic() - self._published >= HEARTBEAT_S:
                 self._publish()
@@ -236,7 +236,7 @@ def _key(rank: int) -> str:
 
 
 def _address(store: Store) -> str:
-    """Return where a TCP store is served, for messages; nothing for others."""
+    """Return the address of a TCP store, for messages; empty for other stores."""
     while (below := getattr(store, "underlying_store", None)) is not None:
         store = below
     host, port = getattr(store, "host", None), getattr(store, "port", None)

@@ -1,4 +1,4 @@
-"""Where a thread is: the phases that it has entered and not left, and the line of Python that it stands at."""
+"""A thread's position: the phases that it has entered and not left, and its current line of Python."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Protocol
 
 
 class PhaseOwner(Protocol):
-    """What is told of phases; :class:`megascend.diagnostics.hang_monitor.HangMonitor` is one."""
+    """Observer of phases; implemented by :class:`megascend.diagnostics.hang_monitor.HangMonitor`."""
 
     def enter(self, phase: Phase, *, skippable: bool) -> bool:
         """Enter ``phase`` on this thread; return True if its body is to be skipped."""
         ...
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
-        """Leave ``phase`` on this thread, with ``error`` or well."""
+        """Leave ``phase`` on this thread; ``error`` is the exception that left it, if any."""
         ...
 
 
 class Phase:
-    """What a thread does for a while: a context manager.
+    """A named activity of a thread: a context manager.
 
     Attributes:
-        name: what it is known by.
-        label: what messages call it.
-        since: when it was entered (``time.monotonic``).
-        entered: generation of its thread's stack from its entry on.
+        name: identifier.
+        label: name used in messages.
+        since: time of entry (``time.monotonic``).
+        entered: generation of its thread's stack at entry.
     """
 
     __slots__ = ("_owner", "entered", "label", "name", "since")
@@ -49,14 +49,14 @@ class Phase:
 
 @dataclass
 class PhaseStack:
-    """Where one thread is.
+    """The phases that one thread is in.
 
     Attributes:
-        thread: its identifier.
-        phases: those it is in, the outermost first.
-        generation: counts entries and exits: it differs whenever the thread has moved on.
-        since: when it last moved on (``time.monotonic``).
-        last: label of the phase that it left last.
+        thread: identifier of the thread.
+        phases: the phases entered and not left, the outermost first.
+        generation: counter of entries and exits; it changes whenever the thread makes progress.
+        since: time of the last entry or exit (``time.monotonic``).
+        last: label of the phase that was left last.
     """
 
     thread: int
@@ -66,18 +66,19 @@ class PhaseStack:
     last: str = "start-up"
 
     def line(self) -> tuple[str, bool]:
-        """Return the thread's innermost Python frame, and whether it waits for other ranks there."""
+        """Return the thread's innermost Python frame and whether it waits for other ranks there."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "", False
         code = frame.f_code
         text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
         outer: FrameType | None = frame
+        # torch.distributed wraps a collective in a few frames (logging, timing); deeper callers are not the wait itself.
         for _ in range(6):
             if outer is None:
                 break
             if "/torch/distributed/" in outer.f_code.co_filename:
                 return text, True
             outer = outer.f_back
-        # Megatron waits for the handles of asynchronous collectives itself.
+        # Megatron itself waits on the handles of asynchronous collectives, outside torch.distributed's files.
         return text, ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)

@@ -1,4 +1,4 @@
-"""Telling an error of torch's communication libraries from any other RuntimeError."""
+"""Distinguish an error of torch's communication libraries from any other RuntimeError."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LIBRARIES = {
         r"\bERR02\d{3}\b|\bEI00\d{2}\b|\bProcessGroupHCCL\b|\bHCCL (?:function )?error\b", re.IGNORECASE
     ),
 }
-"""What a plain RuntimeError of each library looks like."""
+"""Patterns in the text of a plain RuntimeError, by the library that raised it."""
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 
 
 def library_of(error: BaseException | None) -> str | None:
     """Return the communication library that raised ``error``, or None if none of them did.
 
-    torch's own classes are believed. Gloo and HCCL raise plain RuntimeError: those are told by their text, which names a
-    source file or an error number of the library. A subclass of RuntimeError is somebody else's. An exception group is a
-    library's if all its members are.
+    torch's own exception classes are accepted as they are. Gloo and HCCL raise plain RuntimeError: those are recognised by
+    their text, which contains a source file or an error number of the library. A subclass of RuntimeError belongs to other
+    code. An exception group counts if all its members do.
     """
     if members := members_of(error):
         libraries = [library_of(member) for member in members]
@@ -42,7 +42,7 @@ def library_of(error: BaseException | None) -> str | None:
 
 
 def members_of(error: BaseException | None) -> tuple[BaseException, ...]:
-    """Return the exceptions that an exception group holds; none for any other exception."""
+    """Return the members of an exception group; none for any other exception."""
     if not isinstance(error, _GROUP):
         return ()
     group: Any = error
@@ -50,7 +50,7 @@ def members_of(error: BaseException | None) -> tuple[BaseException, ...]:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Check whether ``error`` only says that this rank missed another one; an exception group does if all its members do."""
+    """Check whether ``error`` is only a consequence of another rank's failure; for an exception group: all its members are."""
     if members := members_of(error):
         return all(map(is_secondary, members))
     if isinstance(error, CollectiveTimeoutError) or library_of(error) is not None:

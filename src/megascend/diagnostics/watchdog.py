@@ -1,4 +1,4 @@
-"""What becomes of a rank that is stuck: it speaks up past its deadline, and ends if another rank is gone or has failed."""
+"""Watchdog of a stuck rank: log past the deadline, and end the process if another rank is gone or has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, of_step
+from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, phase_text
 from megascend.diagnostics.phase_stack import PhaseStack
 from megascend.errors import PeerLostError
 
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 EXIT_PEER_LOST = 76
 """Exit code of a rank that was stuck in a phase because another rank is gone or has failed."""
 GRACE_S = 3.0
-"""How much longer than its timeout a phase may take before the watchdog speaks up: Gloo's own errors come first."""
+"""Seconds beyond its timeout that a phase may take before the watchdog logs: Gloo's own errors come first."""
 
 
 class Watchdog:
-    """Looks at the main thread's phase from the heartbeat's thread.
+    """Observer of the main thread's phase, called on the heartbeat's thread.
 
     Args:
         stack: the main thread's phases.
-        record: this rank's record, as it would be published now.
+        record: returns this rank's record, as it would be published now.
         last_words: called with the error before the process is ended.
-        timeout_s: of collectives, in seconds.
+        timeout_s: timeout of collectives, in seconds.
 
     Attributes:
-        look_after_s: how long a phase may take before peers are looked at, in seconds.
+        look_after_s: seconds that a phase may take before the peers' records are read.
     """
 
     def __init__(
@@ -49,48 +49,53 @@ class Watchdog:
         self.look_after_s = min(5.0, 0.5 * timeout_s)
         self._rank, self._stack, self._timeout_s = rank, stack, timeout_s
         self._record, self._last_words = record, last_words
-        self._spoken_in = self._noticed_in = -1  # generations of the stack
-        self._noticed_at = self._looked_at = 0.0
+        # Generations of the stack in which a warning was logged and in which a lost peer was first seen.
+        self._logged_generation = self._lost_generation = -1
+        self._lost_since = self._checked_at = 0.0
 
     def look(self, heartbeat: Heartbeat) -> None:
-        """Speak up, and at last end the process, if the main thread is stuck because of another rank."""
+        """Log a warning, and finally end the process, if the main thread is stuck because of another rank."""
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
         seconds = now - stack.since
-        if not stack.phases or seconds < self.look_after_s or now - self._looked_at < heartbeat.poll_s:
+        if not stack.phases or seconds < self.look_after_s or now - self._checked_at < heartbeat.poll_s:
             return
-        self._looked_at = now
+        self._checked_at = now
         record = self._record()
-        found = diagnose(self._rank, record, heartbeat.poll())
-        if found.kind not in LOST:
-            self._noticed_in = -1
-        elif self._noticed_in != generation:
-            self._noticed_in, self._noticed_at = generation, now
+        diagnosis = diagnose(self._rank, record, heartbeat.poll())
+        if diagnosis.kind not in LOST:
+            self._lost_generation = -1
+        elif self._lost_generation != generation:
+            self._lost_generation, self._lost_since = generation, now
         if generation != stack.generation:
-            return
-        if seconds > self._timeout_s + GRACE_S and self._spoken_in != generation:
-            self._spoken_in = generation
-            logger.warning("%s", self._message(record, found, seconds))
-        if self._noticed_in == generation and now - self._noticed_at > self._timeout_s + GRACE_S:
-            self._give_up(self._message(record, found, seconds))
+            return  # the main thread made progress while the peers' records were read
+        if seconds > self._timeout_s + GRACE_S and self._logged_generation != generation:
+            self._logged_generation = generation
+            logger.warning("%s", self._message(record, diagnosis, seconds))
+        if self._lost_generation == generation and now - self._lost_since > self._timeout_s + GRACE_S:
+            self._give_up(self._message(record, diagnosis, seconds))
 
-    def _message(self, record: RankRecord, found: Diagnosis, seconds: float) -> str:
-        reasons = "; ".join(found.reasons) or "no rank is gone, has failed or is in another phase"
-        taken = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
-        return f"rank {self._rank}: {of_step(record.label, record.step)} {taken}: {reasons}. {found.positions}"
+    def _message(self, record: RankRecord, diagnosis: Diagnosis, seconds: float) -> str:
+        reasons = "; ".join(diagnosis.reasons) or "no rank is gone, has failed or is in another phase"
+        duration = f"has taken {seconds:.0f} s (timeout_s is {self._timeout_s:g})"
+        return (
+            f"rank {self._rank}: {phase_text(record.label, record.step)} {duration}: {reasons}. {diagnosis.positions}"
+        )
 
     def _give_up(self, message: str) -> None:
-        logger.error("%s. Nothing will come of waiting: ending this process with code %d", message, EXIT_PEER_LOST)
+        logger.error("%s. The peer will not recover: exiting with code %d", message, EXIT_PEER_LOST)
         frame = sys._current_frames().get(self._stack.thread)
         error = PeerLostError(message)
         self._last_words(error)
         _write_error_file(error, "".join(traceback.format_stack(frame)) if frame else "")
+        # sys.exit would only end this thread; the main thread is stuck in a collective that cannot be interrupted.
         os._exit(EXIT_PEER_LOST)
 
 
 def _write_error_file(error: BaseException, stack: str) -> None:
-    """Leave the error where torchrun looks for it (``TORCHELASTIC_ERROR_FILE``), with the stack of the thread that was stuck."""
+    """Write the error to torchrun's error file (``TORCHELASTIC_ERROR_FILE``), with the stack of the stuck thread."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    # torchrun's handler formats the exception that is being handled, so it has to be raised first.
     try:
         raise error from RuntimeError(f"the main thread was here:\n{stack}")
     except type(error):

@@ -39,7 +39,7 @@ class TransformersEngine(Engine):
         """
         start = time.monotonic()
         self.self_check = require_agreement_here(
-            self.model_dir, config, self.max_length, self.groups, subject, wanted=enabled
+            self.model_dir, config, self.max_length, self.groups, subject, enabled=enabled
         )
         self.self_check_s = time.monotonic() - start
 

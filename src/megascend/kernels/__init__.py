@@ -1,1 +1,1 @@
-"""Computations written out here because they need less memory or time than their parts: plain PyTorch, Triton on CUDA."""
+"""Fused computations that need less memory or time than their parts: plain PyTorch, and Triton on CUDA."""

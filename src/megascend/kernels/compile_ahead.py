@@ -1,9 +1,9 @@
-"""``python -m megascend.kernels.compile_ahead JOB``: a model's Triton kernels, into the cache of Triton, before they are called.
+"""``python -m megascend.kernels.compile_ahead JOB``: compile a model's Triton kernels into Triton's cache before the first step.
 
-Compiled when they are first called, one after the other, kernels and the stubs in C that launch them keep a first step waiting
-for seconds. Here nothing is launched and no context made on a device: the functions that the model calls are called on numbers on
-the host, and of each launch the compiler does its part, for the device's kind. What is called differently after all is compiled
-where it is called.
+Kernels, and the C stubs that launch them, are otherwise compiled one by one at their first call, which delays the first step by
+seconds. Here nothing is launched and no device context is created: the model's functions are called on host tensors, and each
+launch only compiles its kernel for the device's compute capability. A kernel that a run specialises differently is compiled at
+its call.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megascend.surroundings import die_with_parent
 
 ROWS = 128
 PROCESSORS = 132
-"""Of a device, for the size of a grid: no kernel is compiled for one."""
+"""Multiprocessors of the assumed device, which determine the size of a grid; compiled kernels do not depend on it."""
 COMPILERS = 4
-"""C compilers at a time."""
+"""C compilers in parallel."""
 DRIVER = "libcuda.so.1"
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What a rank has of a layer's attention.
+    """A rank's share of a layer's attention.
 
     Attributes:
-        groups: heads of keys.
-        heads: of queries, of each group.
-        width: of a head.
-        rotary: of which so many numbers are rotated.
+        groups: number of key heads.
+        heads: number of query heads of each group.
+        width: size of a head.
+        rotary: number of elements of a head that are rotated.
         norms: with QK-norm.
-        trained: the norms' weights.
+        trained: the norms' weights are trained.
     """
 
     groups: int
@@ -53,16 +53,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Job:
-    """What decides which kernels a model's steps take, of one rank.
+    """The properties of a rank's model that determine its kernels.
 
     Attributes:
-        dtype: of the model: float32, float16 or bfloat16.
-        device: number of the device, of those that are visible.
-        packed: layouts of attention: packed sequences, or one beside the other.
-        attention: None: none that the kernels fit.
-        gated: width of its dense layers' SwiGLU, or None.
+        dtype: dtype of the model: float32, float16 or bfloat16.
+        device: index of the device among the visible ones.
+        packed: layouts of attention, True for packed sequences, False for one sequence a row.
+        attention: None if the kernels do not support the model's attention.
+        gated: width of the SwiGLU of dense layers, or None.
         vocabulary: rows of the output layer.
-        done: a file to make when all is in the cache of Triton.
+        done: file to create when all kernels are in Triton's cache.
     """
 
     dtype: str
@@ -85,21 +85,21 @@ class Job:
 
 
 def capability(device: int) -> int:
-    """Compute capability of a device, 90 for 9.0, as CUDA's driver tells it without a context."""
+    """Return the compute capability of a device, 90 for 9.0, from CUDA's driver, without creating a context."""
     cuda = ctypes.CDLL(DRIVER)
-    handle, found = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
-    failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device)
-    for value, attribute in zip(found, (MAJOR, MINOR), strict=True):
-        failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-    if failed:
-        raise OSError(f"CUDA's driver does not tell of device {device}: error {failed}")
-    return 10 * found[0].value + found[1].value
+    handle, version = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+    status = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device)
+    for value, attribute in zip(version, (MAJOR, MINOR), strict=True):
+        status = status or cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+    if status:
+        raise OSError(f"CUDA's driver cannot query device {device}: error {status}")
+    return 10 * version[0].value + version[1].value
 
 
 def compile_all(job: Job, target: int, launchers: bool = True) -> int:
-    """Compile what ``job`` needs for compute capability ``target``; return the number of kernels. Changes torch and Triton.
+    """Compile the kernels of ``job`` for compute capability ``target``; return their number. Patches torch and Triton.
 
-    ``launchers``: also the stubs in C, which need CUDA's driver to be installed.
+    ``launchers``: also compile the C stubs, which need an installed CUDA driver.
     """
     import torch
     from triton.backends.compiler import GPUTarget
@@ -116,7 +116,9 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         )
     )
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
-    patch(torch.cuda, "get_device_properties", lambda device=None: properties, "what decides the size of a grid")
+    patch(
+        torch.cuda, "get_device_properties", lambda device=None: properties, "returns the assumed number of processors"
+    )
     run: Any = JITFunction.run
     compiled: dict[str, Any] = {}
 
@@ -141,22 +143,29 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
 
 
 def calls(job: Job) -> list[Callable[[], object]]:
-    """Functions of the model's steps, called as there, in the order of a step."""
+    """Return calls of the model's kernels with a step's argument types, in the order of a step."""
     import torch
 
     from megascend.kernels import gated_silu, qkv_rope, qkv_rope_plain, softmax_triton
 
     dtype, cpu = getattr(torch, job.dtype), torch.device("cpu")
 
-    def attention(of: Attention, packed: bool) -> None:
+    def attention(sizes: Attention, packed: bool) -> None:
         kind = qkv_rope_plain.QkvRopeCase(
-            dtype, of.groups, of.heads, of.width, of.rotary, packed, of.norms, of.norms and of.trained
+            dtype,
+            sizes.groups,
+            sizes.heads,
+            sizes.width,
+            sizes.rotary,
+            packed,
+            sizes.norms,
+            sizes.norms and sizes.trained,
         )
         qkv_rope_plain.trial(qkv_rope.qkv_rope, kind, cpu)
 
     def gated(width: int) -> None:
-        both = torch.empty(ROWS, 2 * width, dtype=dtype)
-        gated_silu.gated_silu_back(gated_silu.gated_silu(both), both)
+        gate_up = torch.empty(ROWS, 2 * width, dtype=dtype)
+        gated_silu.gated_silu_back(gated_silu.gated_silu(gate_up), gate_up)
 
     def softmax() -> None:
         logits, targets = torch.empty(ROWS, job.vocabulary, dtype=dtype), torch.zeros(ROWS, dtype=torch.int64)
@@ -164,23 +173,23 @@ def calls(job: Job) -> list[Callable[[], object]]:
         number = torch.empty(ROWS)
         softmax_triton.gradient_(logits, targets, number, number, None, None)
 
-    found: list[Callable[[], object]] = []
+    kernels: list[Callable[[], object]] = []
     if job.attention is not None:
-        of = job.attention
-        found += [lambda packed=packed: attention(of, packed) for packed in job.packed]
+        sizes = job.attention
+        kernels += [lambda packed=packed: attention(sizes, packed) for packed in job.packed]
     if job.gated is not None:
         width = job.gated
-        found.append(lambda: gated(width))
-    return [*found, softmax]
+        kernels.append(lambda: gated(width))
+    return [*kernels, softmax]
 
 
 def main() -> None:
-    """Do the job in the argument, and leave a mark where it says."""
-    die_with_parent()  # nobody needs what follows a process that is gone
+    """Run the job in the first argument, and create its ``done`` file."""
+    die_with_parent()  # without the run, the kernels are not needed
     job = Job.parse(sys.argv[1])
     try:
         target = capability(job.device)
-    except OSError:  # no device is visible; the run knows what to do without one, or says so
+    except OSError:  # no device is visible; the run itself handles or reports that
         return
     compile_all(job, target)
     Path(job.done).touch()

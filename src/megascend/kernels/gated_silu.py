@@ -1,7 +1,7 @@
 """SwiGLU, silu(gate) * up, and its gradient, in two Triton kernels.
 
-Megatron has torch.compile fuse it: that imports inductor and compiles once for each of two shapes, seconds before the first step.
-These kernels know no shapes, are compiled in a fraction of that, and kept by Triton's cache for the next start.
+Megatron uses torch.compile for it, which imports inductor and compiles once for each of two shapes: seconds before the first
+step. These kernels are independent of shapes, compile in a fraction of that time, and stay in Triton's cache for the next start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _backward_kernel(grad, y, dy, width, BLOCK: tl.constexpr):
 
 
 def gated_silu(y: Tensor) -> Tensor:
-    """silu(y[:, :width]) * y[:, width:] of ``y`` [rows, 2 * width], in fp32 inside; [rows, width] in the dtype of ``y``."""
+    """Compute silu(y[:, :width]) * y[:, width:] in fp32: ``y`` [rows, 2 * width] to [rows, width] in the dtype of ``y``."""
     y = y.contiguous()
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
@@ -55,7 +55,7 @@ def gated_silu(y: Tensor) -> Tensor:
 
 
 def gated_silu_back(grad: Tensor, y: Tensor) -> Tensor:
-    """Gradient of :func:`gated_silu` with respect to ``y``, given that of its result; in the dtype of ``y``."""
+    """Compute the gradient with respect to ``y`` from ``grad``, the gradient of :func:`gated_silu`'s result."""
     grad, y = grad.contiguous(), y.contiguous()
     rows, width = y.shape[0], y.shape[1] // 2
     dy = torch.empty(rows, 2 * width, dtype=y.dtype, device=y.device)
@@ -65,7 +65,7 @@ def gated_silu_back(grad: Tensor, y: Tensor) -> Tensor:
 
 
 def install() -> None:
-    """Have Megatron's fused SwiGLU without bias computed here; that of experts stays torch.compile's. Idempotent."""
+    """Replace Megatron's fused SwiGLU without bias; experts' SwiGLU stays with torch.compile. Idempotent."""
     from megatron.core.fusions import fused_bias_swiglu as fused
 
     original: Any = fused.SwiGLUFunction
@@ -75,20 +75,20 @@ def install() -> None:
     class SwiGLUFunction(original, _Marked):
         @staticmethod
         def forward(ctx: Any, input: Tensor, fp8_input_store: bool, cpu_offload_input: bool) -> Tensor:
-            kept = input.to(torch.float8_e4m3fn) if fp8_input_store else input
+            saved = input.to(torch.float8_e4m3fn) if fp8_input_store else input
             if cpu_offload_input:
-                kept.activation_offloading = True  # type: ignore[attr-defined]
-            ctx.save_for_backward(kept)
+                saved.activation_offloading = True  # type: ignore[attr-defined]
+            ctx.save_for_backward(saved)
             ctx.dtype = input.dtype
             return gated_silu(input)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            (kept,) = ctx.saved_tensors
-            return gated_silu_back(grads[0], kept.to(ctx.dtype)), None, None
+            (saved,) = ctx.saved_tensors
+            return gated_silu_back(grads[0], saved.to(ctx.dtype)), None, None
 
     patch(fused, "SwiGLUFunction", SwiGLUFunction, "SwiGLU in two Triton kernels")
 
 
 class _Marked:
-    """What :func:`install` has put in place."""
+    """Marker base class of the replacement that :func:`install` creates."""

@@ -1,4 +1,4 @@
-"""The sum of some rows for each token, as one Triton kernel: each row is read once, and only sums are written."""
+"""Sum of selected rows for each token, as one Triton kernel: each row is read once, and only sums are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _gather_sum_kernel(values, place, out, width, K: tl.constexpr, BLOCK: tl.con
 
 
 def gather_sum(values: Tensor, place: Tensor) -> Tensor:
-    """See :func:`megascend.kernels.token_rows.gather_sum`; ``values`` and ``place`` are contiguous and on one GPU."""
+    """Compute :func:`megascend.kernels.token_rows.gather_sum`; ``values`` and ``place`` are contiguous and on one GPU."""
     tokens, k = place.shape
     width = values.shape[1]
     out = torch.empty(tokens, width, dtype=values.dtype, device=values.device)

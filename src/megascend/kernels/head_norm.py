@@ -1,8 +1,8 @@
 """RMSNorm over the width of one attention head, as models with QK-norm (Qwen3) need it, in two Triton kernels.
 
-Transformer Engine's kernels are made for norms as wide as the hidden state. For 128 columns and half a million rows they
-spend most of their time in the second pass over the weight's gradient: 18 of the 29 ms that both norms took in a step of
-Qwen3-1.7B on an H200. These kernels also read keys where the fused projection left them, without a copy.
+Transformer Engine's kernels are designed for norms as wide as the hidden state. For 128 columns and half a million rows they
+spend most of their time in the second pass over the weight's gradient: 18 of the 29 ms of both norms in a step of
+Qwen3-1.7B on an H200. These kernels also read keys in place from the fused projection's output, without a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _forward_kernel(
 def _backward_kernel(
     x, weight, grad, rstd, dx, partial, count, heads, token_stride, head_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each program takes a share of the rows and one row of ``partial`` sums of the weight's gradient."""
+    """Process a share of the rows; write one row of ``partial`` sums of the weight's gradient for each program."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     gain = tl.load(weight + column).to(tl.float32)[None, :]
@@ -94,7 +94,7 @@ class _HeadNorm(torch.autograd.Function):
 
 
 def _tokens_are_evenly_spaced(x: Tensor) -> bool:
-    """Whether [..., heads, width] can be walked with one stride over all tokens and one over heads."""
+    """Check whether [..., heads, width] can be addressed with one stride over all tokens and one over heads."""
     if x.stride(-1) != 1 or x.dim() < 3:
         return False
     dims = list(zip(x.shape[:-2], x.stride()[:-2], strict=True))
@@ -102,12 +102,12 @@ def _tokens_are_evenly_spaced(x: Tensor) -> bool:
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of ``x`` [..., tokens, heads, width] over its last dimension, in fp32 inside; same shape and dtype."""
+    """Apply RMSNorm to ``x`` [..., tokens, heads, width] over its last dimension, in fp32; return the same shape and dtype."""
     return _HeadNorm.apply(x, weight, eps)
 
 
 def install(chunks: Sequence[torch.nn.Module]) -> int:
-    """Use these kernels in every QK-norm of ``chunks`` they fit; returns how many. Parameters stay where they are."""
+    """Use these kernels in every supported QK-norm of ``chunks``; return their number. Parameters are unchanged."""
     count = 0
     for chunk in chunks:
         for name, module in chunk.named_modules():
@@ -123,7 +123,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def _fits(module: torch.nn.Module) -> bool:
-    """Plain RMSNorm over a power of two up to MAX_WIDTH, on a GPU."""
+    """Check for a plain RMSNorm over a power of two up to MAX_WIDTH, on a GPU."""
     weight = getattr(module, "weight", None)
     if (
         type(module).__name__ != "RMSNorm"

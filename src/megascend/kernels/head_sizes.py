@@ -1,4 +1,4 @@
-"""Heads that the kernel of queries, keys and values takes (:mod:`megascend.kernels.qkv_rope`). Pure; imports no torch."""
+"""Head sizes that the QKV kernel (:mod:`megascend.kernels.qkv_rope`) supports. Pure; does not import torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ MAX_WIDTH = 256
 
 
 def width_fits(width: int) -> bool:
-    """Whether heads of ``width`` numbers are taken."""
+    """Check whether heads of ``width`` elements are supported."""
     return _power_of_two(width) and width <= MAX_WIDTH
 
 
 def rotary_fits(width: int, rotary: int) -> bool:
-    """Whether ``rotary`` numbers of a head of ``width`` can be rotated: half of them, and what is left, are powers of two."""
+    """Check whether ``rotary`` elements of a head of ``width`` can be rotated: ``rotary`` and the rest are powers of two."""
     return 2 <= rotary <= width and _power_of_two(rotary) and (rotary == width or _power_of_two(width - rotary))
 
 

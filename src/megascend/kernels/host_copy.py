@@ -1,4 +1,4 @@
-"""Small tensors made on the host, brought to the device, and results on their way back."""
+"""Asynchronous copies of small tensors from the host to the device, and of results back to the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy CPU ``values`` to ``device``; neither waits for the other.
+    """Copy CPU ``values`` to ``device`` without synchronizing.
 
-    From pageable memory a copy waits for all queued work of the device: once a micro batch, the host could not run ahead.
+    A copy from pageable memory would wait for all queued work of the device, so the host could not run ahead of it.
     """
     if device.type == "cpu":
         return values
@@ -17,7 +17,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of ``values`` on the host, which is under way while the host prepares other work for the device."""
+    """An asynchronous copy of ``values`` to the host, which overlaps with the host's other work."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values.detach(), None
@@ -28,7 +28,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> Tensor:
-        """The values, once the device has got there."""
+        """Wait for the copy and return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values

@@ -1,17 +1,17 @@
-"""From hidden states to log-probabilities of the targets, without ever holding the logits of a whole micro batch.
+"""Fused output projection and log-probabilities of the targets, without materialising the logits of a whole micro batch.
 
-The output projection is applied to a chunk of tokens at a time; a chunk's logits [chunk, vocabulary / TP], in the model's
-dtype, are the largest thing that exists.
+The output projection is applied to one chunk of tokens at a time; a chunk's logits [chunk, vocabulary / TP], in the model's
+dtype, are the largest tensor.
 
-Two ways back:
+There are two backward passes:
 
-- :func:`linear_logprobs` works for any loss. It keeps hidden states and a few numbers per token, and computes the logits
-  a second time in the backward pass.
-- :func:`linear_cross_entropy` knows its loss, so it forms the gradient while a chunk's logits are at hand (the idea is
-  Liger-Kernel's fused linear cross entropy): no second projection, no stored logits. The gradient of the weight is added
-  to Megatron's fp32 buffer inside the matrix product where that is possible.
+- :func:`linear_logprobs` works for any loss. It saves hidden states and a few numbers per token, and recomputes the logits in
+  the backward pass.
+- :func:`linear_cross_entropy` has a fixed loss, so it computes the gradient in the forward pass, from a chunk's logits (as in
+  Liger-Kernel's fused linear cross entropy): no second projection, no saved logits. The gradient of the weight is added to
+  Megatron's fp32 buffer inside the matrix product where possible.
 
-Either takes adapters of the output layer: :class:`LowRank` adds ``down @ up`` to each chunk's logits, so that a frozen weight
+Both support adapters of the output layer: :class:`LowRank` adds ``down @ up`` to each chunk's logits, so that a frozen weight
 needs neither a copy nor a gradient.
 """
 
@@ -30,18 +30,18 @@ from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statist
 __all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 
 CHUNK_BYTES = 5 * 2**28
-"""Upper bound on one chunk's logits: 1.25 GiB, 4096 tokens of a vocabulary of 152 thousand in bf16."""
+"""Upper bound on one chunk's logits: 1.25 GiB, which is 4096 tokens with a vocabulary of 152 thousand in bf16."""
 
 
 def chunk_size(rows: int, element_size: int) -> int:
-    """Tokens of one chunk: a multiple of 128, the tile of the matrix product, whose logits stay under CHUNK_BYTES."""
+    """Return the tokens of a chunk: a multiple of 128, the tile of a matrix product, with logits of at most CHUNK_BYTES."""
     return max(128, CHUNK_BYTES // (element_size * max(rows, 1)) // 128 * 128)
 
 
 def chunks(
     hidden: Tensor, rows: Tensor, down: Tensor | None = None, lora_delta: LowRank | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Every chunk of ``hidden`` [n, h] with its logits [chunk, rows]; one buffer serves them all."""
+    """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer."""
     size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
     for start in range(0, len(hidden), size):
@@ -54,11 +54,11 @@ def chunks(
 
 
 class _WeightGradient:
-    """Where the gradient of the output weight [local rows, h] goes.
+    """Accumulator of the gradient of the output weight [local rows, h].
 
-    Under Megatron's DDP every parameter has an fp32 buffer ``main_grad``. Adding to it right away saves a copy in the
-    model's dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so there
-    the gradient is handed to autograd as usual.
+    Under Megatron's DDP every parameter has an fp32 buffer ``main_grad``. Adding to it directly saves a copy in the
+    model's dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so in that
+    case the gradient is returned to autograd as usual.
     """
 
     def __init__(self, weight: Tensor, shard: VocabShard, direct: bool) -> None:
@@ -70,11 +70,11 @@ class _WeightGradient:
             self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=torch.float32, device=weight.device)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add ``grad_logits^T hidden``."""
+        """Add ``grad_logits^T @ hidden``."""
         add_product_(self._sum, grad_logits.t(), hidden)
 
     def for_autograd(self) -> Tensor | None:
-        """The gradient in the weight's dtype, zero for rows that pad the vocabulary; None if it is in place already."""
+        """Return the gradient in the weight's dtype, zero for padding rows; None if it was added to ``main_grad``."""
         if self.direct:
             return None
         gradient = self._sum.to(self._weight.dtype)
@@ -84,11 +84,11 @@ class _WeightGradient:
 
 
 class _Gradients:
-    """Gradients of hidden states, weight and ``down``, those that are needed, from the gradients of chunks of logits."""
+    """Accumulators of the required gradients of hidden states, weight and ``down``, fed with chunks of logit gradients."""
 
     def __init__(
         self,
-        needed: tuple[bool, ...],
+        required: tuple[bool, ...],
         hidden: Tensor,
         weight: Tensor,
         down: Tensor | None,
@@ -97,12 +97,12 @@ class _Gradients:
         lora_delta: LowRank | None,
     ) -> None:
         self._states, self._rows, self._down, self._lora_delta = hidden, weight[: shard.rows], down, lora_delta
-        self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self._weight = _WeightGradient(weight, shard, direct) if needed[1] else None
-        self.down = torch.zeros_like(down) if down is not None and needed[2] else None
+        self.hidden = torch.empty_like(hidden) if required[0] else None
+        self._weight = _WeightGradient(weight, shard, direct) if required[1] else None
+        self.down = torch.zeros_like(down) if down is not None and required[2] else None
 
     def add(self, grad_logits: Tensor, part: slice) -> None:
-        """Take a chunk's."""
+        """Add the contribution of a chunk's logit gradients."""
         if self.hidden is not None:
             torch.mm(grad_logits, self._rows, out=self.hidden[part])
         if self._weight is not None:
@@ -111,7 +111,7 @@ class _Gradients:
             self._lora_delta.propagate(grad_logits, self._down, self.down, part)
 
     def for_autograd(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the order of the functions' first three inputs."""
+        """Return the gradients in the order of the functions' first three inputs."""
         return self.hidden, None if self._weight is None else self._weight.for_autograd(), self.down
 
 
@@ -130,8 +130,10 @@ class _LinearLogprobs(torch.autograd.Function):
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
-        every = chunks(hidden, rows, down, lora_delta)
-        parts = [statistics(logits, local_targets[part], shard, entropy) for part, logits in every]
+        parts = [
+            statistics(logits, local_targets[part], shard, entropy)
+            for part, logits in chunks(hidden, rows, down, lora_delta)
+        ]
         log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
         entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
         ctx.save_for_backward(hidden, weight, down, local_targets, log_sum, target, entropies)
@@ -143,14 +145,14 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         hidden, weight, down, local_targets, log_sum, target, entropies = ctx.saved_tensors
         rows = weight[: ctx.shard.rows]
-        found = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
+        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
         for part, logits in chunks(hidden, rows, down, ctx.lora_delta):
-            of_part = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
+            softmax = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
-            gradient_(logits, local_targets[part], of_part, scale[part], entropy_scale)
-            found.add(logits, part)
-        return *found.for_autograd(), None, None, None, None, None
+            gradient_(logits, local_targets[part], softmax, scale[part], entropy_scale)
+            gradients.add(logits, part)
+        return *gradients.for_autograd(), None, None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -173,9 +175,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
         scale = coefficients * loss_grad
         for part, logits in chunks(hidden, rows, down, lora_delta):
-            found = statistics(logits, local_targets[part], shard, entropy=False)
-            logprobs[part] = found.logprobs
-            gradient_(logits, local_targets[part], found, scale[part], None)
+            softmax = statistics(logits, local_targets[part], shard, entropy=False)
+            logprobs[part] = softmax.logprobs
+            gradient_(logits, local_targets[part], softmax, scale[part], None)
             gradients.add(logits, part)
         ctx.loss_grad = loss_grad
         ctx.gradients = gradients.for_autograd()
@@ -184,14 +186,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
-        # Elsewhere the comparison would make the host wait for the device.
+        # Only on the CPU: on a device the comparison would synchronize.
         if grads[0] is not None and grads[0].device.type == "cpu":
             received = float(grads[0])
             if abs(received - ctx.loss_grad) > 1e-5 * abs(ctx.loss_grad):
                 raise RuntimeError(
-                    f"linear_cross_entropy was told to expect gradient {ctx.loss_grad}, received {received}"
+                    f"linear_cross_entropy was called with loss_grad={ctx.loss_grad}, but received gradient {received}"
                 )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients, ctx.gradients = ctx.gradients, None  # frees them as soon as autograd has used them
         return *gradients, None, None, None, None, None, None
 
 
@@ -205,18 +207,18 @@ def linear_logprobs(
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, and the entropy of each distribution if asked for.
+    """Compute the log-probability of each target and, if requested, the entropy of each distribution.
 
     Args:
-        hidden: [n, h], equal on all ranks of the tensor parallel group. Its gradient here is this rank's part: the sum
-            over the group is the caller's business (Megatron's ``copy_to_tensor_model_parallel_region`` and its like).
+        hidden: [n, h], equal on all ranks of the tensor parallel group. Its gradient is this rank's part: the caller sums
+            it over the group (for example with Megatron's ``copy_to_tensor_model_parallel_region``).
         weight: [local rows, h].
         targets: int64 [n].
         shard: this rank's part of the vocabulary.
         entropy: also return the entropy in nats.
         direct_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of returning it to autograd.
         down: [n, r], equal on all ranks of the group like ``hidden``; its gradient is this rank's part, too.
-        lora_delta: what ``down`` adds to the logits; both or neither.
+        lora_delta: the low-rank term that ``down`` adds to the logits; both or neither.
 
     Returns:
         fp32 [n], and fp32 [n] or None.
@@ -235,12 +237,12 @@ def linear_cross_entropy(
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``sum(-coefficients * logprobs)`` with its gradient formed in the forward pass.
+    """Compute ``sum(-coefficients * logprobs)``, with the gradient computed in the forward pass.
 
     Args:
         hidden, weight, targets, shard, direct_weight_gradient, down, lora_delta: as for :func:`linear_logprobs`.
         coefficients: fp32 [n], not negative: the factor of each token's negative log-likelihood.
-        loss_grad: the gradient that this sum will receive in the backward pass, which has to be known now.
+        loss_grad: the gradient that this sum will receive in the backward pass, which has to be known in advance.
 
     Returns:
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
@@ -259,23 +261,23 @@ def gather_logits(
     lora_delta: LowRank | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Return logits over the whole vocabulary, fp32 [n, padded vocabulary] on the CPU; ``rows``: int64, ascending, by default
-    all.
+    """Return logits over the whole vocabulary, fp32 [n, padded vocabulary] on the CPU.
+
+    ``rows``: tokens to return, int64, ascending; default: all.
     """
     ranks = 1 if shard.group is None else dist.get_world_size(shard.group)
     parts = [torch.empty(0, ranks * len(weight))]
-    wanted = None if rows is None else rows.cpu()
-    for part, every in chunks(hidden, weight, down, lora_delta):
-        logits = every
-        if wanted is not None:
-            inside = wanted[(wanted >= part.start) & (wanted < part.stop)] - part.start
+    selected = None if rows is None else rows.cpu()
+    for part, chunk in chunks(hidden, weight, down, lora_delta):
+        logits = chunk
+        if selected is not None:
+            inside = selected[(selected >= part.start) & (selected < part.stop)] - part.start
             if not len(inside):
-                continue
-            logits = every[inside.to(every.device)]
-        whole = logits
+                continue  # on all ranks alike, so no rank misses the collective below
+            logits = chunk[inside.to(chunk.device)]
         if shard.group is not None:
             shards = [torch.empty_like(logits) for _ in range(ranks)]
             dist.all_gather(shards, logits, group=shard.group)
-            whole = torch.cat(shards, dim=-1)
-        parts.append(whole.float().cpu().clone())
+            logits = torch.cat(shards, dim=-1)
+        parts.append(logits.float().cpu().clone())  # clone: on the CPU it would be a view of the reused buffer
     return torch.cat(parts)

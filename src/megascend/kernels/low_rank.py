@@ -1,4 +1,4 @@
-"""What adapters of the output layer add to a chunk of logits, and the gradients of it."""
+"""LoRA adapters of the output layer: their contribution to a chunk of logits, and its gradients."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 MAX_RANK = 256
-"""Largest rank, all slices of a fused layer together, that the kernels of :mod:`megascend.kernels.low_rank_triton` take."""
+"""Largest rank, summed over the slices of a fused layer, that :mod:`megascend.kernels.low_rank_triton` supports."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """``down @ up[number]`` for every segment of tokens, added to their logits. Tokens in no segment get nothing.
+    """Low-rank term ``down @ up[number]`` that is added to the logits of every segment of tokens.
 
-    ``down`` [n, r] comes with every call; it is what autograd sees. The gradient of ``up`` goes straight into ``grads``, as
-    that of the adapters in linear layers does.
+    Tokens outside all segments are unchanged. ``down`` [n, r] is an argument of every call, and the only tensor that autograd
+    sees: the gradient of ``up`` is added to ``grads`` directly, as for adapters of linear layers.
 
     Attributes:
-        up: [matrices, r, rows], in the model's precision; rows are those of this rank's vocabulary that stand for real tokens.
+        up: [matrices, r, rows], in the model's precision; rows of this rank's vocabulary shard without padding.
         grads: float32, of the same shape.
-        segments: (number of the matrix, its tokens).
+        segments: (index of the matrix, its tokens).
     """
 
     up: Tensor
@@ -30,14 +30,14 @@ class LowRank:
     segments: tuple[tuple[int, slice], ...]
 
     def add_(self, logits: Tensor, down: Tensor, part: slice) -> None:
-        """Add to ``logits`` [tokens of part, at least rows], in place."""
+        """Add the term to ``logits`` [tokens of part, at least rows], in place."""
         for number, segment in self._within(part):
             logits[segment.start - part.start : segment.stop - part.start, : self.up.shape[2]].addmm_(
                 down[segment], self.up[number]
             )
 
     def propagate(self, grad_logits: Tensor, down: Tensor, grad_down: Tensor, part: slice) -> None:
-        """From the gradient of a chunk's logits to those of ``up``, added up, and of ``down``, written to ``grad_down``."""
+        """Backpropagate the gradient of a chunk's logits: add that of ``up`` to ``grads``, write that of ``down``."""
         for number, segment in self._within(part):
             grad = grad_logits[segment.start - part.start : segment.stop - part.start]
             torch.mm(grad, self.up[number].t(), out=grad_down[segment])
@@ -51,7 +51,7 @@ class LowRank:
 
 
 def add_product_(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """``into += left @ right``, float32 whatever the factors are, and in one kernel where there is one."""
+    """Compute ``into += left @ right`` for float32 ``into`` and factors of any dtype; on CUDA in one kernel."""
     if not into.numel():
         return
     if left.dtype == torch.float32:

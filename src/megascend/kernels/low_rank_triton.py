@@ -1,11 +1,11 @@
 """Products of segments of rows with one low-rank matrix each, as three Triton kernels.
 
-Of the three sizes of such a product one is small, the rank, so that what counts is how often rows are read and written: each is
-once. Where segments end is known on the device alone, there may be any number of them, and a row of one never meets another's
-matrix, whatever its values.
+One of the three sizes of such a product, the rank, is small, so the run time depends on the memory traffic of the rows: each is
+read and written once. The ends of segments are only known on the device, their number is arbitrary, and a row is never
+multiplied with the matrix of another segment, so that NaN or inf does not spread.
 
-Matrices are [g, k, m] or [outer, inner, k, m], segment ``s`` having number ``s`` or ``(s // inner, s % inner)``. Their strides
-may be any.
+Matrices are [g, k, m] or [outer, inner, k, m]; segment ``s`` uses matrix ``s`` or ``(s // inner, s % inner)``. They may have any
+strides.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from megascend.kernels.low_rank import MAX_RANK
 
 PROGRAMS = 264
-"""Fewer than this, two for each multiprocessor of an H100, are divided further."""
+"""Minimum number of programs (two for each multiprocessor of an H100): with fewer, blocks are made narrower."""
 
 
 @triton.jit
 def _segment_of(ends, row, segments, SEGMENTS: tl.constexpr):
-    """The first segment that ends behind ``row``."""
+    """Return the first segment that ends after ``row``."""
     index = tl.arange(0, SEGMENTS)
     end = tl.load(ends + index, mask=index < segments, other=2147483647)
     return tl.sum((end <= row).to(tl.int32))
@@ -34,7 +34,7 @@ def _narrow_kernel(
     rows, weights, ends, out, n, segments, inner, row_stride, outer_stride, inner_stride, k_stride, m_stride, k, m,
     SEGMENTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, k] to [ROWS, m], m small."""
+    """Multiply [ROWS, k] to [ROWS, m], with small m."""
     begin = tl.program_id(0) * ROWS
     stop = tl.minimum(begin + ROWS, n)
     row, column, depth = begin + tl.arange(0, ROWS), tl.arange(0, M), tl.arange(0, K)
@@ -63,7 +63,7 @@ def _wide_kernel(
     rows, weights, ends, base, out, n, segments, inner, row_stride, base_stride, outer_stride, inner_stride, k_stride,
     m_stride, k, m, WITH_BASE: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, k] to [ROWS, M] of the columns, k small; plus ``base``."""
+    """Multiply [ROWS, k] to M columns, [ROWS, M], with small k; add ``base``."""
     begin = tl.program_id(0) * ROWS
     stop = tl.minimum(begin + ROWS, n)
     row, depth = begin + tl.arange(0, ROWS), tl.arange(0, K)
@@ -94,7 +94,7 @@ def _gradient_kernel(
     small, large, ends, into, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, q_stride, p, q,
     ROWS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """``into[segment] += small.T @ large`` over the rows of one segment, Q columns of q."""
+    """Compute ``into[segment] += small.T @ large`` over the rows of one segment, for Q of the q columns."""
     segment = tl.program_id(0)
     begin = tl.load(ends + segment - 1, mask=segment > 0, other=0)
     end = tl.load(ends + segment)
@@ -116,10 +116,10 @@ def _gradient_kernel(
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = None) -> Tensor:
-    """Return ``rows[segment s] @ weights[s]``, plus ``base``, added in fp32 and rounded once: [n, k] to [n, m].
+    """Return ``rows[segment s] @ weights[s]`` plus ``base``, added in fp32 and rounded once: [n, k] to [n, m].
 
-    ``weights``: see the module; k or m is :data:`MAX_RANK` at most. ``ends``: int32 [segments]; rows behind the last are not
-    written. bf16 or fp16.
+    ``weights``: see the module; k or m is at most :data:`MAX_RANK`. ``ends``: int32 [segments]; rows after the last segment are
+    not written. bf16 or fp16.
     """
     (n, k), m = rows.shape, weights.shape[-1]
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -146,7 +146,7 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = N
 
 
 def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """Add ``left[segment s].T @ right[segment s]``, [n, k] and [n, m], to float32 ``into[s]``; k or m is MAX_RANK at most."""
+    """Add ``left[segment s].T @ right[segment s]``, [n, k] and [n, m], to float32 ``into[s]``; k or m is at most MAX_RANK."""
     if into.shape[-2] > into.shape[-1]:
         accumulate(into.mT, right, left, ends)
         return
@@ -163,12 +163,12 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
 
 
 def _small(size: int) -> int:
-    """The block for a small size."""
+    """Return the block size for a small dimension; ``tl.dot`` needs at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
 def _of(matrices: Tensor) -> tuple[int, int, int, int, int, int]:
-    """(segments, inner, and the strides of outer, inner and the two sizes of a matrix)."""
+    """Return (segments, inner, strides of outer and inner, strides of a matrix's rows and columns)."""
     if matrices.dim() == 3:
         return len(matrices), 1, matrices.stride(0), 0, matrices.stride(1), matrices.stride(2)
     outer, inner = matrices.shape[:2]

@@ -1,4 +1,4 @@
-"""torch_npu's fused operators: causal attention without a dense mask, and products of groups of rows."""
+"""torch_npu's fused operators: causal attention without a dense mask, and grouped matrix products."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 COMPRESSED = 2048
-"""Rows and columns of the triangle that stands for the mask of any length."""
+"""Rows and columns of the compressed causal mask, which serves any sequence length."""
 EVERYTHING_BEFORE = 65536
-"""``pre_tockens`` of plain causal attention, which does not use it."""
+"""``pre_tockens`` of plain causal attention, which ignores it."""
 LEFT_UP_CAUSAL, BAND = 2, 4
-"""Values of ``sparse_mode`` that take the compressed triangle."""
+"""Values of ``sparse_mode`` that use the compressed mask."""
 
 
 @cache
 def compressed_triangle(device: torch.device) -> Tensor:
-    """bool [2048, 2048], True above the diagonal, where attention is not allowed."""
+    """Return the compressed mask, bool [2048, 2048], True above the diagonal, where attention is masked out."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
@@ -33,14 +33,14 @@ def causal_attention(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Each sample sees itself, up to each token.
+    """Compute causal attention within each sample.
 
     Args:
-        query: [batch, heads, tokens, head dim]; ``key`` and ``value`` may have fewer heads, by which those divide.
-        packed: tokens of each sample, one after the other in the only row; None: one sample a row, padded on the right.
-        scaling: of the scores; default: 1 / sqrt(head dim).
+        query: [batch, heads, tokens, head dim]; ``key`` and ``value`` may have fewer heads (GQA).
+        packed: tokens of each sample, packed in a single row; None: one sample a row, padded on the right.
+        scaling: factor of the scores; default: 1 / sqrt(head dim).
         dropout: probability; the operator draws from the device's random state.
-        window: tokens that each token sees, itself among them; None: all before it.
+        window: number of tokens that each token attends to, including itself; None: all preceding tokens.
 
     Returns:
         [batch, heads, tokens, head dim of value].
@@ -67,16 +67,16 @@ def causal_attention(
 
 
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor, *, by_rows: bool) -> Tensor:
-    """One product a group, called as MindSpeed's grouped layers do. Not differentiable.
+    """Compute one matrix product a group, with the arguments of MindSpeed's grouped layers. Not differentiable.
 
     Args:
-        left: [n, k], the groups being of its rows; or [m, n], the groups being of the dimension that is summed over.
-        right: [groups, k, m], or [n, k].
-        ends: of each group; the last is n.
-        by_rows: the former of either.
+        left: with ``by_rows`` [n, k], grouped along its rows; else [m, n], grouped along the dimension that is summed over.
+        right: with ``by_rows`` [groups, k, m]; else [n, k].
+        ends: end of each group; the last is n.
+        by_rows: select the grouped dimension.
 
     Returns:
-        [n, m]; or [groups, m, k].
+        With ``by_rows`` [n, m]; else [groups, m, k].
     """
     import torch_npu  # type: ignore[reportMissingImports]
 
@@ -93,11 +93,11 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor, *, by_rows: bool)
 
 
 class GroupedProduct(torch.autograd.Function):
-    """``rows[group g] @ matrices[g]`` with its gradients; the operator has none of its own."""
+    """Differentiable ``rows[group g] @ matrices[g]``; the operator itself has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        """Args: rows [n, k], matrices [groups, k, m], ends [groups], the last of which is n."""
+        """Compute the product of rows [n, k] and matrices [groups, k, m]; ends [groups], the last of which is n."""
         ctx.save_for_backward(rows, matrices, ends)
         return grouped_product(rows, matrices, ends, by_rows=True)
 

@@ -1,11 +1,11 @@
-"""From the fused projection of queries, keys and values to what attention takes, in two Triton kernels.
+"""Fused QKV split, QK-norm and rotary embedding, in two Triton kernels.
 
-One pass splits the projection, applies QK-norm and the rotary embedding and writes q, k and v; one pass back writes the
-projection's gradient as a whole, so that nothing is copied or laid together. Both read and write every number once.
+The forward kernel splits the fused projection, applies QK-norm and the rotary embedding and writes q, k and v; the backward
+kernel writes the projection's gradient as one tensor, without a concatenation. Both read and write every element once.
 
-The rotary embedding is the one that Transformer Engine's fused kernel computes: halves rotated against each other, in fp32, from
-a table of angles. Between the norm and the rotation numbers stay in fp32, where separate kernels round them to the dtype of the
-projection. Norms' weights get their gradients in fp32 sums, rounded once.
+The rotary embedding is that of Transformer Engine's fused kernel: halves are rotated against each other, in fp32, from a table
+of angles. Between norm and rotation values stay in fp32, where separate kernels would round them to the dtype of the
+projection. Gradients of the norms' weights are summed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048
-"""Numbers of one head in a tile: 16 tokens of 128. The way back then takes 128 registers a thread, and each load 16 bytes."""
+"""Elements of one head in a tile: 16 tokens of 128. The backward kernel then uses 128 registers a thread and 16-byte loads."""
 MAX_TOKENS = 64
 PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
 def _sin_cos(x):
-    """Both, to 2e-7 for any angle below a million, without the branch for huge ones that libdevice has.
+    """Return sine and cosine, to 2e-7 for angles below a million, without libdevice's branch for huge angles.
 
-    The angle less the nearest multiple of pi / 2, which is there in three parts, goes into Cephes' polynomials (sinf.c).
+    The angle is reduced by the nearest multiple of pi / 2, given in three parts, and put into Cephes' polynomials (sinf.c).
     """
     turns = tl.floor(x * 0.636619772 + 0.5)
     rest = tl.fma(turns, -1.57079637, x)
@@ -46,7 +46,7 @@ def _sin_cos(x):
 def _sin_cos_of(
     token, inside, angles, starts, batch, positions, sequences, HALF: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """[TOKENS, HALF] each, of tokens' positions: those in their own sequences, if sequences are packed."""
+    """Return sine and cosine [TOKENS, HALF] of the tokens' positions, which count within each packed sequence."""
     position = token // batch
     if PACKED:
         index = tl.arange(0, 32)
@@ -71,7 +71,7 @@ def _store(pointers, values, inside):
 
 @triton.jit
 def _head(of_x, of_out, gain, sin, cos, inside, eps, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr):
-    """One head of queries, or the keys, of a tile's tokens."""
+    """Process one query head, or the key head, of a tile's tokens."""
     column = tl.arange(0, HALF)
     first, second = _load(of_x + column[None, :], inside), _load(of_x + HALF + column[None, :], inside)
     if NORM:
@@ -99,7 +99,7 @@ def _forward_kernel(
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One group of heads of TOKENS tokens."""
+    """Process one group of heads of TOKENS tokens."""
     WIDTH: tl.constexpr = 2 * HALF + REST
     program = tl.program_id(0)
     token, group = (program // groups) * TOKENS + tl.arange(0, TOKENS), program % groups
@@ -120,7 +120,7 @@ def _head_back(
     of_grad, of_x, of_dx, gain, sin, cos, inside, eps, first_sum, second_sum, rest_sum,
     HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head's gradient, and the sums of the norm's weight with this head's part added."""
+    """Write one head's gradient; return the sums for the norm's weight with this head's part added."""
     column = tl.arange(0, HALF)
     one, other = _load(of_grad + column[None, :], inside), _load(of_grad + HALF + column[None, :], inside)
     first, second = one * cos + other * sin, other * cos - one * sin
@@ -172,7 +172,7 @@ def _backward_kernel(
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr,
     PACKED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a share of the tiles and, with SUMS, one row of ``partial`` sums of both weights' gradients."""
+    """Process a share of the tiles; with SUMS write one row of ``partial`` sums of both weights' gradients a program."""
     WIDTH: tl.constexpr = 2 * HALF + REST
     LEFT: tl.constexpr = REST if REST > 0 else 1
     query_first, query_second = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
@@ -266,7 +266,7 @@ class _QkvRope(torch.autograd.Function):
 
 
 def _tile(width: int) -> int:
-    """Tokens of a tile."""
+    """Return the number of tokens of a tile."""
     return min(MAX_TOKENS, TILE // width)
 
 
@@ -278,15 +278,15 @@ def qkv_rope(
     groups: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of attention from the fused projection's output.
+    """Split the fused projection's output into the queries, keys and values of attention.
 
     Args:
-        mixed: [tokens, batch, groups * (heads of a group + 2) * width]: of each group its heads of queries, its key, its value.
-        angles: float32 [positions, 1, 1, rotary width], contiguous; both halves of a row are the same. The first ``rotary width``
-            numbers of a head are rotated, of which half, and what is left, must be powers of two.
-        starts: int32 [sequences + 1], on the device: where each of the packed sequences in ``mixed`` [tokens, 1, ...] begins,
-            ascending, and the end. None: row ``i`` of ``mixed`` is at position ``i``.
-        norms: weights [width] of queries' and of keys' RMSNorm, and epsilon. None: no QK-norm.
+        mixed: [tokens, batch, groups * (heads of a group + 2) * width]: for each group its query heads, its key, its value.
+        angles: float32 [positions, 1, 1, rotary width], contiguous; both halves of a row are equal. The first ``rotary width``
+            elements of a head are rotated; ``rotary width`` and the number of other elements must be powers of two.
+        starts: int32 [sequences + 1], on the device: the start of each packed sequence in ``mixed`` [tokens, 1, ...],
+            ascending, and the end of the last one. None: row ``i`` of ``mixed`` is at position ``i``.
+        norms: weights [width] of the RMSNorm of queries and of keys, and epsilon. None: no QK-norm.
 
     Returns:
         q [tokens, batch, groups * heads, width], k and v [tokens, batch, groups, width], contiguous, in the dtype of ``mixed``.

@@ -1,4 +1,4 @@
-"""Queries, keys and values from the fused projection in plain torch, and the kernels of it, trusted once they have agreed."""
+"""QKV split, QK-norm and rotary embedding in plain torch, and a wrapper that tests a kernel against it before use."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn.functional import rms_norm
 logger = logging.getLogger(__name__)
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of relative differences (Euclidean norms), by dtype: between results that are rounded once and several times."""
+"""Bounds of relative differences (Euclidean norms) between results that are rounded once and several times, by dtype."""
 TOKENS, SEQUENCES = 70, (0, 41, 70, 70)
-"""Of the trial: no multiple of a tile; sequences of which the last one is empty."""
+"""Sizes of the trial: not a multiple of a tile; the last sequence is empty."""
 EPS = 1e-6
 
 Norms = tuple[Tensor, Tensor, float]
 
 
 class QkvRope(Protocol):
-    """:func:`megascend.kernels.qkv_rope.qkv_rope`, which says what is what, or something else that computes it."""
+    """Signature of :func:`megascend.kernels.qkv_rope.qkv_rope` (which documents the arguments) and of its replacements."""
 
     def __call__(
         self, mixed: Tensor, angles: Tensor, starts: Tensor | None, norms: Norms | None, groups: int, width: int
@@ -31,28 +31,28 @@ class QkvRope(Protocol):
 def plain_qkv_rope(
     mixed: Tensor, angles: Tensor, starts: Tensor | None, norms: Norms | None, groups: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`megascend.kernels.qkv_rope.qkv_rope`, one step after the other."""
+    """Compute :func:`megascend.kernels.qkv_rope.qkv_rope` step by step."""
     tokens, batch, _ = mixed.shape
     parts = mixed.view(tokens, batch, groups, -1, width)
     query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
     if norms is not None:
-        query, key = (rms_norm(of, (width,), weight, norms[2]) for of, weight in ((query, norms[0]), (key, norms[1])))
-    place = torch.arange(tokens, device=mixed.device)
+        query, key = (rms_norm(x, (width,), weight, norms[2]) for x, weight in ((query, norms[0]), (key, norms[1])))
+    position = torch.arange(tokens, device=mixed.device)
     if starts is not None:
-        place = place - starts[torch.searchsorted(starts, place, right=True) - 1]
-    angle = angles[place, 0, 0][:, None, None]
+        position = position - starts[torch.searchsorted(starts, position, right=True) - 1]
+    angle = angles[position, 0, 0][:, None, None]
 
-    def rotated(of: Tensor) -> Tensor:
-        turned, kept = of[..., : angle.shape[-1]].to(angle.dtype), of[..., angle.shape[-1] :]
-        one, other = turned.chunk(2, -1)
-        turned = turned * angle.cos() + torch.cat([-other, one], -1) * angle.sin()
-        return torch.cat([turned.to(of.dtype), kept], -1).contiguous()
+    def rotated(x: Tensor) -> Tensor:
+        rotary, rest = x[..., : angle.shape[-1]].to(angle.dtype), x[..., angle.shape[-1] :]
+        first, second = rotary.chunk(2, -1)
+        rotary = rotary * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
+        return torch.cat([rotary.to(x.dtype), rest], -1).contiguous()
 
     return rotated(query), rotated(key), value.contiguous()
 
 
 class QkvRopeCase(NamedTuple):
-    """What decides which kernels a call takes."""
+    """The properties of a call that determine the compiled kernels."""
 
     dtype: torch.dtype
     groups: int
@@ -65,10 +65,10 @@ class QkvRopeCase(NamedTuple):
 
 
 class Trusted:
-    """A kernel that has to agree with plain torch on this device before its results are used; else plain torch is.
+    """A kernel that is used only after it agreed with plain torch on this device; plain torch is the fallback.
 
-    The trial of each kind of call comes with the first one, on numbers of its own, and waits for the device. Compilers and
-    drivers are many, and numbers that are wrong without a word are the worst that a kernel can give.
+    The first call of each kind runs a trial on random numbers, which synchronizes with the device. Compilers and drivers vary,
+    and silently wrong numbers are the worst failure of a kernel.
     """
 
     def __init__(self, kernel: QkvRope) -> None:
@@ -89,24 +89,24 @@ class Trusted:
         return compute(mixed, angles, starts, norms, groups, width)
 
     def _try(self, kind: QkvRopeCase, device: torch.device) -> bool:
-        mine, right = (trial(compute, kind, device) for compute in (self._kernel, plain_qkv_rope))
-        apart = [
-            float((one.double() - other.double()).norm() / other.double().norm())
-            for one, other in zip(mine, right, strict=True)
+        results, references = (trial(compute, kind, device) for compute in (self._kernel, plain_qkv_rope))
+        differences = [
+            float((result.double() - reference.double()).norm() / reference.double().norm())
+            for result, reference in zip(results, references, strict=True)
         ]
-        agrees = all(difference <= BOUNDS[kind.dtype] for difference in apart)  # which NaN is not
+        agrees = all(difference <= BOUNDS[kind.dtype] for difference in differences)  # False for NaN
         if not agrees:
             logger.warning(
                 "the kernel for q, k and v does not compute what torch does on this device (%s: relative differences %s): "
                 "it is not used, and steps take longer. Please report it, with the versions of torch and triton",
                 kind,
-                " ".join(f"{difference:.1e}" for difference in apart),
+                " ".join(f"{difference:.1e}" for difference in differences),
             )
         return agrees
 
 
 def trial(compute: QkvRope, kind: QkvRopeCase, device: torch.device) -> list[Tensor]:
-    """q, k, v, and the gradients of the projection and, if they are trained, of the norms."""
+    """Return q, k, v, the gradient of the projection and, if they are trained, those of the norms' weights."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*size: int) -> Tensor:
@@ -122,6 +122,6 @@ def trial(compute: QkvRope, kind: QkvRopeCase, device: torch.device) -> list[Ten
         weights = [(1 + 0.3 * numbers(kind.width)).to(device, kind.dtype).requires_grad_(kind.trained) for _ in "qk"]
         norms = (weights[0], weights[1], EPS) if kind.norms else None
         out = compute(mixed, angles, starts, norms, kind.groups, kind.width)
-        grads = [numbers(*of.shape).to(device, kind.dtype) for of in out]
-        found = torch.autograd.grad(out, [mixed, *(weights if kind.trained else [])], grads)
-    return [of.detach() for of in (*out, *found)]
+        out_grads = [numbers(*tensor.shape).to(device, kind.dtype) for tensor in out]
+        grads = torch.autograd.grad(out, [mixed, *(weights if kind.trained else [])], out_grads)
+    return [tensor.detach() for tensor in (*out, *grads)]

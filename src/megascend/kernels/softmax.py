@@ -1,6 +1,6 @@
-"""The softmax of one chunk of logits, split in what a vocabulary shard can know alone and what follows from the whole.
+"""The softmax of one chunk of logits: statistics of a vocabulary shard, and the gradient from statistics of all shards.
 
-On CUDA Triton computes both parts (:mod:`megascend.kernels.softmax_triton`): it reads the logits once each and needs no fp32
+On CUDA Triton kernels compute both (:mod:`megascend.kernels.softmax_triton`); each reads the logits once and needs no fp32
 copy of them.
 """
 
@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 ShardStatistics = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max), of one shard."""
+"""Maximum, sum of exp(x - max), target's logit or 0, and sum of exp(x - max) * (x - max) of one shard."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the softmax of n rows; everything fp32 [n].
+    """Statistics of the softmax of n rows; all tensors are fp32 [n].
 
     Attributes:
         log_sum: log of the sum of exponentials over the whole vocabulary.
         target: logit of the target.
-        entropy: in nats, or None if it was not asked for.
+        entropy: in nats, or None if it was not requested.
     """
 
     log_sum: Tensor
@@ -32,17 +32,17 @@ class Statistics:
 
     @property
     def logprobs(self) -> Tensor:
-        """Log-probability of the target."""
+        """Return the log-probability of the target."""
         return self.target - self.log_sum
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the vocabulary that this rank has.
+    """The vocabulary rows of one rank.
 
     Attributes:
         start: first token id of this rank's rows.
-        rows: rows that stand for real tokens; what follows in the weight is padding and takes no part in the softmax.
+        rows: rows of real tokens; the rows after them in the weight are padding and excluded from the softmax.
         group: the tensor parallel group, or None if this rank has the whole vocabulary.
     """
 
@@ -52,20 +52,20 @@ class VocabShard:
 
     @classmethod
     def of_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
-        """The shard of tensor parallel ``rank`` where every rank's weight has ``local_rows`` rows."""
+        """Build the shard of tensor parallel ``rank``, where every rank's weight has ``local_rows`` rows."""
         start = rank * local_rows
         return cls(start, max(0, min(local_rows, vocab_size - start)), group)
 
     def local(self, targets: Tensor) -> Tensor:
-        """Column of every target in this shard's logits, -1 where another shard has it."""
+        """Return the column of every target in this shard's logits, -1 if the target is in another shard."""
         local = targets - self.start
         return torch.where((local >= 0) & (local < self.rows), local, -1)
 
 
 def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy: bool) -> Statistics:
-    """Compute statistics over the whole vocabulary from this shard's ``logits`` [n, rows], which are left as they are.
+    """Compute statistics over the whole vocabulary from this shard's ``logits`` [n, rows], which are unchanged.
 
-    The shards' maxima and sums are put together as in Megatron-LM's vocab-parallel cross entropy (Shoeybi et al. 2019,
+    The shards' maxima and sums are combined as in Megatron-LM's vocab-parallel cross entropy (Shoeybi et al. 2019,
     section 3): two small all-reduces over the tensor parallel group.
     """
     compute = _shard_statistics
@@ -77,6 +77,7 @@ def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy
     if shard.group is not None:
         overall = maximum.clone()
         dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
+        # A shard of padding only has maximum -inf and total 0: without the condition its terms would be NaN.
         shift = torch.where(total > 0, maximum - overall, 0.0)
         scale = shift.exp()
         if weighted is not None:
@@ -113,8 +114,8 @@ def _has_kernels(logits: Tensor) -> bool:
 def _shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool) -> ShardStatistics:
     count, rows = logits.shape
     if rows == 0:
-        nothing = torch.zeros(count, dtype=torch.float32, device=logits.device)
-        return nothing - torch.inf, nothing, nothing, nothing if entropy else None
+        zeros = torch.zeros(count, dtype=torch.float32, device=logits.device)
+        return zeros - torch.inf, zeros, zeros, zeros if entropy else None
     x = logits.float()
     maximum = x.amax(-1)
     picked = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The softmax of a chunk of logits as two Triton kernels, one row a program; the mathematics is in softmax.py."""
+"""The softmax of a chunk of logits as two Triton kernels, one program a row; softmax.py explains the mathematics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARPS = 8
 def _statistics_kernel(
     logits, targets, maxima, totals, picked, weights, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Online maximum and sum (Milakov and Gimelshein 2018): the row is read once."""
+    """Compute maximum and sum online (Milakov and Gimelshein 2018): the row is read once."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)

@@ -1,6 +1,6 @@
-"""Rows of tokens in the order of their experts: moved by indices that stay on the device, and added up again in one pass.
+"""Permutation of tokens into the order of their experts, by indices that stay on the device, and the sum of their results.
 
-Nothing here waits for the device: the number of rows is known beforehand, and where they come from need not be.
+Nothing here synchronizes with the device: only the number of rows has to be known on the host, not their order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenRows:
-    """One row for each expert of each token, by expert and then by token.
+    """Indices of the rows, one for each expert of each token, sorted by expert and then by token.
 
     Attributes:
-        token: int64 [tokens * k], whose row it is.
-        choice: int64 [tokens * k], which number of a flat [tokens * experts] belongs to the row.
-        place: int64 [tokens, k], where each token's rows are, by expert.
+        token: int64 [tokens * k], token of each row.
+        choice: int64 [tokens * k], index of each row's value in a flat [tokens * experts].
+        place: int64 [tokens, k], rows of each token, in the order of experts.
     """
 
     token: Tensor
@@ -28,16 +28,18 @@ class TokenRows:
 
 
 def token_rows(routing_map: Tensor, k: int) -> TokenRows:
-    """Return the rows of a routing map, bool [tokens, experts] with ``k`` set in each row; else an assertion fails on the
-    device.
+    """Return the rows of a routing map, bool [tokens, experts] with ``k`` entries set in each row.
+
+    An assertion on the device fails if the total is wrong.
     """
     tokens, experts = routing_map.shape
     by_expert = routing_map.T.reshape(-1)
     rank = by_expert.cumsum(0, dtype=torch.int32) - 1
     torch._assert_async(rank[-1] == tokens * k - 1, f"tokens must have {k} experts each")
-    found = torch.nonzero_static(by_expert, size=tokens * k).view(-1)
-    expert = found.div(tokens, rounding_mode="floor")
-    token = found - expert * tokens
+    # nonzero_static does not synchronize, unlike nonzero, whose output size depends on the values.
+    selected = torch.nonzero_static(by_expert, size=tokens * k).view(-1)
+    expert = selected.div(tokens, rounding_mode="floor")
+    token = selected - expert * tokens
     by_token = torch.nonzero_static(routing_map.reshape(-1), size=tokens * k).view(-1)
     place = rank.view(experts, tokens).T.reshape(-1).index_select(0, by_token).view(tokens, k)
     return TokenRows(token, token * experts + expert, place.long())
@@ -59,7 +61,7 @@ def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def gather_sum(values: Tensor, place: Tensor) -> Tensor:
-    """The sum of ``values[place[t]]`` for each t: [rows, h] and int64 [tokens, k] to [tokens, h], added in fp32."""
+    """Sum ``values[place[t]]`` for each token t in fp32: [rows, h] and int64 [tokens, k] to [tokens, h]."""
     if values.is_cuda and values.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from megascend.kernels.gather_sum_triton import gather_sum as kernel
 
@@ -68,7 +70,7 @@ def gather_sum(values: Tensor, place: Tensor) -> Tensor:
 
 
 class Spread(torch.autograd.Function):
-    """[tokens, h] to [rows, h]."""
+    """Copy each token to its rows: [tokens, h] to [rows, h]."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, token: Tensor, place: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ class Spread(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """[rows, h] to [tokens, h], the sum of each token's rows."""
+    """Sum of each token's rows: [rows, h] to [tokens, h]."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, token: Tensor, place: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class Combine(torch.autograd.Function):
 
 
 class Moved(torch.autograd.Function):
-    """``values[order]`` by a permutation, whose inverse is ``place``."""
+    """Permutation ``values[order]``; ``place`` is the inverse of ``order``."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, place: Tensor) -> Tensor:

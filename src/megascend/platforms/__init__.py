@@ -1,4 +1,4 @@
-"""Choosing the platform. A new one is one file here and one line in ``PLATFORMS``."""
+"""Choose the platform. A new platform needs one file here and one line in ``PLATFORMS``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascend.platforms.npu import explain_torch_npu_failure
 
 __all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 
-# In the order in which "auto" tries them.
+# "auto" tries them in this order.
 PLATFORMS = {
     "npu": "megascend.platforms.npu:NpuPlatform",
     "cuda": "megascend.platforms.cuda:CudaPlatform",
@@ -19,8 +19,12 @@ PLATFORMS = {
 
 
 def choose(name: str = "auto") -> Platform:
-    """The platform called ``name``, or the first one that works here for ``auto``."""
-    _require_torch()
+    """Return the platform ``name``, or for ``auto`` the first one that is available here."""
+    # torch loads an installed torch_npu at its own import, and cannot be imported if torch_npu cannot.
+    try:
+        import_module("torch")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise PlatformError(f"torch cannot be imported: {explain_torch_npu_failure(error)}") from error
     if name == "auto":
         for candidate in map(load, PLATFORMS):
             if candidate.unavailable_because() is None:
@@ -34,15 +38,7 @@ def choose(name: str = "auto") -> Platform:
     return platform
 
 
-def _require_torch() -> None:
-    """torch loads torch_npu by itself where that is installed, and cannot be imported if torch_npu cannot."""
-    try:
-        import_module("torch")
-    except (ImportError, RuntimeError, OSError) as error:
-        raise PlatformError(f"torch cannot be imported: {explain_torch_npu_failure(error)}") from error
-
-
 def load(name: str) -> Platform:
-    """The platform called ``name``, whether it can be used here or not. Imports no torch."""
+    """Return the platform ``name`` without checking that it is available here. Does not import torch."""
     module, _, attribute = PLATFORMS[name].partition(":")
     return getattr(import_module(module), attribute)()

@@ -1,4 +1,4 @@
-"""What a platform must offer. One file per platform beside this one; nothing else asks which hardware it runs on."""
+"""The interface of a platform. One file per platform in this package; all other code is independent of the hardware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Device memory of this process, in bytes. Zero where the platform cannot tell."""
+    """Device memory of this process, in bytes. Zero where the platform cannot measure it."""
 
     allocated: int
     peak: int
@@ -22,22 +22,22 @@ class MemoryFigures:
 
 
 class Platform(ABC):
-    """A kind of device: how to get ready for it, talk over it and measure it. Knows no engine and no provider.
+    """A kind of device: its set-up, communication and measurements. Independent of engines and providers.
 
     Attributes:
-        name: what users write in ``platform:``.
+        name: value of the setting ``platform``.
         device_type: the ``torch.device`` type of tensors.
         backend: the ``torch.distributed`` backend of collectives on device tensors.
-        bind_device: True if ``init_process_group`` of several ranks shall be given the device (eager communicators; NCCL only).
-        has_transformer_engine_kernels: True if the bootstrap has put the real Transformer Engine in force: fused rotary
+        bind_device: True if ``init_process_group`` of several ranks gets the device (eager communicators; NCCL only).
+        has_transformer_engine_kernels: True if the bootstrap activated the real Transformer Engine: fused rotary
             embedding, matrix products that add to Megatron's fp32 gradient buffers.
-        implicit_causal_masks: True if the attention kernel must not be given a dense causal mask.
-        attention_draws_its_own_dropout: True if the fused attention draws dropout masks itself, knowing neither eval() nor
+        implicit_causal_masks: True if the attention kernel does not accept a dense causal mask.
+        attention_draws_its_own_dropout: True if the fused attention draws dropout masks itself and ignores eval() and
             Megatron's random streams.
-        packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; from a device tensor each
-            layer would wait for them.
+        packed_lengths_on_host: True if attention reads the ends of packed samples on the CPU; with a device tensor each
+            layer would synchronize with the device.
         page_locks_memory: True if copies into page-locked host memory are faster (and known to work here).
-        tells_peak_memory: True if :meth:`memory` tells the peak since :meth:`reset_peak_memory`.
+        tells_peak_memory: True if :meth:`memory` reports the peak since :meth:`reset_peak_memory`.
         fuses_activations: True if torch.compile can fuse Megatron's gated activations.
         peak_flops: dense bf16 peak of one device in FLOP/s for utilisation figures, or None if unknown.
     """
@@ -56,26 +56,26 @@ class Platform(ABC):
 
     @abstractmethod
     def unavailable_because(self) -> str | None:
-        """Why this platform cannot be used here, or None. Imports torch, changes nothing."""
+        """Return why this platform cannot be used here, or None. Imports torch, changes nothing."""
 
     def prepare(self) -> list[str]:
-        """Get the process ready for this device, whatever the engine; one line for every change."""
+        """Prepare the process for this device, independent of the engine; return one line for every change."""
         return []
 
     def configure_products(self, tf32: bool) -> list[str]:
-        """Choose what products of fp32 matrices are, before anything computes one; one line for every change."""
+        """Set the precision of fp32 matrix products, before the first one; return one line for every change."""
         if tf32:
             raise ConfigError(
-                f"tf32=True, but platform {self.name!r} has no TF32: its fp32 products are fp32; leave it False"
+                f"tf32=True, but platform {self.name!r} has no TF32: its fp32 products are fp32; set tf32=False"
             )
         return []
 
     def check_products(self) -> None:
-        """Raise PlatformError unless products of fp32 matrices are fp32. Called where precision fp32 was asked for."""
+        """Raise PlatformError unless products of fp32 matrices are fp32. Called if precision fp32 is configured."""
         return
 
     def limit_collectives(self, timeout_s: float) -> list[str]:
-        """Give what is below torch the run's timeout, before groups are created; one line for every change."""
+        """Set the run's timeout in the libraries below torch, before groups are created; return one line for every change."""
         return []
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Platform(ABC):
         """Select and return the device of this process."""
 
     def start_ahead(self, local_rank: int) -> None:
-        """Begin, on a thread, with what the first use of this process's device would wait for; a matter of time alone."""
+        """Warm up this process's device on a thread, so that its first use waits less; has no other effect."""
         return
 
     @abstractmethod
@@ -92,22 +92,22 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryFigures:
-        """Device memory of this process."""
+        """Return the device memory of this process."""
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
 
     def room(self) -> int:
-        """Bytes that tensors of this process can have in all, those there are among them."""
+        """Return the bytes of device memory available to this process, including memory in use by its tensors."""
         return self.memory().total
 
     def free_cached_memory(self) -> None:
-        """Give memory back to the device that the allocator keeps and nothing uses."""
+        """Release cached memory that the allocator holds and no tensor uses."""
         return
 
     def profiler(self, warm_up: int, steps: int) -> Any:
-        """A ``torch.profiler.profile`` of host and device, not started: it records ``steps`` steps after ``warm_up`` others."""
+        """Return a ``torch.profiler.profile`` of host and device, not started; it records ``steps`` after ``warm_up`` steps."""
         from torch.profiler import profile, schedule, supported_activities
 
         return profile(
@@ -115,13 +115,13 @@ class Platform(ABC):
         )
 
     def device_count(self) -> int | None:
-        """Devices of this host, each for one process; None where processes share one. Imports torch, selects no device."""
+        """Return the number of devices of this host, one a process; None if processes share one. Selects no device."""
         return None
 
     def pci_address(self, local_rank: int) -> str | None:
-        """Of the device that a process of this host uses, as Linux writes it (``0000:1b:00.0``); None where it is not told."""
+        """Return the PCI address of a local rank's device, as Linux writes it (``0000:1b:00.0``); None if unknown."""
         return None
 
     def peak_flops(self) -> float | None:
-        """Dense bf16 peak of one device in FLOP/s, or None if unknown."""
+        """Return the dense bf16 peak of one device in FLOP/s, or None if unknown."""
         return None

@@ -1,4 +1,4 @@
-"""The plain CPU, and Gloo."""
+"""The CPU platform: plain CPU with Gloo."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class CpuPlatform(Platform):
         return None
 
     def prepare(self) -> list[str]:
-        """Processes that share cores and each start a thread per core slow each other down tenfold."""
+        """Avoid broken AMX, and limit each of several processes to one thread."""
         changes = avoid_broken_amx(os.environ)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "OMP_NUM_THREADS" in os.environ:
             return changes
+        # Processes that share cores and each start a thread per core slow each other down tenfold.
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch
 
@@ -46,4 +47,4 @@ class CpuPlatform(Platform):
         return MemoryFigures(psutil.Process().memory_info().rss, peak, psutil.virtual_memory().total)
 
     def reset_peak_memory(self) -> None:
-        """The kernel keeps the peak of a process's whole life; it cannot be reset."""
+        """Do nothing: the kernel reports the peak since the start of the process, which cannot be reset."""

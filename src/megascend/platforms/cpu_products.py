@@ -1,8 +1,8 @@
-"""bf16 products on x86 processors that show AMX, where a virtual machine may not run what it shows.
+"""Detect broken AMX: bf16 products on x86 processors of virtual machines that advertise AMX but cannot run it.
 
-Seen on a virtual machine (Xeon; Linux 6.18 under Firecracker): CPUID and the kernel both offer AMX, so oneDNN takes it for bf16,
-and the process ends with SIGILL or an error ``could not create a primitive``, depending on the shape. No flag tells such a
-machine from a sound one, so products are tried in a process of its own, once for a machine and a version of torch.
+Observed on a virtual machine (Xeon; Linux 6.18 under Firecracker): CPUID and the kernel both report AMX, so oneDNN uses it for
+bf16, and the process ends with SIGILL or an error ``could not create a primitive``, depending on the shape. No flag
+distinguishes such a machine, so products are tried in a child process, once for a machine and a version of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megascend.io import paths, shared
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"
-"""The highest of oneDNN's instruction sets below AMX."""
+"""The highest instruction set of oneDNN below AMX."""
 CPUINFO = Path("/proc/cpuinfo")
 TIMEOUT_S = 300.0
 
@@ -36,18 +36,18 @@ for n in (33, 64, 257):
     if not error < 0.02 * n:
         raise ArithmeticError(f"a product of {n} x {n} bf16 values is off by {error}")
 """
-"""Rounding to bf16 makes an error of about 0.005 n; not a number fails the comparison too."""
+"""Rounding to bf16 causes an error of about 0.005 n; NaN fails the comparison too."""
 
 
 def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUINFO) -> list[str]:
-    """Keep oneDNN from AMX where it does not work, unless :data:`VARIABLE` is set; return a line for each change.
+    """Disable AMX in oneDNN if it does not work, unless :data:`VARIABLE` is set; return a line for each change.
 
-    Call it before this process's first product of bf16 matrices.
+    Call it before this process's first product of bf16 matrices: oneDNN reads the variable once.
     """
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []
-    place = paths.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
-    with_amx, without = _kept_trials(place, environment)
+    path = paths.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
+    with_amx, without = _cached_trials(path, environment)
     if not with_amx:
         return []
     if without:
@@ -55,14 +55,14 @@ def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUI
             f"products of bf16 matrices fail on this processor, with AMX ({with_amx}) and without ({without})"
         )
     environment[VARIABLE] = WITHOUT_AMX
-    return [f"{VARIABLE}={WITHOUT_AMX}: this machine shows AMX, with which bf16 products fail ({with_amx})"]
+    return [f"{VARIABLE}={WITHOUT_AMX}: this machine reports AMX, but bf16 products with it fail ({with_amx})"]
 
 
 def shows_amx(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the kernel lists AMX among the processor's features."""
+    """Check whether the kernel lists AMX among the processor's features."""
     try:
         return "amx_tile" in _flags(cpuinfo)
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return False
 
 
@@ -73,15 +73,16 @@ def _flags(cpuinfo: Path) -> list[str]:
     return []
 
 
-def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[str, str]:
-    """:func:`_trials`, once for all processes that share ``place``."""
+def _cached_trials(path: Path, environment: MutableMapping[str, str]) -> tuple[str, str]:
+    """Return :func:`_trials`, run once for all processes that share the file ``path``."""
     try:
-        shared.cached(place, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
-        with_amx, without = json.loads(place.read_text(encoding="utf-8"))
-    except OSError as error:  # TimeoutError among them
+        shared.cached(path, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
+        with_amx, without = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:  # includes TimeoutError
         logging.getLogger(__name__).warning(
-            "a trial of bf16 products could not be kept in %s (%s): each start repeats it; MEGASCEND_CACHE names another folder",
-            place.parent,
+            "the result of a bf16 trial could not be stored in %s (%s): each start repeats it; set MEGASCEND_CACHE to another "
+            "folder",
+            path.parent,
             error,
         )
         return _trials(environment)
@@ -89,16 +90,15 @@ def _kept_trials(place: Path, environment: MutableMapping[str, str]) -> tuple[st
 
 
 def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
-    """What went wrong with AMX, and if anything did, without; empty where nothing did."""
+    """Return the failure with AMX and, only if there is one, the failure without AMX; empty where the trial passed."""
     first = _trial(environment)
     return first, _trial({**environment, VARIABLE: WITHOUT_AMX}) if first else ""
 
 
 def _trial(environment: MutableMapping[str, str]) -> str:
-    command = [sys.executable, "-c", TRIAL]
     try:
-        done = subprocess.run(
-            command,
+        completed = subprocess.run(
+            [sys.executable, "-c", TRIAL],
             env=child_environment(environment),
             capture_output=True,
             text=True,
@@ -107,14 +107,12 @@ def _trial(environment: MutableMapping[str, str]) -> str:
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        raise PlatformError(f"a trial of bf16 products has not ended within {TIMEOUT_S:.0f} s") from None
-    if done.returncode == 0:
+        raise PlatformError(f"a trial of bf16 products did not end within {TIMEOUT_S:.0f} s") from None
+    if completed.returncode == 0:
         return ""
-    return (
-        f"signal {-done.returncode}"
-        if done.returncode < 0
-        else (done.stderr.strip().splitlines() or ["no message"])[-1]
-    )
+    if completed.returncode < 0:
+        return f"signal {-completed.returncode}"
+    return (completed.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def _key(cpuinfo: Path) -> str:

@@ -1,8 +1,9 @@
-"""NVIDIA GPUs and NCCL; and whether matrix products of fp32 tensors are fp32 or, on request, TensorFloat-32.
+"""The CUDA platform: NVIDIA GPUs with NCCL, and the precision of fp32 matrix products (fp32 or, on request, TensorFloat-32).
 
-Transformer Engine asks cuBLAS for TF32 whenever its inputs are fp32 (``cublaslt_gemm.cu``: ``CUBLAS_COMPUTE_32F_FAST_TF32``),
-whatever torch's own switch says; ten bits of mantissa put gradient norms of layouts 1e-4 apart. cuBLAS's variable
-``NVIDIA_TF32_OVERRIDE=0`` takes precedence over what a caller asks for, and is read when the library is loaded.
+Transformer Engine requests TF32 from cuBLAS whenever its inputs are fp32 (``cublaslt_gemm.cu``:
+``CUBLAS_COMPUTE_32F_FAST_TF32``), regardless of torch's own switch; with ten bits of mantissa, gradient norms of different
+layouts differ by 1e-4. cuBLAS's variable ``NVIDIA_TF32_OVERRIDE=0`` takes precedence over a caller's request, and is read when
+the library is loaded.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class CudaPlatform(Platform):
 
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise PlatformError(f"local rank {local_rank} has no GPU of its own: this host shows {count}")
+            raise PlatformError(f"local rank {local_rank} has no GPU of its own: this host has {count}")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
 
     def start_ahead(self, local_rank: int) -> None:
-        # No daemon: a process that ends within a second waits for it, since CUDA cannot be left while it starts.
+        # Not a daemon: a process that ends within a second has to wait, since exiting during CUDA's start-up crashes.
         threading.Thread(target=first_products, args=(local_rank,), name="megascend-cuda-start").start()
 
     def synchronize(self) -> None:
@@ -100,11 +101,10 @@ class CudaPlatform(Platform):
         import torch
 
         if local_rank >= torch.cuda.device_count():
-            return None  # :meth:`device` says so
+            return None  # :meth:`device` reports the missing GPU
         properties = torch.cuda.get_device_properties(local_rank)
-        numbers = [
-            getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
-        ]  # torch 2.6 tells none
+        # torch 2.6 does not have these attributes.
+        numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
         return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
     def peak_flops(self) -> float | None:
@@ -115,10 +115,10 @@ class CudaPlatform(Platform):
 
 
 def shorten_dump(environment: MutableMapping[str, str]) -> list[str]:
-    """Shorten the time that torch leaves ranks hanging, to dump its flight recorder, after a collective of NCCL's timed out.
+    """Shorten the time for which torch keeps a rank alive to dump its flight recorder after an NCCL timeout.
 
-    It is four times the variable, whose default is 15 s (``ProcessGroupNCCL.cpp``): on an H200 the process ended a minute
-    after the timeout. A variable that is set is respected.
+    The time is four times the variable, whose default is 15 s (``ProcessGroupNCCL.cpp``): on an H200 the process ended a minute
+    after the timeout. A value in the environment takes precedence.
     """
     name, milliseconds = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 2000
     if name in environment:
@@ -128,29 +128,29 @@ def shorten_dump(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def first_products(local_rank: int) -> None:
-    """Compute a little on a device: its context and cuBLAS are there then. Most of it is done without Python's lock."""
+    """Initialise a device's context and cuBLAS by small products. Most of the time is spent without the GIL."""
     import torch
 
-    with contextlib.suppress(RuntimeError):  # told where the device is needed
+    with contextlib.suppress(RuntimeError):  # reported where the device is first needed
         if local_rank >= torch.cuda.device_count():
             return
         for dtype in (torch.bfloat16, torch.float32):
-            ones = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", local_rank))
-            torch.mm(ones, ones)
+            matrix = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", local_rank))
+            torch.mm(matrix, matrix)
         torch.cuda.synchronize(local_rank)
 
 
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 TF32_ERROR = 3e-5
-"""Relative error of a product that lies between fp32's (about 3e-7) and TF32's (about 3e-4)."""
+"""Threshold of the relative error of a product, between fp32's (about 3e-7) and TF32's (about 3e-4)."""
 
 
 def configure_tf32(tf32: bool, environment: MutableMapping[str, str]) -> list[str]:
-    """Choose the precision of fp32 products for this process; return one line for every change."""
+    """Set the precision of fp32 products for this process; return one line for every change."""
     value = environment.get(TF32_VARIABLE)
     if value is not None:
         if (value == "0") is tf32:
-            raise ConfigError(f"tf32={tf32} with {TF32_VARIABLE}={value} in the environment: change one of them")
+            raise ConfigError(f"tf32={tf32} contradicts {TF32_VARIABLE}={value} in the environment: change one of them")
         return []
     if tf32:
         import torch
@@ -162,7 +162,7 @@ def configure_tf32(tf32: bool, environment: MutableMapping[str, str]) -> list[st
 
 
 def relative_error() -> float:
-    """Of a product of fp32 matrices by Transformer Engine, against float64. Waits for the device."""
+    """Return the relative error of Transformer Engine's product of fp32 matrices against float64. Synchronizes."""
     import torch
     from transformer_engine.pytorch import Linear
 
@@ -177,10 +177,10 @@ def relative_error() -> float:
 
 
 def check_fp32_products(error: float) -> None:
-    """Raise PlatformError if a product with this relative error was not fp32."""
+    """Raise PlatformError if the relative error of a product shows that it was not computed in fp32."""
     if error > TF32_ERROR:
         raise PlatformError(
-            f"fp32 was asked for, but a matrix product of Transformer Engine has a relative error of {error:.1e}, as TF32 has "
+            f"fp32 is configured, but a matrix product of Transformer Engine has a relative error of {error:.1e}, as with TF32 "
             f"(fp32: below {TF32_ERROR:.0e}). cuBLAS was in use before megascend.bootstrap() could set {TF32_VARIABLE}=0: call "
             f"the bootstrap first, or set the variable before the program starts; tf32=True accepts TF32"
         )

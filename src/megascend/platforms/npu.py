@@ -1,4 +1,4 @@
-"""Ascend NPUs: torch_npu and HCCL."""
+"""The NPU platform: Ascend NPUs with torch_npu and HCCL."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megascend.platforms.cpu_products import avoid_broken_amx
 from megascend.surroundings import is_installed
 
 HCCL_PORTS = 64
-"""Ports that the ranks of one host may take, counted from the base port (16 devices, a few each)."""
+"""Number of ports for the ranks of one host, counted from the base port (16 devices, a few each)."""
 
 FIRST_PORT, LAST_PORT = 17_000, 32_000
-"""Where base ports are chosen: above the services, below Linux's ephemeral ports (32768 and up)."""
+"""Range of base ports: above well-known services, below Linux's ephemeral ports (32768 and up)."""
 
 
 class NpuPlatform(Platform):
     name: ClassVar[str] = "npu"
     device_type: ClassVar[str] = "npu"
     backend: ClassVar[str] = "hccl"
-    bind_device: ClassVar[bool] = False  # Gloo groups made beside a bound HCCL group would inherit the device
+    bind_device: ClassVar[bool] = False  # Gloo groups created next to a bound HCCL group would inherit the device
 
     implicit_causal_masks: ClassVar[bool] = True
     attention_draws_its_own_dropout: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class NpuPlatform(Platform):
         count = npu.device_count()
         if local_rank >= count:
             raise PlatformError(
-                f"local rank {local_rank} has no NPU of its own: this host shows {count} (ASCEND_RT_VISIBLE_DEVICES)"
+                f"local rank {local_rank} has no NPU of its own: this host has {count} (ASCEND_RT_VISIBLE_DEVICES)"
             )
         npu.set_device(local_rank)
         return torch.device("npu", npu.current_device())
@@ -85,15 +85,17 @@ class NpuPlatform(Platform):
 
 
 def _torch_npu() -> Any:
-    """``torch.npu``, which torch_npu adds to torch."""
+    """Return ``torch.npu``, which torch_npu adds to torch."""
     import torch
 
-    return vars(torch)["npu"]
+    return vars(torch)["npu"]  # vars(): type checkers do not know the attribute
 
 
 def prepare_simulated(environment: Any) -> list[str]:
-    """On the simulated device products are the CPU's; and HCCL, which would carry Python objects, is held to refuse them:
-    megascend sends those over Gloo only."""
+    """Prepare the simulated device: avoid broken AMX, since its products run on the CPU, and have its HCCL refuse objects.
+
+    HCCL could carry Python objects; megascend sends those over Gloo only, and the refusal shows a violation in tests.
+    """
     import simnpu
     from simnpu.settings import OBJECTS_VARIABLE
 
@@ -104,17 +106,17 @@ def prepare_simulated(environment: Any) -> list[str]:
 
 
 def limit_hccl(environment: Any, timeout_s: float) -> list[str]:
-    """Set HCCL's own timeouts, which torch's do not reach: without them a rank waits half an hour for a dead one.
+    """Set HCCL's own timeouts, which torch's do not affect: without them a rank waits half an hour for a dead peer.
 
     HCCL_CONNECT_TIMEOUT takes 120 to 7200 s; HCCL_EXEC_TIMEOUT counts in steps of 68 s (CANN's list of environment
-    variables). Variables that are set are respected.
+    variables). Values in the environment take precedence.
     """
-    wanted = {
+    timeouts = {
         "HCCL_CONNECT_TIMEOUT": min(max(math.ceil(timeout_s), 120), 7200),
         "HCCL_EXEC_TIMEOUT": math.ceil(timeout_s / 68) * 68,
     }
     changes = []
-    for name, seconds in wanted.items():
+    for name, seconds in timeouts.items():
         if name not in environment:
             environment[name] = str(seconds)
             changes.append(f"{name}={seconds}")
@@ -122,10 +124,10 @@ def limit_hccl(environment: Any, timeout_s: float) -> list[str]:
 
 
 def choose_hccl_port(environment: Any) -> list[str]:
-    """Give this job's HCCL its own ports on the host, unless the user did.
+    """Choose this job's HCCL ports on the host, unless the environment sets them.
 
-    HCCL listens on 16 ports from 60000 by default, on which two jobs of one host collide. All ranks of a job derive the
-    same base from the rendezvous address, which differs between jobs of one host.
+    By default HCCL listens on 16 ports from 60000, where two jobs of one host collide. All ranks of a job derive the same
+    base port from the rendezvous address, which differs between jobs of one host.
     """
     if any(name in environment for name in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")):
         return []
@@ -135,7 +137,7 @@ def choose_hccl_port(environment: Any) -> list[str]:
 
 
 def hccl_base_port(environment: Mapping[str, str]) -> int:
-    """Return a base port by the job's rendezvous, else by process id; jobs with neighbouring master ports share no ports."""
+    """Return a base port from the job's rendezvous, else from the process id; neighbouring master ports do not overlap."""
     slots = (LAST_PORT - FIRST_PORT) // HCCL_PORTS
     if "MASTER_PORT" not in environment:
         slot = os.getpid()
@@ -154,7 +156,7 @@ ASCEND_LIBRARY = re.compile(r"lib(hccl|ascend|acl|ge_|graph|opapi|runtime)\S*\.s
 
 
 def torch_npu_problem() -> str | None:
-    """Why torch_npu does not work here, or None. Imports torch and torch_npu."""
+    """Return why torch_npu does not work here, or None. Imports torch and torch_npu."""
     if not is_installed("torch_npu"):
         return "torch_npu is not installed: pip install 'megascend[npu]' on a host with Ascend's driver and CANN"
     try:
@@ -171,16 +173,12 @@ def torch_npu_problem() -> str | None:
 
 
 def explain_torch_npu_failure(error: BaseException) -> str:
-    """What the failed import of torch_npu (or, through its auto-loading, of torch) means, and what to do."""
-    first = _root_cause(error)
-    if ASCEND_LIBRARY.search(first):
-        return f"torch_npu cannot load Ascend's libraries ({first}). {WITHOUT_CANN}"
-    return f"torch_npu is installed but cannot be imported: {first}"
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first line of the error at the beginning of the chain: torch wraps torch_npu's in one of its own."""
+    """Explain a failed import of torch_npu (or of torch, which loads torch_npu), with the remedy."""
+    # torch wraps the error of torch_npu; the first cause of the chain names the missing library.
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    cause = lines[0] if lines else type(error).__name__
+    if ASCEND_LIBRARY.search(cause):
+        return f"torch_npu cannot load Ascend's libraries ({cause}). {WITHOUT_CANN}"
+    return f"torch_npu is installed but cannot be imported: {cause}"

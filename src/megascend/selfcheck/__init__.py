@@ -1,1 +1,1 @@
-"""Whether Megatron computes what a model's configuration says: asked of a small slice of it, before any training."""
+"""Self-check: compare a small slice of a model in the engine with transformers, before training starts."""

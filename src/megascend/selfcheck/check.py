@@ -1,4 +1,4 @@
-"""The self-check of a model: made once for a configuration, kept on the disk, told to all ranks."""
+"""The self-check of a model: run once for a configuration, cached on disk, broadcast to all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from megascend.selfcheck.in_process import Subject
 
 HERE = ("torch", "transformers")
-"""Packages that compute a check in this process."""
+"""Packages that affect a check in this process."""
 UNCONCERNED = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
+"""Seconds between two broadcasts that the self-check is still running."""
 
 
 def require_agreement(
@@ -41,10 +42,10 @@ def require_agreement(
     groups: ProcessGroups,
     worker: Worker | None = None,
 ) -> Verdict:
-    """Return the verdict on the model, found on rank 0 now or earlier, on all ranks; SelfCheckError if it differs. Collective.
+    """Return rank 0's new or cached verdict on the model on all ranks; raise SelfCheckError if it differs. Collective.
 
     ``full``: the configuration with all defaults; ``longest``: tokens of the longest sample allowed; ``window_in_force``:
-    Megatron attends within the model's sliding window; ``worker``: on rank 0, a process started before.
+    Megatron attends within the model's sliding window; ``worker``: on rank 0, a process that was started ahead of time.
     """
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
@@ -56,20 +57,20 @@ def require_agreement(
 
 
 def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
-    """Warn of what was not checked, and of an architecture that the tests do not prove; on rank 0."""
+    """Log warnings about an incomplete check and about an architecture that the tests do not cover; on rank 0."""
     for text in warnings_about(verdict, full) if rank == 0 else []:
         logging.getLogger(__name__).warning("%s", text)
 
 
 def require_agreement_here(
-    model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, wanted: bool
+    model_dir: Path, config: Any, longest: int, groups: ProcessGroups, subject: Subject, *, enabled: bool
 ) -> Verdict:
     """Compare a slice of the model with transformers in this process, on rank 0; return the verdict on all ranks. Collective.
 
-    SelfCheckError, or ConfigError where the engine cannot compute the model, is raised on every rank. Without ``wanted`` nothing
-    is compared. ``config``: in transformers' class; ``subject``: the engine's way to compute it.
+    SelfCheckError, or ConfigError where the engine cannot compute the model, is raised on every rank. Nothing is compared unless
+    ``enabled``. ``config``: transformers' configuration object; ``subject``: adapter to the engine.
     """
-    if not wanted:
+    if not enabled:
         return Verdict("off")
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     with groups.monitor.phase("self-check"):
@@ -87,22 +88,26 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
         part = in_process.slice_here(raw, config, longest)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
-    except (LookupError, TypeError, AttributeError) as error:  # settings of another form than decoders have
+    except (LookupError, TypeError, AttributeError) as error:  # a configuration that is not laid out like a decoder's
         return Verdict("not checked", f"config.json: {described(error)}")
     settings = {"engine": subject.engine, "packing": subject.packing, "head": repr(subject.scalar_head)}
     path = cache_folder() / f"{key(part, HERE, **settings)}.json"
-    return _kept_or_made(path, lambda: (in_process.find_out(part, subject), True))
+    return _cached(path, lambda: (in_process.compare(part, subject), True))
 
 
 def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
-    """``make()`` of rank 0, on every rank. Others hear every half second that it is not ready, so that none times out."""
+    """Run ``make()`` on rank 0 and return its verdict on every rank.
+
+    A check may take longer than the timeout of a collective. So it runs on a thread, and rank 0 broadcasts every half second
+    that it is still running.
+    """
     if len(groups.ranks("world")) == 1:
-        return _in_one_sentence(make)
+        return _as_megascend_error(make)
     box: list[tuple[Verdict | None, MegascendError | None]] = []
 
     def work() -> None:
         try:
-            box.append((_in_one_sentence(make), None))
+            box.append((_as_megascend_error(make), None))
         except MegascendError as error:
             box.append((None, error))
 
@@ -112,7 +117,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
 
     def result() -> Verdict:
         if not box:
-            raise PlatformError("the self-check ended without a verdict; the log above says why")
+            raise PlatformError("the self-check ended without a verdict; see the log above for the cause")
         verdict, problem = box[0]
         if verdict is None:
             assert problem is not None
@@ -127,65 +132,70 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
     return from_rank_0(result, groups, "the self-check")
 
 
-def _in_one_sentence(make: Callable[[], Verdict]) -> Verdict:
-    """Return ``make()``; raise PlatformError, with its cause, for an error that is none of ours."""
+def _as_megascend_error(make: Callable[[], Verdict]) -> Verdict:
+    """Return ``make()``; raise PlatformError from any exception that is not a MegascendError."""
     try:
         return make()
     except MegascendError:
         raise
     except Exception as error:
         raise PlatformError(
-            f"the self-check failed ({described(error)}); self_check: off skips it, and then compare log-probabilities yourself "
-            "(backend.forward)"
+            f"the self-check failed ({described(error)}); set self_check: off to skip it, and then compare log-probabilities "
+            "yourself (backend.forward)"
         ) from error
 
 
 def examine(
     raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool, worker: Worker | None = None
 ) -> Verdict:
-    """The verdict on a configuration: from the disk, or found out now, by ``worker`` if there is one, and kept there."""
+    """Return the verdict on a configuration from the cache, or run the check (in ``worker``, if any) and cache it."""
     try:
         part = slice_model(raw, full, longest, window_in_force)
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
-    return _kept_or_made(place(part), lambda: find_out(part, worker), lambda: find_out(part))
+    # A worker runs one job only: the retry after an OSError needs a new one.
+    return _cached(verdict_path(part), lambda: compare(part, worker), lambda: compare(part))
 
 
-def _kept_or_made(
-    path: Path, make: Callable[[], tuple[Verdict, bool]], again: Callable[[], tuple[Verdict, bool]] | None = None
+def _cached(
+    path: Path, make: Callable[[], tuple[Verdict, bool]], retry: Callable[[], tuple[Verdict, bool]] | None = None
 ) -> Verdict:
-    """Return the verdict at ``path``, or make and keep it if final; ``again``: used for ``make`` where it cannot be kept."""
+    """Return the verdict at ``path``, or make it and store it if final.
+
+    ``retry``: called in place of ``make`` if the cache cannot be used; default: ``make``.
+    """
     try:
         paths.make_directory(path.parent)
         with shared.locked(path):
-            if (known := _kept(path)) is not None:
-                return known
+            if (cached := _load(path)) is not None:
+                return cached
             verdict, final = make()
-            if final and verdict.status != "not checked":  # what failed may have lacked memory
-                keep(path, verdict)
+            # "not checked" may be due to a lack of memory, so the next start tries again.
+            if final and verdict.status != "not checked":
+                store(path, verdict)
             return verdict
-    except OSError as error:  # TimeoutError among them: another process holds the lock
-        verdict, _ = (again or make)()
+    except OSError as error:  # includes TimeoutError: another process holds the lock
+        verdict, _ = (retry or make)()
         logging.getLogger(__name__).warning(
-            "the self-check's result could not be kept in %s (%s): the next start repeats it", path.parent, error
+            "the self-check's result could not be stored in %s (%s): the next start repeats it", path.parent, error
         )
         return verdict
 
 
-def keep(path: Path, verdict: Verdict) -> None:
+def store(path: Path, verdict: Verdict) -> None:
     """Write a verdict for the next start; for use under the lock of ``path``."""
     shared.replace(path, lambda fresh: fresh.write_text(json.dumps(verdict.to_dict(), indent=1), encoding="utf-8"))
 
 
-def _kept(path: Path) -> Verdict | None:
+def _load(path: Path) -> Verdict | None:
     try:
         return Verdict.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not what this version writes
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # missing, or written by another version
         return None
 
 
-def find_out(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
-    """Compare the two sides on a slice; also return whether the verdict is final."""
+def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
+    """Compare Megatron with transformers on a slice; also return whether the verdict is final."""
     layers = part.config["num_hidden_layers"]
     try:
         report = process.run([Trial(part.config, part.lengths)], worker)
@@ -197,17 +207,17 @@ def find_out(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
     if verdict.status != "differs":
         return verdict, True
     try:
-        convicted, short_ones_agree = name_the_setting(part, result)
-    except PlatformError:  # the difference stands without its name, and is asked for again next time
+        convicted, short_ones_agree = find_settings(part, result)
+    except PlatformError:  # the difference is reported without its cause, which the next start looks for again
         return verdict, False
     return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
 
 
-def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], bool]:
-    """Settings that make the difference, and whether samples on the short side of RoPE's switch agree among themselves."""
-    known = suspects.known_suspects(part.config, found.full)
-    others = suspects.other_suspects(part.config, found.default, known)
-    first, second = suspects.plan(part.config, known), suspects.plan(part.config, others)
+def find_settings(part: Slice, result: TrialResult) -> tuple[list[Convicted], bool]:
+    """Return the settings that cause a difference, and whether samples on the short side of RoPE's switch agree."""
+    first_suspects = suspects.known_suspects(part.config, result.full)
+    other_suspects = suspects.other_suspects(part.config, result.default, first_suspects)
+    first, second = suspects.plan(part.config, first_suspects), suspects.plan(part.config, other_suspects)
     short = [length for length in part.lengths if length <= ORIGINAL_POSITIONS]
     configs = [*first.configs, *second.configs]
     trials = [Trial(config, part.lengths) for config in configs] + [Trial(part.config, short)]
@@ -215,24 +225,24 @@ def name_the_setting(part: Slice, found: TrialResult) -> tuple[list[Convicted], 
     guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
         second, agrees[len(first.configs) : len(configs)]
     )
-    return [Convicted(each.name, repr(each.value), repr(each.plain)) for each in guilty], agrees[-1]
+    return [Convicted(suspect.name, repr(suspect.value), repr(suspect.plain)) for suspect in guilty], agrees[-1]
 
 
-# --- where verdicts are kept ---
+# --- the cache of verdicts ---
 
 
-def place(part: Slice) -> Path:
-    """The file of the verdict on ``part``."""
+def verdict_path(part: Slice) -> Path:
+    """Return the cache file of the verdict on ``part``."""
     return cache_folder() / f"{key(part)}.json"
 
 
 def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> str:
-    """Digest what a verdict depends on: slice, packages' versions, our code, architecture, and the engine's settings."""
+    """Return a digest of everything that a verdict depends on: slice, package versions, code, architecture, settings."""
     content: dict[str, Any] = {
         "config": part.config,
         "lengths": part.lengths,
         "versions": versions() if packages is None else versions(packages),
-        "code": own_code(),
+        "code": code_digest(),
         **settings,
     }
     if (architecture := registered(part.config.get("model_type"))) is not None:
@@ -241,8 +251,8 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
 
 
 @functools.cache
-def own_code() -> str:
-    """Digest of this package's files."""
+def code_digest() -> str:
+    """Return a digest of this package's files."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

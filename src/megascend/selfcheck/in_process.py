@@ -1,7 +1,7 @@
-"""The self-check of engines that run transformers' own models: a slice as the engine computes it, beside transformers alone.
+"""The self-check of engines that run transformers' own models: compare a slice in the engine with plain transformers.
 
-Nothing of such an engine is in the way of transformers in the same process, so the slice is built here, on the CPU and in fp32:
-each sample in a forward pass of transformers' own, and all of them in one micro batch, laid out as the run lays them out.
+Such an engine and plain transformers can run in the same process, so the slice is built here, on the CPU and in fp32: each
+sample in a forward pass of plain transformers, and all samples in one micro batch, laid out as in the run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megascend.selfcheck.trial_inputs import choose_samples, described, differen
 from megascend.selfcheck.verdict import Verdict
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-"""Names that architectures have for the number of their layers."""
+"""Names of the setting for the number of layers, by architecture."""
 
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "layers_num_experts")
-"""Attributes of configurations, a list with an entry for each layer."""
+"""Attributes of configurations that are lists with an entry for each layer."""
 
 
 class Subject(ABC):
-    """An engine's way to compute a small model of transformers.
+    """Adapter of an engine that builds and runs a small transformers model for the self-check.
 
     Attributes:
-        engine: its name.
+        engine: name of the engine.
         packing: samples of a micro batch share a row.
-        remedy: what to set where samples are right alone and wrong in one micro batch.
-        scalar_head: in the place of a causal language model's output layer, or None.
+        remedy: advice for samples that are right one by one and wrong in one micro batch.
+        scalar_head: replaces a causal language model's output layer, or None.
     """
 
     engine: str
@@ -52,11 +52,11 @@ class Subject(ABC):
 
     @abstractmethod
     def plain(self, config: Any) -> Any:
-        """Return transformers' own model of a configuration, in fp32, whose ``logits`` are [n, vocabulary]."""
+        """Return the plain transformers model of a configuration, in fp32, whose ``logits`` are [n, vocabulary]."""
 
     @abstractmethod
     def build(self, config: Any) -> Any:
-        """Return a model of a configuration, in fp32 on the CPU, prepared as the engine prepares it."""
+        """Return a model of a configuration, in fp32 on the CPU, prepared by the engine."""
 
     @abstractmethod
     def logits(self, model: Any, samples: Sequence[Tensor]) -> list[Tensor]:
@@ -64,37 +64,38 @@ class Subject(ABC):
 
 
 def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
-    """Return the slice of a model (``raw``: its ``config.json``), also where it is nested or names its sizes differently."""
+    """Return the slice of a model (``raw``: its ``config.json``); accept nested configurations and other names of sizes."""
     text = config.get_text_config()
     if text is not config:
-        name = next((each for each in config.sub_configs if getattr(config, each, None) is text), None)
+        name = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
         raw = {**((raw.get(name) if name else None) or {}), "model_type": text.model_type}
     full = json.loads(text.to_json_string(use_diff=False))
-    aliases = {plain: own for plain, own in (text.attribute_map or {}).items() if own in full}
-    full |= {plain: full[own] for plain, own in aliases.items()}
+    # attribute_map: common name -> the architecture's name, for example num_hidden_layers -> n_layer
+    aliases = {common: specific for common, specific in (text.attribute_map or {}).items() if specific in full}
+    full |= {common: full[specific] for common, specific in aliases.items()}
     total = full.get("num_hidden_layers")
-    for name in KINDS_OF_LAYERS:  # many are properties, made of periods and offsets
+    for name in KINDS_OF_LAYERS:  # many are properties computed from periods and offsets, so to_json_string lacks them
         kinds = getattr(text, name, None)
         if isinstance(kinds, list) and len(kinds) == total:
             full[name] = kinds
-    raw = dict(raw) | {plain: raw[own] for plain, own in aliases.items() if own in raw}
+    raw = dict(raw) | {common: raw[specific] for common, specific in aliases.items() if specific in raw}
     in_force = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
     part = slice_model(raw, full, longest, window_in_force=in_force)
-    own_names = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
-    return Slice(own_names | {"model_type": text.model_type}, part.lengths, part.not_shown)
+    settings = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
+    return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
 
 
-def find_out(part: Slice, subject: Subject) -> Verdict:
+def compare(part: Slice, subject: Subject) -> Verdict:
     """Compare the engine with transformers on a slice."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     layers = next((part.config[name] for name in LAYER_COUNTS if name in part.config), 0)
     verdict = run(Trial(part.config, part.lengths), subject).verdict(part, layers)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return replace(verdict, seconds=time.perf_counter() - began, peak_bytes=peak_bytes)
+    return replace(verdict, seconds=time.perf_counter() - start, peak_bytes=peak_bytes)
 
 
 def run(trial: Trial, subject: Subject) -> TrialResult:
-    """Build the model of a trial twice and compare; the process's random numbers stay as they are."""
+    """Build the model of a trial in plain transformers and in the engine and compare; preserve torch's CPU RNG state."""
     from transformers import AutoConfig
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -102,11 +103,12 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             config = AutoConfig.for_model(**copy.deepcopy(trial.config))
             plain = subject.plain(copy.deepcopy(config)).eval()
             randomise(plain, trial.seed)
-        except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the verdict carries it
+        except Exception as error:  # noqa: BLE001  an architecture's code may raise any exception; the verdict reports it
             return TrialResult(transformers_problem=described(error))
         with _called_by(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())
+            # A first pass, before samples are drawn: a model that the engine cannot call fails here with a ConfigError.
             subject.logits(model, [torch.arange(length) % config.vocab_size for length in sorted(trial.lengths)])
         try:
             chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
@@ -114,14 +116,14 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             return TrialResult(transformers_problem=described(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
         with _called_by(subject, plain):
-            alone = [subject.logits(model, [ids])[0] for ids in samples]
-            together = subject.logits(model, samples)
+            separate = [subject.logits(model, [ids])[0] for ids in samples]
+            batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return TrialResult(
         lengths=[len(ids) for ids in samples],
-        alone=_differences(alone, expected, largest),
-        together=_differences(together, expected, largest),
+        alone=_differences(separate, expected, largest),
+        together=_differences(batched, expected, largest),
         largest_logit=largest,
         margin=chosen["margin"],
         rounding=chosen["rounding"],
@@ -130,7 +132,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
 
 @contextlib.contextmanager
 def _called_by(subject: Subject, plain: Any) -> Iterator[None]:
-    """Raise ConfigError for whatever the engine's way to compute ``plain`` raises in the block."""
+    """Convert any exception of the engine's computation in the block to a ConfigError."""
     try:
         yield
     except MegascendError:
@@ -142,22 +144,22 @@ def _called_by(subject: Subject, plain: Any) -> Iterator[None]:
         ) from error
 
 
-def _differences(found: Sequence[Tensor], expected: Sequence[tuple[Tensor, Tensor]], largest: float) -> list[float]:
+def _differences(outputs: Sequence[Tensor], expected: Sequence[tuple[Tensor, Tensor]], largest: float) -> list[float]:
     """Return the largest difference of every sample, over the largest logit."""
     differences = []
-    for logits, other in zip(found, expected, strict=True):
-        logprobs = logits.log_softmax(-1).gather(1, other[1][:, None])[:, 0]
-        differences.append(difference((logits, logprobs), other) / largest)
+    for logits, (reference, targets) in zip(outputs, expected, strict=True):
+        logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        differences.append(difference((logits, logprobs), (reference, targets)) / largest)
     return differences
 
 
 def objection(verdict: Verdict, model_type: str, subject: Subject, versions: Mapping[str, str]) -> str:
-    """Return the message of the error for a model that the engine computes otherwise than transformers."""
+    """Return the error message for a model whose engine and transformers results differ."""
     assert verdict.largest is not None
     where = "samples that share a micro batch (each by itself is right)" if verdict.mixed_only else "samples"
-    way = subject.remedy if verdict.mixed_only else "use another engine"
+    remedy = subject.remedy if verdict.mixed_only else "use another engine"
     return (
         f"self-check: engine {subject.engine} and transformers {versions['transformers']} compute different numbers for this "
         f"{model_type} model: logits of a {verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit on "
-        f"{where}; {way} (self_check: off skips this check and trains what engine {subject.engine} computes)"
+        f"{where}; {remedy} (self_check: off skips this check and trains what engine {subject.engine} computes)"
     )

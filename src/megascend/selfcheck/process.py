@@ -1,9 +1,10 @@
-"""The process that checks a slice, its results, and where verdicts are kept."""
+"""The worker process that checks a slice, its results, and the cache folder of verdicts."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -26,11 +27,12 @@ from megascend.selfcheck.verdict import Verdict
 BOUND = 2e-5
 """Largest difference, over the largest logit, that counts as agreement.
 
-Both sides compute in fp32. Where they compute the same, the largest difference seen is 2e-6 (docs/numerics.md); a setting
-that one of them ignores makes a difference of 1e-3 to 1. A slice that amplifies rounding has :data:`ROUNDINGS_APART` times
-its own rounding instead."""
+Both sides compute in fp32. For equivalent computations the largest observed difference is 2e-6 (docs/numerics.md); a setting
+that one side ignores causes a difference of 1e-3 to 1. For a slice that amplifies rounding the bound is :data:`ROUNDINGS_APART`
+times the effect of rounding on it."""
 ROUNDINGS_APART = 4
 DEADLINE_S = 300.0
+"""Seconds that a worker may take for all its trials."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Trial:
     Attributes:
         config: its ``config.json``.
         lengths: tokens of the samples.
-        seed: of weights and samples.
+        seed: seed of weights and samples.
     """
 
     config: dict[str, Any]
@@ -50,16 +52,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What became of a trial.
+    """The result of a trial.
 
     Attributes:
-        transformers_problem, megatron_problem: why a side could not compute it, or empty.
+        transformers_problem, megatron_problem: why a side could not compute the model, or empty.
         lengths: tokens of the samples, ascending.
-        alone: of every sample, each in a micro batch of its own: the largest difference over the largest logit.
+        alone: largest difference of every sample over the largest logit, with one sample a micro batch.
         together: the same with all samples in one micro batch.
-        margin: the narrowest choice of experts, over the spread of the scores; None if nothing was chosen.
-        rounding: how far fp32 rounding of its parameters moves transformers' own logits, over the largest logit.
-        full, default: the configuration, and its architecture's, with all defaults.
+        margin: the narrowest margin of an expert choice, over the spread of the scores; None without experts.
+        rounding: change of transformers' logits by fp32 rounding of the parameters, over the largest logit.
+        full, default: the model's configuration and its architecture's default one, with all settings.
     """
 
     transformers_problem: str = ""
@@ -75,28 +77,28 @@ class TrialResult:
 
     @property
     def problem(self) -> str:
-        """Why there is nothing to compare, or empty."""
+        """Return why a side could not compute the model, or empty."""
         if self.transformers_problem:
             return f"transformers: {self.transformers_problem}"
         return f"Megatron: {self.megatron_problem}" if self.megatron_problem else ""
 
     @property
     def largest(self) -> float:
-        """The largest difference over the largest logit."""
+        """Return the largest difference over the largest logit."""
         return max(self.alone + self.together, default=float("inf"))
 
     @property
     def agrees(self) -> bool:
-        """Both sides have computed the same."""
+        """Check whether both sides computed the same."""
         return not self.problem and self.largest <= self.bound
 
     @property
     def bound(self) -> float:
-        """The largest difference, over the largest logit, that counts as agreement."""
+        """Return the largest difference, over the largest logit, that counts as agreement."""
         return max(BOUND, ROUNDINGS_APART * self.rounding)
 
     def verdict(self, part: Slice, layers: int) -> Verdict:
-        """Return the verdict on a slice of so many layers, without the names of settings."""
+        """Return the verdict on a slice of ``layers`` layers, without the settings that cause a difference."""
         verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
         if self.problem:
             return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
@@ -108,7 +110,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """Findings in the order of the trials, and what the worker cost."""
+    """Results in the order of the trials, and the worker's time and peak memory."""
 
     findings: list[TrialResult]
     seconds: float
@@ -116,9 +118,9 @@ class TrialReport:
 
 
 class Worker:
-    """A process that imports what a check needs, and then waits for its job.
+    """A process that imports the packages of a check and then waits for its job.
 
-    A context manager, which ends it; it ends with this process in any case.
+    A context manager that ends the process; it ends with this process in any case.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ class Worker:
                 encoding="utf-8",
                 errors="replace",
             )
-        # A thread in the background is not asked when the process ends.
+        # A background thread that holds the worker does not run its cleanup when the interpreter exits.
         atexit.register(self.close)
 
     def __enter__(self) -> Worker:
@@ -146,27 +148,29 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, if it runs, and remove its folder."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # a job that it has not read
+        with contextlib.suppress(OSError):  # closing flushes a job that the process has not read
             self._process.stdin.close()
         self._folder.cleanup()
 
     def work(self, trials: Sequence[Trial], deadline_s: float) -> TrialReport:
-        """Build and compare the models of ``trials``; once."""
+        """Build and compare the models of ``trials``. A worker takes one job only."""
         job, result = self._path / "job.json", self._path / "result.json"
-        found_outside = {kind: registered(kind) for kind in (trial.config.get("model_type") for trial in trials)}
+        model_types = {trial.config.get("model_type"): None for trial in trials}
+        # Architectures that this process registered are unknown to the worker, which is another process.
+        architectures = [registered(model_type) for model_type in model_types]
         job.write_text(
             json.dumps(
                 {
                     "folder": str(self._path / "models"),
                     "result": str(result),
                     "trials": [vars(trial) for trial in trials],
-                    "architectures": [vars(each) for each in found_outside.values() if each is not None],
+                    "architectures": [vars(architecture) for architecture in architectures if architecture is not None],
                 }
             ),
             encoding="utf-8",
@@ -174,33 +178,63 @@ class Worker:
         try:
             self._process.communicate(f"{job}\n", timeout=deadline_s)
         except subprocess.TimeoutExpired as error:
-            raise PlatformError(f"its process has taken longer than {deadline_s:.0f} s") from error
+            raise PlatformError(f"its process took longer than {deadline_s:.0f} s") from error
         if self._process.returncode or not result.is_file():
             end = " ".join((self._path / "errors").read_text(errors="replace", encoding="utf-8").split())[-600:]
-            raise PlatformError(f"its process has ended with exit code {self._process.returncode}: {end}")
-        found = json.loads(result.read_text(encoding="utf-8"))
-        findings = [TrialResult(**each) for each in found["findings"]]
-        return TrialReport(findings, found["seconds"], found["peak_bytes"])
+            raise PlatformError(f"its process ended with exit code {self._process.returncode}: {end}")
+        report = json.loads(result.read_text(encoding="utf-8"))
+        findings = [TrialResult(**values) for values in report["findings"]]
+        return TrialReport(findings, report["seconds"], report["peak_bytes"])
 
 
 def run(trials: Sequence[Trial], worker: Worker | None = None, deadline_s: float = DEADLINE_S) -> TrialReport:
-    """What ``worker``, or a new one, finds out about ``trials``, on the CPU; it is ended then."""
-    with worker or Worker() as at_work:
-        return at_work.work(trials, deadline_s)
+    """Run ``trials`` on the CPU in ``worker``, or in a new one, and end the worker."""
+    with worker or Worker() as active:
+        return active.work(trials, deadline_s)
 
 
 def faster_start() -> dict[str, str]:
-    """No trial of AMX (:mod:`megascend.platforms.cpu_products`): the worker computes in fp32, which has no use for it."""
+    """Return environment variables that skip the AMX trial: the worker computes in fp32, which does not use AMX."""
     if cpu_products.VARIABLE in os.environ or not cpu_products.shows_amx():
         return {}
     return {cpu_products.VARIABLE: cpu_products.WITHOUT_AMX}
+
+
+def start_worker(model_dir: Path, max_length: int | None) -> Worker | None:
+    """Start a worker ahead of the check, while this process still imports Megatron; both take seconds.
+
+    Only after that import is it certain whether a run has to check its model. So the first check of a model and settings leaves
+    a marker file (:func:`mark_checked`), and no worker is started where it exists. Return None then, if the model has a sliding
+    window (only its Megatron configuration shows whether that is active), and if the model cannot be read or a package is
+    missing, which is reported where the model or package is needed.
+
+    Args:
+        max_length: ``batching.max_length``.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError, metadata.PackageNotFoundError):
+        raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        if raw.get("sliding_window") is None and not _marker(model_dir, max_length).exists():
+            return Worker()
+    return None
+
+
+def mark_checked(model_dir: Path, max_length: int | None) -> None:
+    """Leave the marker by which later runs do not start a worker."""
+    with contextlib.suppress(OSError):
+        _marker(model_dir, max_length).touch()
+
+
+def _marker(model_dir: Path, max_length: int | None) -> Path:
+    content = [(model_dir / "config.json").read_text(encoding="utf-8"), max_length, versions()]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / f"{digest}.asked"
 
 
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")
 
 
 def cache_folder() -> Path:
-    """``self-check`` in the folder of :func:`megascend.io.paths.cache_folder`."""
+    """Return the folder ``self-check`` in :func:`megascend.io.paths.cache_folder`."""
     return paths.cache_folder() / "self-check"
 
 

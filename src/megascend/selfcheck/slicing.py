@@ -1,8 +1,8 @@
-"""A small model with the settings of a large one: what a self-check can afford to build twice. Pure.
+"""Slice of a model: a small model with the settings of a large one, cheap enough to build twice. Pure.
 
-Sizes shrink, settings stay. What shrinks: layers (to as many as show every kind of layer), heads (to 4 in 2 query groups, or
-in as many, or in 1, as in the model), hidden and feed-forward sizes, the vocabulary, and positions where RoPE depends on
-how long a sequence is. What stays: everything else; head size, experts and RoPE's parameters among it.
+Sizes shrink, settings stay. These shrink: the number of layers (until the slice still has every kind of layer), heads (to 4 in
+2 query groups, or in 4 or 1 as in the model), hidden and feed-forward sizes, the vocabulary, and positions where RoPE depends
+on the sequence length. All else stays, including head size, experts and RoPE's parameters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megascend.errors import ConfigError
 
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, VOCABULARY = 64, 96, 32, 48, 128
 ORIGINAL_POSITIONS = 24
-"""``original_max_position_embeddings`` of a slice: some of its samples are shorter, some longer."""
+"""``original_max_position_embeddings`` of a slice: some of its samples are shorter and some longer."""
 POSITIONS = 64
 WINDOW = 16
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_window_size", "attention_window_size")
-"""Settings that keep a token from seeing those far before it."""
+"""Settings that limit attention to a window of preceding tokens."""
 LENGTHS = (3, 8, 13, 40, 48)
 MOST_LAYERS = 8
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 
-OF_NO_CONSEQUENCE = (
+IRRELEVANT_SETTINGS = (
     "_name_or_path",
     "auto_map",
     "initializer_range",
@@ -36,21 +36,21 @@ OF_NO_CONSEQUENCE = (
     "transformers_version",
     "use_cache",
 )
-"""Settings that change no number of a forward pass in fp32, or say how the weights are stored."""
+"""Settings that do not affect a forward pass in fp32, or that only describe how the weights are stored."""
 
 
 class CannotSliceError(ConfigError):
-    """There is no small model of this configuration; the message says why."""
+    """A configuration from which no small model can be made; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What is built in place of a model.
+    """A small model that stands for a large one.
 
     Attributes:
-        config: in the words of the model's own ``config.json``.
+        config: settings under the names of the model's own ``config.json``.
         lengths: tokens of the samples, ascending.
-        not_shown: kinds of layers that the model has further down than a slice goes; empty if there are none.
+        not_shown: description of kinds of layers that only occur beyond the slice's last layer; empty if there are none.
     """
 
     config: dict[str, Any]
@@ -62,14 +62,14 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     """Return the slice of a model, or raise CannotSliceError.
 
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
-    Without ``window_in_force`` no sample is longer than the model's sliding window.
+    Without ``window_in_force`` samples are never longer than the model's sliding window.
     """
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
     ]
     if missing or "text_config" in raw:
         raise CannotSliceError(f"config.json has no {', '.join(missing) or 'text model of its own, but a text_config'}")
-    config = {name: value for name, value in raw.items() if name not in OF_NO_CONSEQUENCE}
+    config = {name: value for name, value in raw.items() if name not in IRRELEVANT_SETTINGS}
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
@@ -84,17 +84,17 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
 
 
 def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
-    """How many of the first layers show every kind that the model has, and what they do not show."""
+    """Return how many of the first layers include every kind of layer, and a description of kinds left out."""
     total: int = full["num_hidden_layers"]
     kinds = [_kind(full, layer) for layer in range(total)]
-    wanted = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
-    if wanted <= MOST_LAYERS:
-        return min(total, max(2, wanted)), ""
+    required = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
+    if required <= MOST_LAYERS:
+        return min(total, max(2, required)), ""
     return MOST_LAYERS, f"layers from {MOST_LAYERS} on are of other kinds than those before"
 
 
 def _kind(full: Mapping[str, Any], layer: int) -> tuple[Any, ...]:
-    """What distinguishes a layer from others: its entry in every list that has one a layer, and whether it has experts."""
+    """Return the kind of a layer: its entry in every list that has one a layer, and whether it is dense."""
     lists = [
         repr(value[layer])
         for name, value in sorted(full.items())
@@ -109,7 +109,7 @@ def _kind(full: Mapping[str, Any], layer: int) -> tuple[Any, ...]:
 
 
 def _per_layer(raw: Mapping[str, Any], total: int, layers: int) -> dict[str, Any]:
-    """Lists that have an entry for each layer, cut."""
+    """Return the settings that are lists with an entry for each layer, cut to ``layers``."""
     cut: dict[str, Any] = {
         name: value[:layers] for name, value in raw.items() if isinstance(value, list) and len(value) == total
     }
@@ -119,7 +119,7 @@ def _per_layer(raw: Mapping[str, Any], total: int, layers: int) -> dict[str, Any
 
 
 def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Hidden and feed-forward sizes, heads and vocabulary."""
+    """Return hidden and feed-forward sizes, heads and vocabulary of the slice."""
     widths: dict[str, Any] = {"vocab_size": min(full["vocab_size"], VOCABULARY)}
     for name, most in (
         ("intermediate_size", FFN),
@@ -131,7 +131,7 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = full["num_attention_heads"], full["hidden_size"]
     groups = full.get("num_key_value_heads") or heads
     if heads % groups:
-        return widths  # what transformers says to that is for transformers to say
+        return widths  # an invalid configuration: transformers reports it when the slice is built
     latent = bool(full.get("kv_lora_rank"))
     few = {"num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else min(groups, 2)}
     if heads < 4:
@@ -148,16 +148,15 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) -> tuple[dict[str, Any], int]:
-    """Return the position settings and the longest sample on the slice's scale: RoPE's switch lies within its samples."""
+    """Return the position settings and the longest sample, scaled so that RoPE's switch lies within the samples."""
     most: int | None = full.get("max_position_embeddings")
     if most is None:
         return {}, longest
-    inner = [each.get("original_max_position_embeddings") for each in rope_settings(full)]
+    sections = rope_settings(full)
+    inner = [section.get("original_max_position_embeddings") for section in sections]
     original = full.get("original_max_position_embeddings") or next(filter(None, inner), None)
     if not original:
-        plain = all(
-            (each.get("rope_type") or each.get("type") or "default") == "default" for each in rope_settings(full)
-        )
+        plain = all((section.get("rope_type") or section.get("type") or "default") == "default" for section in sections)
         most = min(most, POSITIONS) if plain else most
         return {"max_position_embeddings": most}, min(longest, most)
     changed: dict[str, Any] = {
@@ -171,14 +170,14 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
 
 
 def rope_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """RoPE's parameters: one mapping, or one for each kind of layer, from either of the sections' names."""
-    found: list[Mapping[str, Any]] = []
+    """Return RoPE's parameters under either section name: one mapping, or one for each kind of layer."""
+    settings: list[Mapping[str, Any]] = []
     for name in ROPE_SECTIONS:
         section = config.get(name)
         if isinstance(section, Mapping):
             inner = [value for value in section.values() if isinstance(value, Mapping)]
-            found += inner or [section]
-    return found
+            settings += inner or [section]
+    return settings
 
 
 def _rescaled(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Which setting two implementations disagree about: the trials that tell, and what to say of the one found. Pure.
+"""Find the setting about which two implementations disagree: plan the trials and interpret their results. Pure.
 
-Every suspect is a setting put back to its plain value, in transformers and in Megatron alike. If both agree without it,
-that setting is it. Several at once are found from the other end: with all suspects plain, each is let in again alone.
+A trial resets a suspect setting to its plain value, in transformers and in Megatron. If both then agree, that setting is the
+cause. Several causes at once are found from the other end: all suspects are plain except one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Suspect:
-    """A setting that may be at fault.
+    """A setting that may cause a difference.
 
     Attributes:
-        name: as ``config.json`` has it.
-        value: what it is there.
-        plain: what both sides are tried with instead.
+        name: name in ``config.json``.
+        value: its value there.
+        plain: its value in a trial.
         changes: keys of the configuration with their values for that trial.
     """
 
@@ -55,7 +55,7 @@ PLAIN: dict[str, Any] = {
     "attention_multiplier": None,
     "logits_scaling": 1.0,
 }
-"""Settings and the value at which an architecture is the plainest: what Megatron-Core does by itself."""
+"""Settings and their plain value, which is Megatron-Core's default behaviour."""
 
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
@@ -66,36 +66,36 @@ SIZES = (
 
 def known_suspects(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
     """Return settings of :data:`PLAIN` that are not plain, RoPE's parameters, sliding window and groups of experts."""
-    values = {**config, **full}  # transformers moves some settings elsewhere
-    found = [
+    values = {**config, **full}  # transformers moves some settings to other keys
+    suspects = [
         Suspect(name, values[name], plain, {name: plain})
         for name, plain in PLAIN.items()
         if name in values and values[name] not in (plain, None)
     ]
-    found += _of_rope(config, full)
+    suspects += _rope_suspects(config, full)
     if (full.get("n_group") or 1) > 1:
-        found.append(Suspect("n_group", full["n_group"], 1, {"n_group": 1, "topk_group": 1}))
+        suspects.append(Suspect("n_group", full["n_group"], 1, {"n_group": 1, "topk_group": 1}))
     if full.get("sliding_window") and full.get("use_sliding_window", True):
         layers = {"layer_types": ["full_attention"] * full["num_hidden_layers"]} if "layer_types" in config else {}
-        found.append(Suspect("sliding_window", full["sliding_window"], None, {"sliding_window": None, **layers}))
-    return found
+        suspects.append(Suspect("sliding_window", full["sliding_window"], None, {"sliding_window": None, **layers}))
+    return suspects
 
 
-def _of_rope(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
-    """RoPE's kind of scaling, and the part of a head that it turns."""
-    found = []
+def _rope_suspects(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect]:
+    """Return RoPE's scaling type and partial rotary factor as suspects, where they are not plain."""
+    suspects = []
     section = next((name for name in ROPE_SECTIONS if isinstance(config.get(name), Mapping)), None)
     settings = rope_settings(full)
-    kinds = [each.get("rope_type") or each.get("type") or "default" for each in settings]
+    kinds = [values.get("rope_type") or values.get("type") or "default" for values in settings]
     if section is not None and len(settings) and kinds[0] != "default":
         theta = settings[0].get("rope_theta") or full.get("rope_theta") or 10000.0
         part = settings[0].get("partial_rotary_factor")
         plain: Config = {"rope_type": "default", "rope_theta": theta} | (
             {"partial_rotary_factor": part} if part else {}
         )
-        found.append(Suspect(f"{section}.rope_type", kinds[0], "default", {section: plain}))
+        suspects.append(Suspect(f"{section}.rope_type", kinds[0], "default", {section: plain}))
     inner = [name for name in ROPE_SECTIONS if (config.get(name) or {}).get("partial_rotary_factor") not in (None, 1.0)]
-    found += [
+    suspects += [
         Suspect(
             f"{name}.partial_rotary_factor",
             config[name]["partial_rotary_factor"],
@@ -104,29 +104,29 @@ def _of_rope(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[Suspect
         )
         for name in inner
     ]
-    return found
+    return suspects
 
 
-def other_suspects(config: Mapping[str, Any], default: Mapping[str, Any], known: Sequence[Suspect]) -> list[Suspect]:
-    """Everything else that the model's ``config.json`` sets to something other than its architecture's default."""
-    taken = {name for suspect in known for name in suspect.changes}
+def other_suspects(config: Mapping[str, Any], default: Mapping[str, Any], excluded: Sequence[Suspect]) -> list[Suspect]:
+    """Return all other settings in the model's ``config.json`` that differ from its architecture's default."""
+    covered = {name for suspect in excluded for name in suspect.changes}
     return [
         Suspect(name, value, default[name], {name: default[name]})
         for name, value in config.items()
-        if name not in taken and name not in SIZES and name in default and default[name] != value
+        if name not in covered and name not in SIZES and name in default and default[name] != value
     ]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Trials in a row: each suspect plain; all plain; all plain but each."""
+    """Trial configurations in order: one suspect plain, for each; all plain; all plain but one, for each."""
 
     suspects: Sequence[Suspect]
     configs: Sequence[Config]
 
 
 def plan(config: Mapping[str, Any], suspects: Sequence[Suspect]) -> Plan:
-    """The configurations to try."""
+    """Return the configurations to try."""
 
     def without(chosen: Sequence[Suspect]) -> Config:
         changed = dict(config)
@@ -134,28 +134,28 @@ def plan(config: Mapping[str, Any], suspects: Sequence[Suspect]) -> Plan:
             changed |= suspect.changes
         return changed
 
-    alone = [without([suspect]) for suspect in suspects]
+    one_plain = [without([suspect]) for suspect in suspects]
     but_one = [without([other for other in suspects if other is not suspect]) for suspect in suspects]
-    return Plan(suspects, [*alone, without(suspects), *but_one] if suspects else [])
+    return Plan(suspects, [*one_plain, without(suspects), *but_one] if suspects else [])
 
 
-def culprits(of: Plan, agrees: Sequence[bool]) -> list[Suspect]:
-    """The suspects that the trials convict; none if the sides disagree however plain the configuration is."""
-    count = len(of.suspects)
+def culprits(trials: Plan, agrees: Sequence[bool]) -> list[Suspect]:
+    """Return the suspects that the trials convict; none if the sides disagree even with all of them plain."""
+    count = len(trials.suspects)
     if not count:
         return []
-    alone, all_plain, but_one = agrees[:count], agrees[count], agrees[count + 1 :]
-    found = [suspect for suspect, agreed in zip(of.suspects, alone, strict=True) if agreed]
-    if not found and all_plain:
-        found = [suspect for suspect, agreed in zip(of.suspects, but_one, strict=True) if not agreed]
-    return found
+    one_plain, all_plain, but_one = agrees[:count], agrees[count], agrees[count + 1 :]
+    guilty = [suspect for suspect, agreed in zip(trials.suspects, one_plain, strict=True) if agreed]
+    if not guilty and all_plain:
+        guilty = [suspect for suspect, agreed in zip(trials.suspects, but_one, strict=True) if not agreed]
+    return guilty
 
 
 def advice(names: Sequence[str], original_positions: int | None, short_ones_agree: bool) -> str:
-    """Return what to do about the settings ``names``; ``short_ones_agree``: samples of up to ``original_positions`` do."""
+    """Return advice on the settings ``names``; ``short_ones_agree``: samples of up to ``original_positions`` tokens agree."""
     if original_positions and short_ones_agree and any(name.startswith(ROPE_SECTIONS) for name in names):
         return (
             f"Samples of up to {original_positions} tokens (original_max_position_embeddings) are right as long as no longer "
-            f"one is beside them: set batching.max_length: {original_positions} or less"
+            f"sample shares their micro batch: set batching.max_length: {original_positions} or less"
         )
     return "megascend cannot train this model as it is configured"

@@ -1,4 +1,4 @@
-"""Weights and samples of a self-check, chosen so that a mistake shows, and how far two sides are apart on them."""
+"""Weights and samples of a self-check, chosen so that a mistake shows, and the difference of two sides' outputs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 LEAST_MARGIN = 3e-5
-"""Of a choice of experts: distance of the last one chosen to the first one left out, over the spread of the scores.
+"""Required margin between the last expert chosen and the first one not chosen, over the spread of the scores.
 
-Thirty times what fp32 rounding moves a score by, so that both sides choose the same experts."""
+Thirty times the effect of fp32 rounding on a score, so that both sides choose the same experts."""
 ATTEMPTS = 40
+"""Draws of a sample before the search for one with this margin is given up."""
 ROUNDINGS = 3
-"""Draws of :func:`rounding`: one alone may be four times smaller than the next."""
+"""Draws of :func:`rounding`: results of single draws differ by up to a factor of four."""
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """A configuration of transformers with all its defaults, as JSON has it."""
+    """Return a transformers configuration with all its defaults, as JSON values."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Draw every parameter of the checkpoint at a scale that lets a mistake show, and the biases that are buffers.
+    """Draw every parameter, and biases that are buffers, at a scale at which a mistake shows.
 
-    Other buffers stay: decays and masks that are drawn would make a model that is not causal.
-    Norm weights around 1, biases around 0, matrices so that activations keep their scale, routers twice that, so that the
-    choice of experts is no coin toss.
+    Other buffers keep their values: random decays or masks would make a model that is not causal.
+    Norm weights are drawn around 1, biases around 0, matrices so that activations keep their scale, and routers at twice that
+    scale, so that the choice of experts is clear.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -50,7 +51,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 class Choices(TorchFunctionMode):
-    """Watches every ``topk`` and remembers the narrowest margin of its choices."""
+    """Torch function mode that records the narrowest margin of every ``topk``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,25 +75,28 @@ class Choices(TorchFunctionMode):
 
 
 def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], seed: int) -> dict[str, Any]:
-    """Draw token ids (one more than a sample's length) on which no choice of experts is close.
+    """Draw token ids (one more than a sample's length) for which every choice of experts has a clear margin.
 
     Returns:
-        ``samples``; ``logits``, [n, vocabulary] each, from ``model``; ``margin``, the narrowest choice of experts, or None;
-        ``rounding``, of :func:`rounding`.
+        ``samples``; ``logits`` from ``model``, [n, vocabulary] each; ``margin``, the narrowest expert choice, or None;
+        ``rounding``, the result of :func:`rounding`.
     """
     generator = torch.Generator().manual_seed(seed)
     samples, logits, margins = [], [], []
     for length in lengths:
-        tried = []
+        attempts = []
         for _ in range(ATTEMPTS):
             ids = torch.randint(vocabulary, (length + 1,), generator=generator)
             with torch.no_grad(), Choices() as choices:
                 output = model(ids[None, :-1], use_cache=False).logits[0].float()
-            tried.append(choices.margin)
+            attempts.append(choices.margin)
             if choices.margin >= LEAST_MARGIN:
                 break
         else:
-            raise RuntimeError(f"no inputs without near ties in routing were found (widest margin {max(tried):.1e})")
+            raise RuntimeError(
+                f"no inputs without near ties in routing in {ATTEMPTS} attempts (widest margin {max(attempts):.1e}, "
+                f"required {LEAST_MARGIN:.1e})"
+            )
         samples.append(ids)
         logits.append(output)
         margins.append(choices.margin)
@@ -106,15 +110,15 @@ def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], 
 
 
 def rounding(model: torch.nn.Module, samples: list[Tensor], logits: list[Tensor], seed: int) -> float:
-    """Return how far rounding every parameter otherwise moves the logits, over the largest logit.
+    """Return the change of the logits when every parameter is rounded differently, over the largest logit.
 
-    Two right programs may be that far apart: 1e-6 in a transformer, up to 1e-4 in random layers of linear attention, whose
-    states amplify what went into them.
+    Two correct programs may differ by this much: 1e-6 in a transformer, up to 1e-4 in random layers of linear attention, whose
+    states amplify differences of their inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = list(model.parameters())
-    largest = max(float(each.abs().max()) for each in logits)
-    apart = 0.0
+    largest = max(float(values.abs().max()) for values in logits)
+    change = 0.0
     with torch.no_grad():
         exact = [parameter.clone() for parameter in parameters]
         for _ in range(ROUNDINGS):
@@ -122,21 +126,26 @@ def rounding(model: torch.nn.Module, samples: list[Tensor], logits: list[Tensor]
                 half_a_digit = torch.finfo(torch.float32).eps * (torch.rand(value.shape, generator=generator) - 0.5)
                 parameter.copy_(value * (1 + half_a_digit))
             for ids, expected in zip(samples, logits, strict=True):
-                moved = model(ids[None], use_cache=False).logits[0].float() - expected
-                apart = max(apart, float(moved.abs().max()) / largest)
+                delta = model(ids[None], use_cache=False).logits[0].float() - expected
+                change = max(change, float(delta.abs().max()) / largest)
         for parameter, value in zip(parameters, exact, strict=True):
             parameter.copy_(value)
-    return apart
+    return change
 
 
-def difference(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> float:
-    """Largest absolute difference of the logits and of the targets' log-probabilities; inf where one is not finite."""
-    logits, targets = theirs
+def difference(outputs: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> float:
+    """Return the largest absolute difference of logits and of the targets' log-probabilities; inf for NaN.
+
+    Args:
+        outputs: logits [n, vocabulary] and log-probabilities of the targets [n].
+        reference: logits [n, vocabulary] and targets, int64 [n].
+    """
+    logits, targets = reference
     logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    worst = max(float((mine[0] - logits).abs().max()), float((mine[1] - logprobs).abs().max()))
-    return worst if worst == worst else float("inf")
+    largest = max(float((outputs[0] - logits).abs().max()), float((outputs[1] - logprobs).abs().max()))
+    return largest if largest == largest else float("inf")
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line."""
+    """Describe an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"

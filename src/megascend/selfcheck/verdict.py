@@ -1,4 +1,4 @@
-"""What a self-check found, as it is kept on the disk and told to the user. Pure."""
+"""The verdict of a self-check, as stored on disk and reported to the user. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class Convicted:
-    """A setting on which the two sides disagree, and what they agree with."""
+    """A setting on which the two sides disagree, and the plain value with which they agree."""
 
     name: str
     value: str
@@ -30,14 +30,14 @@ class Verdict:
     Attributes:
         status: ``agrees``, ``differs``, ``not checked`` (with a ``reason``) or ``off``.
         largest: largest difference over the largest logit.
-        layers: of the slice.
+        layers: number of layers of the slice.
         lengths: tokens of its samples.
-        mixed_only: every sample by itself is right, and wrong in a micro batch with others.
-        short_ones_agree: samples up to ``original_max_position_embeddings`` are right if no longer ones are beside them.
-        convicted: settings that make the difference.
-        not_shown: what the slice leaves out of the model, or empty.
-        seconds, peak_bytes: what it cost when it was made.
-        cached: it was made earlier.
+        mixed_only: every sample is right in a micro batch of one, and some are wrong in a micro batch with others.
+        short_ones_agree: samples up to ``original_max_position_embeddings`` are right if their micro batch has no longer ones.
+        convicted: settings that cause the difference.
+        not_shown: kinds of layers that the slice leaves out, or empty.
+        seconds, peak_bytes: cost of the check.
+        cached: read from the cache.
     """
 
     status: Literal["agrees", "differs", "not checked", "off"]
@@ -54,40 +54,39 @@ class Verdict:
     cached: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the verdict as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Verdict:
-        """What :meth:`to_dict` gave, read from the disk."""
-        convicted = [Convicted(**each) for each in values["convicted"]]
+        """Build the cached verdict from the values of :meth:`to_dict`."""
+        convicted = [Convicted(**setting) for setting in values["convicted"]]
         return replace(cls(**{**values, "convicted": convicted}), cached=True)
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         if self.status == "off":
             return "self-check: off"
         cost = "cached" if self.cached else f"{self.seconds:.1f} s, {self.peak_bytes / 2**20:.0f} MiB"
         if self.status == "not checked":
             return f"self-check: not possible: {self.reason}"
-        found = f"largest difference {self.largest:.1e} of the largest logit"
-        return f"self-check: {self.layers} layers against transformers: {found} ({cost})"
+        result = f"largest difference {self.largest:.1e} of the largest logit"
+        return f"self-check: {self.layers} layers against transformers: {result} ({cost})"
 
 
 def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str, str]) -> SelfCheckError:
-    """Return the error for a model on which the sides, differ, by ``versions`` of packages; ``config``: with all defaults."""
+    """Return the error for a model whose two sides differ; ``config``: with all defaults; ``versions``: of the packages."""
     when = (
         "when short and long samples share a micro batch (each by itself is right)"
         if verdict.mixed_only
         else f"on samples of {verdict.lengths[0]} to {verdict.lengths[-1]} tokens"
     )
-    names = [each.name for each in verdict.convicted]
+    names = [setting.name for setting in verdict.convicted]
     if names:
-        about = ", ".join(_named(each, config) for each in verdict.convicted)
-        cause = f"They disagree about {about}"
+        cause = f"They disagree about {', '.join(_named(setting, config) for setting in verdict.convicted)}"
     else:
         cause = "No setting of config.json was found that explains it"
-    inner = [each.get("original_max_position_embeddings") for each in rope_settings(config)]
+    inner = [section.get("original_max_position_embeddings") for section in rope_settings(config)]
     original = config.get("original_max_position_embeddings") or next(filter(None, inner), None)
     sides = (
         f"transformers {versions['transformers']} and Megatron-Core {versions['megatron-core']} (through mcore-bridge "
@@ -102,7 +101,7 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
 
 
 def gaps(verdict: Verdict, model_type: str) -> list[str]:
-    """Return a warning of what a self-check has not compared, if anything."""
+    """Return a warning about parts of the model that a self-check did not compare, if any."""
     if verdict.status == "not checked":
         return [
             f"self-check: nothing about this {model_type} model was compared with transformers: {verdict.reason}. Compare its "
@@ -114,19 +113,20 @@ def gaps(verdict: Verdict, model_type: str) -> list[str]:
 
 
 def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
-    """What a user should know although training goes on."""
+    """Return warnings for the user that do not stop the training."""
     model_type = str(config.get("model_type"))
-    told = gaps(verdict, model_type)
+    warnings = gaps(verdict, model_type)
     if model_type not in PROVEN:
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
-        told.append(
+        warnings.append(
             f"{model_type} is not among the architectures that megascend's tests prove ({', '.join(PROVEN)}){passed}. Gradients, "
             "parallel layouts and exports of it are untested"
         )
-    return told
+    return warnings
 
 
-def _named(each: Convicted, config: Mapping[str, Any]) -> str:
-    value = config.get(each.name)
-    shown = repr(value) if isinstance(value, str | int | float) else each.value
-    return f"{each.name}={shown} (they agree with {each.plain})"
+def _named(setting: Convicted, config: Mapping[str, Any]) -> str:
+    # The slice may have scaled the value; the message shows the one of the user's config.json.
+    value = config.get(setting.name)
+    text = repr(value) if isinstance(value, str | int | float) else setting.value
+    return f"{setting.name}={text} (they agree with {setting.plain})"

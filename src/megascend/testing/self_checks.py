@@ -38,7 +38,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
     Raises:
         DistributedTestError: one of them does not agree with transformers.
     """
-    slices = {check.place(part): part for part in map(slice_of, map(as_written, configs))}
+    slices = {check.verdict_path(part): part for part in map(slice_of, map(as_written, configs))}
     with shared.locked(check.cache_folder()):
         missing = {path: part for path, part in slices.items() if not path.exists()}
         if not missing:
@@ -48,7 +48,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
             verdict = found.verdict(part, part.config["num_hidden_layers"])
             if verdict.status != "agrees":
                 raise DistributedTestError(f"the self-check of {part.config}: {verdict}")
-            check.keep(path, verdict)
+            check.store(path, verdict)
 
 
 def warm_tiny_models() -> None:
