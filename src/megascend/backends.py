@@ -173,7 +173,7 @@ class EngineBackend(Backend):
             seed: of dropout and everything else that is random.
             timeout_s: seconds after which a missing rank is an error on all others.
             save_timeout_s: seconds after which a checkpoint that is waited for and still being written counts as failed.
-            self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once for a
+            self_check: compare a small slice of the model with transformers first (docs/support.md); a few seconds, once for a
                 configuration.
             head: what the model ends with: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint
                 of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or, in place

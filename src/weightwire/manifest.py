@@ -44,7 +44,7 @@ MOST_ADAPTER_JSON = 65536
 def default_bucket_bytes(device_type: str) -> int:
     """Bytes of a bucket that nobody has chosen, by the type of the device it lies on.
 
-    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/measurements.md).
+    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/benchmarks.md).
     """
     return (256 if device_type == "cpu" else 512) * 2**20
 
