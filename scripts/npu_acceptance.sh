@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What somebody with 1 to 8 Ascend cards runs once, and sends back: doctor, operators, collectives, recipes, parity with
-# Hugging Face, a kill and a resume, speed and memory. docs/npu-acceptance.md says how and what for.
+# Hugging Face, a kill and a resume, speed and memory. docs/npu.md says how and what for.
 #
 #   bash scripts/npu_acceptance.sh [--simulated [--stand-in]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
 #                                  [--out FILE] [--folder DIR]

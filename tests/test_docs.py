@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_examples_of_tests_run(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "own-tests.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
     assert sum("def test_" in program for program in programs) == 3
     for number, program in enumerate(programs):

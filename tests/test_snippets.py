@@ -213,12 +213,12 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/data.md", "def reverse_kl"): (1, with_backend, check_own_loss),
     ("docs/lora.md", "layers = "): (1, nothing, check_targets),
     ("docs/lora.md", "queue = megascend.AdapterQueue"): (1, with_tenants, check_tenants),
-    ("docs/cuda-graphs.md", "batching = megascend.Batching(micro_batch_tokens=8192, cuda_graphs"): (
+    ("docs/benchmarks.md", "batching = megascend.Batching(micro_batch_tokens=8192, cuda_graphs"): (
         1,
         nothing,
         check_graphs,
     ),
-    ("docs/sampling.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
+    ("docs/serve.md", "sampler = megascend.Sampler"): (1, with_tenants, check_sampled),
     ("docs/npu.md", "megascend.bootstrap(parallel="): (1, nothing, check_nothing),
     ("docs/parallelism.md", "megascend.Parallel("): (1, nothing, check_nothing),
     ("docs/quickstart.md", "megascend.bootstrap()"): (2, with_a_small_model, check_trained),

@@ -172,7 +172,7 @@ class EngineBackend(Backend):
             seed: of dropout and all other random numbers.
             timeout_s: seconds after which a missing rank is an error on all others.
             save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
-            self_check: compare a small slice of the model with transformers first (docs/limits.md); a few seconds, once per
+            self_check: compare a small slice of the model with transformers first (docs/support.md); a few seconds, once per
                 configuration.
             head: the model's last layer: ``lm``, logits; ``scalar``, the head of a reward model or critic, from a checkpoint
                 of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new

@@ -44,7 +44,7 @@ MOST_ADAPTER_JSON = 65536
 def default_bucket_bytes(device_type: str) -> int:
     """Return the default bucket size in bytes for buckets on a type of device.
 
-    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/measurements.md).
+    The host needs several tenths of a millisecond for a bucket, about what 256 MiB take between two GPUs (docs/benchmarks.md).
     """
     return (256 if device_type == "cpu" else 512) * 2**20
 

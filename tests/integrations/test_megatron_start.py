@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs/integrations/megatron.md"
 
 def page_start() -> tuple[str, list[str]]:
     """Return the docs' program, and the words of its command."""
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8").partition("## megatron-bridge and mcore-bridge")[0]
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)
     return program, command.split()

@@ -345,7 +345,7 @@ def test_the_proven_list_is_what_tests_and_documents_say() -> None:
 
     assert set(PROVEN) == {case.arch for case in matrix()}
     names = "Qwen2, Qwen3, Qwen3-MoE"
-    for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "limits.md").read_text()):
+    for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "support.md").read_text()):
         assert names in text
 
 

@@ -228,7 +228,7 @@ def bootstrap(
     - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set
       (the order Megatron-Core's overlaps rely on).
     - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
-      parts of torch (docs/npu-internals.md lists them).
+      parts of torch (docs/npu.md lists them).
     - when the program imports them: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
       contiguous, and what else the provider mends (:meth:`PatchProvider.when_imported`).

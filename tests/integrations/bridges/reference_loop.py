@@ -1,4 +1,4 @@
-"""The steps of docs/integrations/bridges.md by transformers and torch's AdamW: reference_loop.py MODEL OUT."""
+"""The steps of docs/integrations/megatron.md by transformers and torch's AdamW: reference_loop.py MODEL OUT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-bridge under ``megascend run``, against transformers: docs/integrations/bridges.md, logits, an example of its own."""
+"""megatron-bridge under ``megascend run``, against transformers: docs/integrations/megatron.md, logits, an example of its own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def assert_equal(exported: dict[str, Tensor], imported: dict[str, Tensor]) -> No
 
 
 def test_the_start_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "integrations" / "bridges.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "integrations" / "megatron.md").read_text(encoding="utf-8")
+    page = text.partition("## megatron-bridge and mcore-bridge\n")[2]
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     section = page[page.index("## megatron-bridge") : page.index("## What to know")]
     script = "set -e\n" + "\n".join(block for block in blocks if block is blocks[0] or block in section)

@@ -2,7 +2,7 @@
 
 Two phases. *Before Megatron* (:meth:`MindSpeed.before_megatron`): prerequisites, seeded arguments, the adaptor's import.
 *With the ModelConfig* (:meth:`MindSpeed.for_model`): arguments from the model and the layout, a repatch if they changed,
-checks. The facts behind each file are in ``docs/npu-internals.md``.
+checks. The facts behind each file are in ``docs/npu.md``.
 """
 
 from megascend.bootstrap.mindspeed.provider import MindSpeed

@@ -126,7 +126,7 @@ def build_config(
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
-    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/limits.md
+    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/support.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         arguments["apply_rope_fusion"] = True
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the

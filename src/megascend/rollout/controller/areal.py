@@ -45,7 +45,7 @@ class ArealCallbacks:
         """Return status and JSON of the answer to a callback."""
         try:
             if name in WEIGHTS:
-                reason = "weights reach the controller's engines by megascend.WeightSync (docs/controller.md)"
+                reason = "weights reach the controller's engines by megascend.WeightSync (docs/rl.md)"
                 return 501, {"error": f"{name} is not supported: {reason}"}
             await self._carry_out(name, _fields(body))
         except (MessageError, RolloutTaskError) as error:
