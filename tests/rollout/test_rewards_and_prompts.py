@@ -170,7 +170,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     assert [sorted(prompt) for prompt in read_prompts(path)] == [["answer", "prompt"], ["messages"]]
     path.write_text("\n")
-    with pytest.raises(DataError, match="no prompt in it"):
+    with pytest.raises(DataError, match="the file has no prompts"):
         read_prompts(path)
     with pytest.raises(DataError, match="not a file"):
         read_prompts(tmp_path)

@@ -221,8 +221,8 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
     ],
 )
 def test_who_has_most_connections_makes_room(held, expected) -> None:
-    found = [connections.Held(each[0], each[1] == "-", place) for place, each in enumerate(held.split())]
-    assert connections.makes_room(found) == expected
+    found = [connections.OpenConnection(each[0], each[1] == "-", place) for place, each in enumerate(held.split())]
+    assert connections.choose_victim(found) == expected
 
 
 def test_a_client_that_goes_away_leaves_nothing(address) -> None:

@@ -257,7 +257,7 @@ def test_sizes_are_bounded() -> None:
         large = served.call("/v1/status", padding="x" * 2000)
         assert status(served.request("/v1/status", large)) == (
             413,
-            f"a body of {len(large)} bytes; at most 2000 are taken",
+            f"a body of {len(large)} bytes; at most 2000 are accepted",
         )
         assert status(served.head("/v1/status", 10**15, signed(b"")))[0] == 413
         assert status(served.head("/v1/status", "9" * 3000, signed(b"")))[0] == 400
@@ -278,7 +278,7 @@ def test_sizes_are_bounded() -> None:
             padded = served.call("/v1/status", padding="x" * 1300)
             assert status(served.request("/v1/status", padded)) == (
                 503,
-                "too many large requests at once; come back later",
+                "too many large requests at once; retry later",
             )
         until(served.idle)
 
