@@ -40,7 +40,7 @@ from weightwire.vllm.worker import WorkerExtension
 
 
 class Updates:
-    """What a worker's extension calls: a real receiver, and a dictionary as the model."""
+    """Double of a worker's updates: a real receiver, and a dictionary as the model."""
 
     def __init__(self, number: int) -> None:
         self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
