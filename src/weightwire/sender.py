@@ -177,7 +177,7 @@ class Sender:
                 del content
                 for _ in tensors:
                     pass
-            self._hand_over(buffer, source_device)
+            self._hand_over(bucket, buffer, source_device)
         if not self._buckets:  # only empty tensors
             for _ in tensors:
                 pass
@@ -219,7 +219,8 @@ class Sender:
         while len(self._works) > count:
             self._works.popleft().wait(self._timeout_s)
 
-    def _hand_over(self, buffer: Tensor, source: torch.device) -> None:
+    def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
+        # Tests of faults replace this method, and select the bucket.
         for device in {buffer.device, source}:
             synchronise_stream(device)
         self._works.append(self._transport.send(buffer))

@@ -421,7 +421,7 @@ def test_one_owner_at_a_time(server, weights, reference, listener, known):
     async def act(engine):
         await engine.claim()
         other = server.engine(owner="another run")
-        with pytest.raises(OwnerError, match=r"another run#.* can have it then") as caught:
+        with pytest.raises(OwnerError, match=r"another run#.* can claim it then") as caught:
             await push(other, listener, weights, 7)
         assert engine.owner in str(caught.value)
         with pytest.raises(OwnerError, match=r"another run#.* does not own the engine"):

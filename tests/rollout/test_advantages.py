@@ -55,7 +55,7 @@ def test_groups_without_variance_are_those_whose_advantages_are_all_zero() -> No
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no 'gae'; there are grpo, rloo, centered"):
+    with pytest.raises(ConfigError, match="unknown estimator 'gae'; known: grpo, rloo, centered"):
         advantages([1.0, 2.0], "gae")
     with pytest.raises(DataError, match="two or more, got 1"):
         advantages([1.0], "grpo")

@@ -169,7 +169,7 @@ def test_without_a_bound_groups_without_signal_are_warned_of(kept, monkeypatch, 
             found.updated(step)
             assert found.take(step, DEADLINE_S) is not None
     assert [message.split(" groups")[0].split()[-1] for message in caplog.messages] == ["20", "40"]
-    assert "no bound is set" in caplog.messages[0]
+    assert "no limit is set" in caplog.messages[0]
 
 
 def test_what_a_reward_raises_names_the_line_of_the_prompt(monkeypatch):

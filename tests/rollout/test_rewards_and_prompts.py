@@ -170,7 +170,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     assert [sorted(prompt) for prompt in read_prompts(path)] == [["answer", "prompt"], ["messages"]]
     path.write_text("\n")
-    with pytest.raises(DataError, match="no prompt in it"):
+    with pytest.raises(DataError, match="the file has no prompts"):
         read_prompts(path)
     with pytest.raises(DataError, match="not a file"):
         read_prompts(tmp_path)
@@ -194,7 +194,7 @@ def test_a_bad_line_is_named(line: str) -> None:
 
 
 def tokenizer_with_bos(*, closes: bool = False) -> PreTrainedTokenizerFast:
-    """A byte tokenizer that begins every text with a token, as Llama's, and may close it with another one."""
+    """Build a byte tokenizer that begins every text with a token, like Llama's, and may end it with another."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     ends = [("<|im_end|>", tokenizer.convert_tokens_to_ids("<|im_end|>"))] if closes else []
@@ -252,7 +252,7 @@ def test_calls_of_a_prompt_that_the_template_does_not_write_raise_data_error() -
 
 
 def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
-    """Of one line, of malformed lines beside good ones that are too long, and of both files."""
+    """Report one line, malformed lines beside good ones that are too long, and both files."""
     learned, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     roles = [
         {"role": "usr", "content": "x"},

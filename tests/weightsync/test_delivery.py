@@ -104,5 +104,5 @@ def test_a_vllm_whose_receiver_is_older_is_refused_with_what_to_install() -> Non
         return {"device": "cuda", "receivers": 2}
 
     engine.info = info  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"names no locations.*install \./receiver"):
+    with pytest.raises(EngineError, match=r"reports no locations.*install \./receiver"):
         asyncio.run(engine.locations())

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 
 class Served:
-    """What the process has: a receiver for each worker, and the weights in force."""
+    """State of the process: a receiver for each worker, and the active weights."""
 
     def __init__(self, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None) -> None:
         self.receivers = [Receiver(f"{name} worker {worker}", version=version) for worker in range(workers)]
@@ -176,7 +176,7 @@ class EngineProcess(InferenceEngine):
             time.sleep(0.01)
 
     def state(self) -> dict[str, Any]:
-        """Of the first worker."""
+        """Return the state of the first worker."""
         return self.now("status")[0]
 
     def weights(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:

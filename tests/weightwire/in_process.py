@@ -20,7 +20,7 @@ KEPT: deque[Listener] = deque(maxlen=8)
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Of several dtypes, odd sizes, an empty and a scalar one."""
+    """Build tensors of several dtypes and odd sizes, an empty and a scalar one."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Trainer:
             return sender.send(weights)
 
     def push(self, version: int, weights: dict[str, torch.Tensor], bucket_bytes: int = 256, **fields: Any) -> Seal:
-        """A whole update, committed into each receiver's :class:`Engine` of the same place."""
+        """Run an update up to its verification by all receivers."""
         seal = self.send(manifest_of(weights, version, bucket_bytes, **fields), weights.items())
         for receiver in self.receivers:
             receiver.verify(Seal.from_json(seal.to_json()), TIMEOUT_S)
@@ -97,7 +97,7 @@ class Trainer:
 
 
 class Engine:
-    """What a receiver commits into: a mapping of tensors."""
+    """Engine double: a mapping of tensors."""
 
     def __init__(self, weights: dict[str, torch.Tensor] | None = None) -> None:
         self.weights = weights or {}

@@ -77,7 +77,7 @@ def test_one_is_not_left_behind_when_the_others_do_not_answer() -> None:
         library.kept.keep(library.connect(group), torch.device("cpu"))
         second = next_group(group)
         if group.rank == 0:
-            with pytest.raises(DeadlineError, match="not all members have said"):
+            with pytest.raises(DeadlineError, match="not all members have reported"):
                 library.kept.connect(Setup(second, MANIFEST, torch.device("cpu"), 1.5))
             group.store("over", 20.0).set("over", "1")
         else:

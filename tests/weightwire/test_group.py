@@ -126,7 +126,7 @@ def test_the_listener_binds_to_its_address_alone():
 
 
 def failing(medium, group, timeout_s):
-    """The explained error of the first bucket that does not travel."""
+    """Return the explained error of the first bucket that fails."""
     try:
         for number in range(100):
             buffer = bucket(number)

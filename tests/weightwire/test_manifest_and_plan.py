@@ -135,7 +135,7 @@ def normal(value):
         ({"tensors": [["a" * (MOST_NAME + 1), "float32", [2]]]}, "not the name of a tensor"),
         ({"tensors": [["a", "float32", [2**40, 2**40]]]}, "at most"),
         ({"tensors": [["a", "uint8", [2**40]]], "bucket_bytes": 1}, "buckets are possible"),
-        ({"format": 2}, "format 2; this side knows format 1"),
+        ({"format": 2}, "format 2; this side supports format 1"),
         ({"more": 1}, "unknown fields 'more'"),
         ({"adapter": {"name": "../x", "config": {}}}, "looks like a path"),
         ({"adapter": {"name": "x", "config": {"a": "b" * 70000}}}, "has 7"),

@@ -92,7 +92,7 @@ def test_a_trainer_killed_at_any_point(tmp_path, when):
 
 
 def until_free(engine):
-    """Why the update that was open is not any more."""
+    """Return the reason why the open update was dropped."""
     until = time.monotonic() + TIMEOUT_S
     while (state := engine.state())["update"]["state"] not in ("dropped", "committed"):
         assert time.monotonic() < until, state

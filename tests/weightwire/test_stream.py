@@ -63,7 +63,7 @@ def test_every_receiver_gets_every_tensor(version: int | None) -> None:
 
 
 def refused(group: Any, medium: Any, end: Any, what: Any = None) -> list[Any]:
-    """The receiver's error, and how many tensors it handed out before; the sender learns of it."""
+    """Return the receiver's error, and the number of tensors it yielded before; the sender gets it, too."""
     handed_out = 0
     try:
         if group.rank == 0:

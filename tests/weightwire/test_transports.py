@@ -135,7 +135,7 @@ def test_files_that_were_changed_are_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "must have directory"),
+        ({}, "must be an absolute path"),
         ({"directory": "here"}, "an absolute path"),
         ({"directory": "/proc/1/no"}, "cannot be written"),
     ],
@@ -151,7 +151,7 @@ def test_shared_memory_of_others_is_refused():
     assert SharedSlots.open([space, pid, number, mark], 100, "the sender")._slot(1).numel() == 100
     with pytest.raises(TransportError, match="on another machine"):
         SharedSlots.open(["elsewhere", pid, number, mark], 100, "the sender")
-    with pytest.raises(TransportError, match="is not marked as"):
+    with pytest.raises(TransportError, match="does not have the mark"):
         SharedSlots.open([space, pid, number, "0" * 32], 100, "the sender")
     with pytest.raises(TransportError, match="is not 266 bytes long"):
         SharedSlots.open([space, pid, number, mark], 101, "the sender")

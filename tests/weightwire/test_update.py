@@ -30,7 +30,7 @@ OLD, NEW = tensors(1), tensors(2)
 
 @pytest.fixture
 def served():
-    """A receiver whose engine has OLD as version 1."""
+    """Build a receiver whose engine has OLD as version 1."""
     receiver, engine = Receiver("engine"), Engine()
     seal = Trainer([receiver]).push(1, OLD)
     receiver.commit(seal.update, engine.load, engine.restore)
@@ -40,7 +40,7 @@ def served():
 
 
 def works_again(receiver: Receiver, engine: Engine, version: int) -> None:
-    """The next update."""
+    """Check that the next update works."""
     seal = Trainer([receiver]).push(version, NEW)
     receiver.commit(seal.update, engine.load, engine.restore)
     assert same(engine.weights, NEW)
@@ -180,7 +180,7 @@ def test_a_seal_of_another_manifest_is_refused(served):
 
 
 def changed(kind):
-    """The tensors that the sender yields instead of those of the manifest, and what the error says."""
+    """Send these tensors instead of the manifest's, and compare the error."""
     items = list(NEW.items())
     name, tensor = items[3]
     if kind == "wrong shape":
@@ -251,7 +251,7 @@ def test_a_source_that_raises_ends_the_update_everywhere(served):
 
 
 def half(found):
-    """Loads some tensors, and raises."""
+    """Load some tensors, and raise."""
     for number, (_, tensor) in enumerate(found):
         tensor.clone()
         if number == 2:

@@ -40,7 +40,7 @@ from weightwire.vllm.worker import WorkerExtension
 
 
 class Updates:
-    """What a worker's extension calls: a real receiver, and a dictionary as the model."""
+    """Double of a worker's updates: a real receiver, and a dictionary as the model."""
 
     def __init__(self, number: int) -> None:
         self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
@@ -254,7 +254,7 @@ def test_a_wrong_digest_is_the_workers_and_ends_the_update(control, engine):
 def test_owners(control, engine):
     async def act():
         await control.claim("a#1", 60)
-        with pytest.raises(OwnerError, match=r"owned by a#1.*b#1 can have it then"):
+        with pytest.raises(OwnerError, match=r"owned by a#1.*b#1 can claim it then"):
             await control.claim("b#1", 60)
         await push(control, 1.0, 7)
         offer, _ = offer_of(2.0, 8)

@@ -1,1 +1,1 @@
-"""Rollouts: inference engines behind one interface, and what becomes of their answers before a trainer learns from them."""
+"""Rollouts: inference engines behind one interface, rewards, advantages, and the buffer that feeds the trainer."""

@@ -1,4 +1,4 @@
-"""Advantages of the responses to one prompt, from their rewards alone. Pure."""
+"""Advantages of the responses to one prompt, computed from their rewards. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Estimator = Literal["grpo", "rloo", "centered"]
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl and TRL do for GRPO."""
 LEAST_RANGE = 1e-9
-"""Rewards of a group that differ by no more than this teach nothing."""
+"""Rewards of a group whose range is at most this give no learning signal."""
 LARGEST_REWARD = 1e18
-"""Advantages are float32, and the norm of gradients squares what they scale."""
+"""Advantages are float32, and the gradient norm squares the values that they scale."""
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """``(r_i - mean) / std``: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), section 4.1.2.
+    """Compute ``(r_i - mean) / std``: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), section 4.1.2.
 
     The paper leaves open which standard deviation; as in TRL and verl it is the sample's, with n - 1 in the denominator.
     """
@@ -28,13 +28,13 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """``r_i`` minus the mean of the others' rewards: Ahmadian et al. 2024 (arXiv:2402.14740), equation 7."""
-    total, others = math.fsum(rewards), len(rewards) - 1
-    return [reward - (total - reward) / others for reward in rewards]
+    """Compute ``r_i`` minus the mean of the other rewards: Ahmadian et al. 2024 (arXiv:2402.14740), equation 7."""
+    total = math.fsum(rewards)
+    return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
 
 
 def centered(rewards: Sequence[float]) -> list[float]:
-    """``r_i - mean``: GRPO without the division, Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2."""
+    """Compute ``r_i - mean``: GRPO without the division, Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2."""
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
@@ -43,18 +43,18 @@ ESTIMATORS: dict[str, Callable[[Sequence[float]], list[float]]] = {"grpo": grpo,
 
 
 def advantages(rewards: Sequence[float], estimator: str) -> list[float]:
-    """One advantage a response, for every token of it.
+    """Compute one advantage per response, which applies to all of its tokens.
 
     Args:
         rewards: of all responses to one prompt, at least two.
         estimator: a key of ``ESTIMATORS``.
 
     Raises:
-        ConfigError: there is no such estimator.
-        DataError: there are fewer than two responses, or a reward is not finite or too large.
+        ConfigError: the estimator is unknown.
+        DataError: fewer than two responses, or a reward is not finite or too large.
     """
     if estimator not in ESTIMATORS:
-        raise ConfigError(f"advantages: there is no {estimator!r}; there are {', '.join(ESTIMATORS)}")
+        raise ConfigError(f"advantages: unknown estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
     if len(rewards) < 2:
         raise DataError(
             f"advantages compare the responses to one prompt: there must be two or more, got {len(rewards)}"
@@ -70,8 +70,8 @@ def advantages(rewards: Sequence[float], estimator: str) -> list[float]:
 
 
 def without_signal(rewards: Sequence[float]) -> bool:
-    """True if all rewards of a group are equal, so that every estimator gives 0 for each response.
+    """Check whether all rewards of a group are equal, so that every estimator gives 0 for each response.
 
-    To drop such groups and sample others instead is dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2).
+    Dropping such groups and sampling others instead is dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2).
     """
     return max(rewards) - min(rewards) <= LEAST_RANGE

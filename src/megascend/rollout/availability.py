@@ -1,4 +1,4 @@
-"""Which of several engines failed a short time ago, so that others are asked first."""
+"""Recent failures of engines, so that requests go to others first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 FIRST_S = 5.0
-"""How long an engine is left out after a failure; twice as long after each further one in a row."""
+"""Seconds for index an engine is left out after a failure; doubled by each further one in a row."""
 LONGEST_S = 60.0
 
 
 class Availability:
-    """Remembers failures of engines, which are known by their numbers.
+    """Circuit breaker for engines, index are identified by their index.
 
     An engine that fails is left out for a bounded time. After that it is on trial: it gets one request at a time, until one
     succeeds.
@@ -25,36 +25,36 @@ class Availability:
         self._clock = clock
         self._in_a_row, self._until = [0] * count, [0.0] * count
 
-    def failed(self, which: int) -> float | None:
-        """An engine has failed: for how many seconds it is left out; None if it is already."""
-        if self.left_out(which):
+    def failed(self, index: int) -> float | None:
+        """Record a failure; return the seconds for which the engine is left out, None if it already was."""
+        if self.left_out(index):
             return None
-        self._in_a_row[which] += 1
-        seconds = min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_a_row[which] - 1, 10))
-        self._until[which] = self._clock() + seconds
+        self._in_a_row[index] += 1
+        seconds = min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_a_row[index] - 1, 10))
+        self._until[index] = self._clock() + seconds
         return seconds
 
-    def answered(self, which: int) -> bool:
-        """An engine has answered; whether it had failed before that."""
-        had_failed, self._in_a_row[which] = self._in_a_row[which] > 0, 0
+    def answered(self, index: int) -> bool:
+        """Record a success; return whether the engine had failed before."""
+        had_failed, self._in_a_row[index] = self._in_a_row[index] > 0, 0
         return had_failed
 
-    def doubtful(self, which: int) -> bool:
-        """Whether it failed when it was asked last."""
-        return self._in_a_row[which] > 0
+    def doubtful(self, index: int) -> bool:
+        """Check whether an engine failed at its last request."""
+        return self._in_a_row[index] > 0
 
-    def left_out(self, which: int) -> bool:
-        """Whether it is asked only if there is no other."""
-        return self.doubtful(which) and self._clock() < self._until[which]
+    def left_out(self, index: int) -> bool:
+        """Check whether an engine is left out, to be used only if there is no other."""
+        return self.doubtful(index) and self._clock() < self._until[index]
 
     def best(self, among: Sequence[int], busy: Sequence[int]) -> int:
-        """The least busy engine that is not left out; if all are, the one whose time is over first.
+        """Return the least busy engine that is not left out; if all are, the one whose time ends first.
 
         Args:
-            among: engines to choose from, at least one.
-            busy: how much each engine has to do, by its number.
+            among: indices to choose from, at least one.
+            busy: load of every engine, by its index.
         """
-        ready = [each for each in among if not self.doubtful(each) or not (self.left_out(each) or busy[each])]
+        ready = [index for index in among if not self.doubtful(index) or not (self.left_out(index) or busy[index])]
         if ready:
-            return min(ready, key=lambda each: busy[each])
-        return min(among, key=lambda each: (self._until[each], busy[each]))
+            return min(ready, key=lambda index: busy[index])
+        return min(among, key=lambda index: (self._until[index], busy[index]))

@@ -1,17 +1,18 @@
-"""Bounded staleness: how many prompts may be on their way, and which finished groups a trainer may still learn from. Pure.
+"""Bounded staleness: limits the prompts in flight, and drops finished groups that are too old to learn from. Pure.
 
 The trainer's version is the number of its steps. Engines sample with the weights of a version, and a group that the trainer
-learns from in step ``s + 1`` (from weights of version ``s``) has the lag ``s - version``. No lag above ``max_lag`` is handed out:
+learns from in step ``s + 1`` (from weights of version ``s``) has the lag ``s - version``. No group with a lag above ``max_lag``
+is returned:
 
 * A prompt is dispatched only if, taken in order, its group would be learned from in time. While engines have the trainer's
   weights that is a budget of ``batch * (max_lag + 1)`` prompts that are dispatched and not yet learned from.
-* A group that others have overtaken, and that is too old in the end, is dropped and counted.
+* A group that was overtaken by later ones until it is too old is dropped and counted.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megascend.errors import ConfigError, DataError
@@ -20,14 +21,14 @@ from megascend.rollout.group import Group
 
 @dataclass
 class Counts:
-    """What became of the prompts so far.
+    """Counts of prompts by outcome.
 
     Attributes:
-        dispatched: prompts that went to an engine; one that went again after a failure counts once.
-        learned: groups handed to the trainer.
+        dispatched: prompts sent to an engine; retries after a failure are not counted.
+        learned: groups given to the trainer.
         stale: groups dropped because they were too old.
         equal: groups dropped because all their rewards were equal.
-        responses: graded ones, of all groups.
+        responses: graded responses of all groups.
         reward: sum of their rewards.
     """
 
@@ -41,12 +42,12 @@ class Counts:
 
 @dataclass
 class EqualStreak:
-    """Groups in a row whose rewards were all equal, so that nothing can be learned from any of them.
+    """Consecutive groups without a learning signal: within each, all rewards are equal.
 
     Attributes:
-        groups, responses: how many.
-        cut_off: responses that reached the longest length.
-        least, most: of their rewards.
+        groups, responses: their number.
+        cut_off: responses that reached the maximum length.
+        least, most: smallest and largest reward.
     """
 
     groups: int = 0
@@ -65,12 +66,12 @@ class EqualStreak:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A prompt on its way.
+    """A prompt in flight.
 
     Attributes:
-        number: its place in the order of prompts, from 0.
-        prompt: JSON, whatever the reward function and the engine need of it.
-        version: the engines' weights when it was dispatched.
+        number: index in the order of prompts.
+        prompt: JSON, with the fields that the reward function and the engine need.
+        version: of the engines' weights when it was dispatched.
     """
 
     number: int
@@ -79,20 +80,20 @@ class Dispatch:
 
 
 class RolloutBuffer:
-    """Prompts on their way and finished groups, from dispatch to the trainer's step. For one thread.
+    """Prompts in flight and finished groups, from dispatch to the trainer's step. For one thread.
 
     Attributes:
-        counts: what became of the prompts.
-        equal_streak: groups since the last one that something can be learned from.
+        counts: of prompts by outcome.
+        equal_streak: groups since the last one with a learning signal.
     """
 
     def __init__(self, batch: int, max_lag: int, *, in_order: bool = False) -> None:
         """
         Args:
             batch: groups that the trainer learns from in one step.
-            max_lag: largest lag of a group; 0: engines sample, then the trainer learns, by turns.
-            in_order: hand groups out in the order of their prompts. Whoever is slow then keeps the trainer waiting; which groups
-                a step learns from no longer depends on timing.
+            max_lag: largest lag of a group; 0: sampling and learning alternate.
+            in_order: return groups in the order of their prompts. A slow prompt then delays the trainer, but the groups of a step
+                no longer depend on timing.
 
         Raises:
             ConfigError: ``batch`` is below 1, or ``max_lag`` below 0.
@@ -101,57 +102,56 @@ class RolloutBuffer:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
         self.counts, self.equal_streak = Counts(), EqualStreak()
-        self._flying: dict[int, Dispatch] = {}
-        self._again: list[Dispatch] = []
+        self._in_flight: dict[int, Dispatch] = {}
+        self._retries: list[Dispatch] = []
         self._ready: dict[int, Group] = {}
 
     def room(self, step: int, version: int) -> int:
-        """How many more prompts may be dispatched now.
+        """Return how many more prompts may be dispatched now.
 
         Args:
-            step: batches that the trainer has taken, the one it learns from at the moment included.
+            step: batches that the trainer has taken, including the one in progress.
             version: of the engines' weights.
         """
-        return self.batch * (self.max_lag + 1 - (step - version)) - len(self._flying) - len(self._ready)
+        return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)
 
     def dispatch(self, prompt: dict[str, Any], version: int) -> Dispatch:
-        """Note that a new prompt goes to an engine; ask :meth:`room` first, and :meth:`returned` for those to send again."""
-        found = Dispatch(self.counts.dispatched, prompt, version)
+        """Record that a new prompt is sent to an engine; call :meth:`room` first, and :meth:`returned` for retries."""
+        dispatch = Dispatch(self.counts.dispatched, prompt, version)
         self.counts.dispatched += 1
-        self._flying[found.number] = found
-        return found
+        self._in_flight[dispatch.number] = dispatch
+        return dispatch
 
     def returned(self, version: int) -> Dispatch | None:
-        """The first prompt that must be sent again, dispatched by this call; None if there is none."""
-        if not self._again:
+        """Dispatch the first prompt that must be retried, and return it; None if there is none."""
+        if not self._retries:
             return None
-        earlier = self._again.pop(0)
-        found = Dispatch(earlier.number, earlier.prompt, version)
-        self._flying[found.number] = found
-        return found
+        dispatch = replace(self._retries.pop(0), version=version)
+        self._in_flight[dispatch.number] = dispatch
+        return dispatch
 
     def failed(self, number: int) -> None:
-        """Note that no engine answered this prompt; it is to be sent again."""
-        self._again.append(self._landed(number))
-        self._again.sort(key=lambda dispatch: dispatch.number)
+        """Record that no engine answered this prompt, which must be retried."""
+        self._retries.append(self._pop_in_flight(number))
+        self._retries.sort(key=lambda dispatch: dispatch.number)
 
     def finished(self, group: Group, *, equal: bool = False, dropped: bool | None = None) -> None:
-        """Note that this group is graded, and ready for the trainer.
+        """Record a graded group, which is ready for the trainer.
 
         Args:
             equal: all its rewards are equal.
-            dropped: it is not for the trainer; default: if they are equal.
+            dropped: it is not given to the trainer; default: ``equal``.
 
         Raises:
-            DataError: its version is older than that of its dispatch: the engine serves weights that it should not have any more.
+            DataError: its version is older than that of its dispatch: the engine missed an update.
         """
-        dispatched = self._flying[group.number].version if group.number in self._flying else group.version
+        dispatched = self._in_flight[group.number].version if group.number in self._in_flight else group.version
         if group.version < dispatched:
             raise DataError(
-                f"group {group.number} was sampled with weights of version {group.version}, but was dispatched when the engines "
-                f"were said to have version {dispatched}: an engine has missed an update"
+                f"group {group.number} was sampled with weights of version {group.version}, but the engines reported version "
+                f"{dispatched} when it was dispatched: an engine has missed an update"
             )
-        self._landed(group.number)
+        self._pop_in_flight(group.number)
         self.counts.responses += len(group.responses)
         self.counts.reward += sum(group.rewards)
         if equal:
@@ -164,10 +164,10 @@ class RolloutBuffer:
             self._ready[group.number] = group
 
     def take(self, step: int) -> list[Group] | None:
-        """A batch to learn from, the oldest groups first; None while there are too few. Drops what is too old.
+        """Return a batch to learn from, the oldest groups first; None if there are too few. Drops groups that are too old.
 
         Args:
-            step: steps that the trainer has done, which is the version of its weights.
+            step: steps that the trainer has completed, which is the version of its weights.
         """
         for number in [number for number, group in self._ready.items() if step - group.version > self.max_lag]:
             del self._ready[number]
@@ -175,24 +175,24 @@ class RolloutBuffer:
         numbers = sorted(self._ready)[: self.batch]
         if len(numbers) < self.batch:
             return None
-        if self.in_order and any(earlier < numbers[-1] for earlier in self._unanswered()):
+        if self.in_order and any(number < numbers[-1] for number in (dispatch.number for dispatch in self._pending())):
             return None
         self.counts.learned += self.batch
         return [self._ready.pop(number) for number in numbers]
 
     @property
     def in_flight(self) -> int:
-        """Prompts that an engine is at work on."""
-        return len(self._flying)
+        """Number of prompts in flight."""
+        return len(self._in_flight)
 
     @property
     def ready(self) -> int:
-        """Finished groups that wait for the trainer."""
+        """Number of finished groups that wait for the trainer."""
         return len(self._ready)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON. Prompts on their way are sent again by whoever loads it."""
-        waiting = sorted([*self._flying.values(), *self._again], key=lambda dispatch: dispatch.number)
+        """Return the complete state as JSON. Prompts in flight are retried after loading it."""
+        waiting = sorted(self._pending(), key=lambda dispatch: dispatch.number)
         return {
             "counts": asdict(self.counts),
             "waiting": [asdict(dispatch) for dispatch in waiting],
@@ -202,14 +202,14 @@ class RolloutBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, with nothing in flight."""
         self.counts = Counts(**state["counts"])
-        self._flying = {}
-        self._again = [Dispatch(**values) for values in state["waiting"]]
+        self._in_flight = {}
+        self._retries = [Dispatch(**values) for values in state["waiting"]]
         self._ready = {values["number"]: Group.from_json(values) for values in state["ready"]}
 
-    def _unanswered(self) -> list[int]:
-        return [*self._flying, *(dispatch.number for dispatch in self._again)]
+    def _pending(self) -> list[Dispatch]:
+        return [*self._in_flight.values(), *self._retries]
 
-    def _landed(self, number: int) -> Dispatch:
-        if number not in self._flying:
-            raise DataError(f"prompt {number} is not on its way: answered twice, or never dispatched")
-        return self._flying.pop(number)
+    def _pop_in_flight(self, number: int) -> Dispatch:
+        if number not in self._in_flight:
+            raise DataError(f"prompt {number} is not in flight: answered twice, or never dispatched")
+        return self._in_flight.pop(number)

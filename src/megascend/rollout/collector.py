@@ -1,4 +1,4 @@
-"""Keeps inference engines at work while the trainer learns: prompts out, graded groups in, on a thread with an event loop."""
+"""Collector of rollouts: keeps inference engines busy while the trainer learns, on a thread with an event loop."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often a prompt is sent before the run ends: to engines that have not failed at it, as long as there are any."""
+"""Attempts at a prompt before the run ends; each goes to an engine that has not failed at it, if there is one."""
 BACKOFF_S = 0.5
-"""Wait before the second attempt; twice as long before each further one."""
+"""Seconds before the second attempt; doubled for each further one."""
 CLOSE_S = 10.0
 WARNED_BATCHES = 5
-"""Where no number of groups without signal ends a run, every so many batches of them are warned of."""
+"""Batches of groups without signal between two warnings, if no limit on them ends the run."""
 
 
 class PromptStream(Protocol):
-    """Prompts without end, whose position can be saved."""
+    """Endless stream of prompts, whose position can be saved."""
 
     def __next__(self) -> list[Prompt]:
-        """A list of one prompt."""
+        """Return a list of one prompt."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,17 +49,17 @@ class PromptStream(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of engines, and how answers are graded.
+    """Settings of rollouts: tokenization, sampling and grading.
 
     Attributes:
-        encode: token ids of a prompt.
-        decode: the text of a response's token ids, as the reward function sees it.
+        encode: returns the token ids of a prompt.
+        decode: returns the text of a response's token ids, for the reward function.
         reward: see :data:`megascend.rollout.rewards.Reward`.
         sampling: of training rollouts, at temperature 1; ``seed`` is the run's.
         group_size: responses to one prompt.
-        drop_equal: groups whose rewards are all equal are dropped, and other prompts sampled instead.
-        most_equal: so many of them in a row end the run, and half as many are warned of; 0: no number does.
-        locate: file and line of a prompt, for messages.
+        drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
+        most_equal: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
+        locate: returns file and line of a prompt, for messages.
     """
 
     encode: Callable[[Prompt], list[int]]
@@ -82,7 +82,7 @@ class Task:
 
 
 class RolloutCollector:
-    """Rollouts for one trainer. Its methods are called from one thread (rank 0's), and :meth:`close` in the end."""
+    """Collector of rollouts for one trainer. All methods are called from one thread (rank 0's), :meth:`close` at the end."""
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class RolloutCollector:
     ) -> None:
         """
         Args:
-            engines: closed with the collector.
+            engines: closed by :meth:`close`.
         """
         if not engines:
             raise ConfigError("rollouts need at least one engine")
         self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
         self._load, self._availability = [0] * len(engines), Availability(len(engines))
         self._running: set[asyncio.Task[None]] = set()
-        self._failed: dict[int, list[int]] = {}  # prompt -> engines that have failed at it
+        self._failed: dict[int, list[int]] = {}  # prompt number -> engines that have failed at it
         self._problem: BaseException | None = None
-        self._taken = self._version = self._offset = 0
+        self._batches_taken = self._version = self._offset = 0
         self._started = False
         self._graders = Graders(reward_threads)
         self._changed = asyncio.Event()
@@ -114,7 +114,7 @@ class RolloutCollector:
     # --- the trainer's side ---
 
     def engine_versions(self) -> list[int]:
-        """What each engine says that it has, by its own count."""
+        """Return the version that each engine reports, by its own count."""
 
         async def ask() -> list[int]:
             return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
@@ -122,24 +122,24 @@ class RolloutCollector:
         return self._run(ask())
 
     def start(self, step: int, offset: int) -> None:
-        """Send the first prompts. The trainer has done ``step`` steps, and the engines have the weights after the last of them.
+        """Send the first prompts. The trainer has completed ``step`` steps, and the engines have the weights after the last one.
 
         Args:
-            offset: what engines call a version, less what the trainer calls it. Engines count up for as long as they live, a
-                trainer begins anew, or at its last checkpoint.
+            offset: an engine's version minus the trainer's. Engines count up for as long as they run, while a trainer starts at
+                0 or at its last checkpoint.
         """
 
         async def begin() -> None:
-            self._taken, self._version, self._offset, self._started = step, step, offset, True
+            self._batches_taken, self._version, self._offset, self._started = step, step, offset, True
             self._fill()
 
         self._run(begin())
 
     def take(self, step: int, timeout_s: float) -> list[Group] | None:
-        """The groups of the next step, or None if there are not enough within ``timeout_s``.
+        """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
 
         Args:
-            step: steps that the trainer has done.
+            step: steps that the trainer has completed.
 
         Raises:
             EngineError: a prompt could not be rolled out in ``ATTEMPTS`` attempts.
@@ -148,7 +148,7 @@ class RolloutCollector:
         return self._run(self._take(step, timeout_s))
 
     def updated(self, version: int) -> None:
-        """The engines have the weights after step ``version`` now: there may be room for more prompts."""
+        """Record that the engines now have the weights after step ``version``, and send more prompts if possible."""
 
         async def note() -> None:
             self._version = version
@@ -157,12 +157,12 @@ class RolloutCollector:
         self._run(note())
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[Group]]:
-        """Start to roll out other prompts beside those of training; groups in their order."""
+        """Start rollouts of other prompts beside those of training; return their groups in order."""
         sampling = replace(self._task.sampling, temperature=temperature)
         return self._thread.submit(self._evaluate(prompts, sampling, n))
 
     def counts(self) -> Counts:
-        """What became of the prompts so far."""
+        """Return the counts of prompts by outcome."""
 
         async def copy() -> Counts:
             return replace(self._buffer.counts)
@@ -170,11 +170,11 @@ class RolloutCollector:
         return self._run(copy())
 
     def graded(self) -> int:
-        """Return how many groups have been graded, those of evaluations included."""
-        return self._graders.done
+        """Return the number of graded groups, including those of evaluations."""
+        return self._graders.completed
 
     def hold_up(self) -> str:
-        """Say whose answer is missing: a reward function's that has not returned, with its prompt, or else the engines'."""
+        """Describe what the collector waits for: a reward function that has not returned, with its prompt, or the engines."""
         call = self._graders.oldest()
         if call is None:
             return "no engine has answered"
@@ -186,7 +186,7 @@ class RolloutCollector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand and what is in the buffer, of one moment; JSON."""
+        """Return a consistent state of prompt stream and buffer, as JSON."""
 
         async def state() -> dict[str, Any]:
             return {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()}
@@ -197,20 +197,20 @@ class RolloutCollector:
         """Continue from :meth:`state_dict`; before :meth:`start`.
 
         Raises:
-            DataError: the prompts are not those that it was taken with.
+            DataError: the prompts differ from those of the saved state.
         """
         assert not self._started, "load_state_dict() after start()"
         self._prompts.load_state_dict(state["prompts"])
         self._buffer.load_state_dict(state["buffer"])
 
     def close(self) -> None:
-        """Give up what is under way, close the engines, and end the thread. May be called twice."""
+        """Cancel running rollouts, close the engines, and end the thread. May be called twice."""
         if self._thread.loop.is_closed():
             return
         try:
             self._run(asyncio.wait_for(self._close(), CLOSE_S))
-        except asyncio.TimeoutError:  # the run's own end, or its error, counts
-            log.warning("the rollout engines did not close within %g s and are left; their leases end", CLOSE_S)
+        except asyncio.TimeoutError:  # must not hide the run's result or its error
+            log.warning("the rollout engines did not close within %g s and are abandoned; their leases expire", CLOSE_S)
         finally:
             self._thread.close()
             self._graders.close()
@@ -226,7 +226,7 @@ class RolloutCollector:
             self._changed.clear()
             groups = self._buffer.take(step)
             if groups is not None:
-                self._taken = step + 1
+                self._batches_taken = step + 1
             self._fill()
             if groups is not None:
                 return groups
@@ -236,19 +236,19 @@ class RolloutCollector:
                 return None
 
     def _fill(self) -> None:
-        """Dispatch as many prompts as there is room for."""
+        """Dispatch as many prompts as the buffer permits."""
         if not self._started or self._problem is not None:
             return
-        for _ in range(self._buffer.room(self._taken, self._version)):
+        for _ in range(self._buffer.room(self._batches_taken, self._version)):
             dispatch = self._buffer.returned(self._version)
             if dispatch is None:
                 dispatch = self._buffer.dispatch(next(self._prompts)[0], self._version)
             task = asyncio.create_task(self._roll_out(dispatch))
-            self._running.add(task)
+            self._running.add(task)  # the event loop holds only weak references
             task.add_done_callback(self._running.discard)
 
     async def _roll_out(self, dispatch: Dispatch) -> None:
-        """One prompt, to a graded group in the buffer."""
+        """Roll out one prompt, and put its graded group into the buffer."""
         number = dispatch.number
         failed = self._failed.setdefault(number, [])
         try:
@@ -265,7 +265,7 @@ class RolloutCollector:
                 equal = without_signal(group.rewards)
                 self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
                 if equal:
-                    self._judge_streak(group)
+                    self._check_streak(group)
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
@@ -273,66 +273,62 @@ class RolloutCollector:
         self._changed.set()
         self._fill()
 
-    def _judge_streak(self, group: Group) -> None:
-        """Warn of groups in a row that teach nothing, the last of which is ``group``; raise when there are as many as the bound.
-
-        Raises:
-            DataError: the bound is reached.
-        """
+    def _check_streak(self, group: Group) -> None:
+        """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
-        bound = task.most_equal if task.drop_equal else 0
+        limit = task.most_equal if task.drop_equal else 0
         last = task.decode(group.responses[-1].tokens)
         same = streak.most - streak.least <= LEAST_RANGE
-        given = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
-        what = (
-            f"step {self._taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards are "
-            f"equal (to {LEAST_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {given}, "
+        values = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
+        description = (
+            f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
+            f"are equal (to {LEAST_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "
             f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {last!r:.100}"
         )
-        if bound and streak.groups >= bound:
+        if limit and streak.groups >= limit:
             raise DataError(
-                f"{what}. Nothing can be learned from them: see whether the function grades such a response as it should, "
+                f"{description}. Nothing can be learned from them: see whether the function grades such a response as it should, "
                 "whether prompts are too hard, or learned already, and whether responses are long enough "
-                f"(rollout.max_tokens). rollout.max_groups_without_signal ({bound}) sets how many in a row end a run; 0: none"
+                f"(rollout.max_tokens). rollout.max_groups_without_signal ({limit}) sets how many in a row end a run; 0: none"
             )
-        first = bound // 2 or WARNED_BATCHES * self._buffer.batch
-        if streak.groups == first or (not bound and streak.groups % first == 0):
-            ending = f"the run ends after {bound} (rollout.max_groups_without_signal)" if bound else "no bound is set"
-            log.warning("%s; %s", what, ending)
+        first = limit // 2 or WARNED_BATCHES * self._buffer.batch
+        if streak.groups == first or (not limit and streak.groups % first == 0):
+            ending = f"the run ends after {limit} (rollout.max_groups_without_signal)" if limit else "no limit is set"
+            log.warning("%s; %s", description, ending)
 
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
     ) -> Group:
-        """From the engine with the least work that is not in ``failed``, and has not failed at others a short time ago.
+        """Sample and grade a group on the least busy engine that is not in ``failed`` and has not failed recently.
 
-        It is added to ``failed`` if it fails, too.
+        An engine that fails is added to ``failed``.
         """
         tokens = self._task.encode(prompt)
         failed = [] if failed is None else failed
-        others = [one for one in range(len(self._engines)) if one not in failed]
-        which = self._availability.best(others or range(len(self._engines)), self._load)
-        self._load[which] += n
+        candidates = [index for index in range(len(self._engines)) if index not in failed]
+        index = self._availability.best(candidates or range(len(self._engines)), self._load)
+        self._load[index] += n
         try:
-            completions = await self._engines[which].generate(tokens, sampling, n)
+            completions = await self._engines[index].generate(tokens, sampling, n)
             if len(completions) != n:
-                raise EngineError(f"{self._engines[which].name} gave {len(completions)} responses instead of {n}")
+                raise EngineError(f"{self._engines[index].name} gave {len(completions)} responses instead of {n}")
         except EngineError:
-            failed.append(which)
-            self._availability.failed(which)
+            failed.append(index)
+            self._availability.failed(index)
             raise
         finally:
-            self._load[which] -= n
-        self._availability.answered(which)
+            self._load[index] -= n
+        self._availability.answered(index)
         responses = await asyncio.wrap_future(self._graders.submit(prompt, lambda: self._grade(prompt, completions)))
         return Group(number, tuple(tokens), responses)
 
     def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
-        def graded(one: Completion) -> Response:
-            versions = one.first_version - self._offset, one.last_version - self._offset
-            reward = self._reward(self._task.decode(one.tokens), prompt)
-            return Response(one.tokens, one.logprobs, reward, one.finish_reason, *versions)
+        def grade(completion: Completion) -> Response:
+            versions = completion.first_version - self._offset, completion.last_version - self._offset
+            reward = self._reward(self._task.decode(completion.tokens), prompt)
+            return Response(completion.tokens, completion.logprobs, reward, completion.finish_reason, *versions)
 
-        return tuple(graded(one) for one in completions)
+        return tuple(map(grade, completions))
 
     def _reward(self, response: str, prompt: Prompt) -> float:
         try:
@@ -343,10 +339,11 @@ class RolloutCollector:
             raise
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
-        def of(number: int) -> Sampling:
+        def seeded(number: int) -> Sampling:
             return replace(sampling, seed=_seed(sampling.seed, number))
 
-        return list(await asyncio.gather(*(self._group(i, prompt, of(i), n) for i, prompt in enumerate(prompts))))
+        groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*groups))
 
     async def _close(self) -> None:
         for task in self._running:
@@ -356,20 +353,20 @@ class RolloutCollector:
 
 
 class Graders:
-    """Threads that call the reward function. Nobody waits for them at the end: one that never returns keeps no process alive.
+    """Daemon threads that call the reward function: one that never returns does not keep the process alive.
 
     Attributes:
-        done: calls that have ended.
+        completed: number of calls that have ended.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads, self._calls = threads, queue.SimpleQueue[tuple[Prompt, Callable[[], Any], Future[Any]] | None]()
         self._started: list[threading.Thread] = []
         self._running: dict[int, tuple[float, Prompt]] = {}  # by thread
-        self.done = 0
+        self.completed = 0
 
     def submit(self, prompt: Prompt, grade: Callable[[], T]) -> Future[T]:
-        """Call ``grade`` on one of the threads."""
+        """Call ``grade`` on one of the threads, which are started on demand."""
         future: Future[T] = Future()
         self._calls.put((prompt, grade, future))
         if len(self._started) < self._threads:
@@ -378,15 +375,15 @@ class Graders:
         return future
 
     def oldest(self) -> tuple[Prompt, float] | None:
-        """Return the prompt of the call that runs longest, and for how many seconds; None if there is none."""
+        """Return prompt and age in seconds of the longest running call; None if no call is running."""
         running = list(self._running.values())
         if not running:
             return None
-        begun, prompt = min(running, key=lambda call: call[0])
-        return prompt, time.monotonic() - begun
+        start, prompt = min(running, key=lambda call: call[0])
+        return prompt, time.monotonic() - start
 
     def close(self) -> None:
-        """Have the threads end after what they do now."""
+        """Cancel waiting calls, and end the threads after their current ones."""
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is None or call[2].cancel():
                 pass
@@ -401,13 +398,13 @@ class Graders:
             self._running[threading.get_ident()] = time.monotonic(), prompt
             try:
                 future.set_result(grade())
-            except BaseException as error:  # noqa: BLE001  raised again by whoever waits for the future
+            except BaseException as error:  # noqa: BLE001  raised in the waiter of the future
                 future.set_exception(error)
             finally:
                 del self._running[threading.get_ident()]
-                self.done += 1
+                self.completed += 1
 
 
 def _seed(seed: int | None, number: int) -> int | None:
-    """Of one prompt's samples: the same for the same run and prompt, whatever else is sampled."""
+    """Return the seed of one prompt's samples, which depends only on the run's seed and the prompt's number."""
     return None if seed is None else (seed * 1_000_003 + number) % 2**31

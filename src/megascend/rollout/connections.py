@@ -1,7 +1,7 @@
-"""Connections of clients that are slow, silent, or too many: bounds that uvicorn does not set.
+"""Limits for slow, silent, or too many HTTP connections, which uvicorn does not enforce.
 
-An asyncio protocol around uvicorn's, which sees the bytes and the transport, and an ASGI middleware, which sees the requests. A
-context variable leads from these to the connection they came by: a task has the context that it was created in.
+An asyncio protocol around uvicorn's sees the bytes and the transport, and an ASGI middleware sees the requests. A context
+variable links a request to its connection: a task inherits the context in which it was created.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 20.0
-"""How long a client may take to send the head of a request, the first one's connection included."""
+"""Deadline for the head of a request, from the connection or the end of the last answer, in seconds."""
 
 WRITE_S = 30.0
-"""How long a client may read nothing of an answer that waits for it."""
+"""Longest time for which a client may read nothing of a pending answer, in seconds."""
 
 OWNER = "megascend.tenant"
-"""In a request's scope: the tenant whose key it has."""
+"""Key in a request's scope: the tenant that authenticated it."""
 
 _connection: ContextVar[BoundedProtocol] = ContextVar("megascend connection")
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """HTTP/1.1 in which a client cannot hold a connection without asking for something and taking its answer.
+    """HTTP/1.1 protocol that closes connections whose client neither completes a request nor reads its answer.
 
-    uvicorn closes a connection that is silent after an answer, and nothing else: one that never sends the whole head of a
-    request, or never reads, is there as long as its client likes. What is read slowly, but steadily, is sent to its end. The body
-    of a request has a time limit of its own (the reader of the body).
+    uvicorn closes only a connection that is silent after an answer: a client that never completes the head of a request, or never
+    reads, could keep it forever. An answer that is read slowly but steadily is sent to its end. The body of a request has a
+    deadline of its own, enforced by its reader.
 
     Attributes:
-        most: connections at a time. uvicorn's ``limit_concurrency`` would refuse requests whosever they are.
-        others: that are open, this one included.
-        since: when this one was made.
+        most: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
+        connections: all open ones, including this one.
+        since: time at which this one was opened.
     """
 
     most: int
-    others: set[BoundedProtocol]
+    connections: set[BoundedProtocol]
 
     def __init__(self, **options: Any) -> None:
         self._http = H11Protocol(**options)
@@ -58,16 +58,16 @@ class BoundedProtocol(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._loop, self._transport = asyncio.get_running_loop(), transport
         self.since, self._peer = self._loop.time(), transport.get_extra_info("peername")
-        self.others.add(self)
+        self.connections.add(self)
         self._http.connection_made(transport)
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
         self._await_head()
-        if len(self.others) > self.most:
-            others = list(self.others)
-            others[makes_room([Held(each.owner, each.idle, each.since) for each in others])]._drop()
+        if len(self.connections) > self.most:
+            connections = list(self.connections)
+            connections[choose_victim([OpenConnection(c.owner, c.idle, c.since) for c in connections])]._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.others.discard(self)
+        self.connections.discard(self)
         self._read_timer.cancel()
         self._stop_awaiting()
         self._http.connection_lost(exc)
@@ -78,7 +78,7 @@ class BoundedProtocol(asyncio.Protocol):
             self._http.data_received(data)
         finally:
             _connection.reset(token)
-        if self.idle:  # a head that has begun, or a body whose request is answered already
+        if self.idle:  # an incomplete head, or the body of a request that was answered already
             self._await_head()
 
     def eof_received(self) -> bool | None:
@@ -94,26 +94,26 @@ class BoundedProtocol(asyncio.Protocol):
 
     @property
     def owner(self) -> str:
-        """Whose connection this is: the tenant's whose key its last request had, or else its address's."""
+        """Return the owner: the tenant that authenticated the last request, or else the client's address."""
         tenant = self._scope.get(OWNER)
         return f"tenant {tenant}" if tenant else f"address {self._peer[0] if self._peer else ''}"
 
     @property
     def idle(self) -> bool:
-        """Whether no request of it is being answered."""
+        """Check that no request of this connection is being answered."""
         return self._answering == 0
 
     def begin(self, scope: Scope) -> None:
-        """Note that a request is being answered."""
+        """Record the start of an answer."""
         self._answering += 1
         self._scope = scope
         self._stop_awaiting()
 
     def end(self, *, body_ended: bool) -> None:
-        """Note that a request was answered.
+        """Record the end of an answer.
 
         Args:
-            body_ended: nothing of it is still to come.
+            body_ended: the request's body was received completely.
         """
         self._answering -= 1
         if self.idle and not body_ended and not self._transport.is_closing():
@@ -129,7 +129,7 @@ class BoundedProtocol(asyncio.Protocol):
             self._head_timer = None
 
     def _check_reading(self) -> None:
-        """End the connection if it waits for its client to read, who has read nothing since the last time this was called."""
+        """End the connection if data is pending and the client has read nothing since the last call."""
         before, self._unread = self._unread, None
         if self._paused or self._transport.is_closing():
             self._unread = self._transport.get_write_buffer_size()
@@ -139,21 +139,22 @@ class BoundedProtocol(asyncio.Protocol):
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
 
     def _drop(self) -> None:
-        """End the connection with what was not sent, which otherwise the kernel would keep for a client that does not read."""
+        """Reset the connection."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
+            # SO_LINGER 0 discards unsent data, which the kernel would otherwise keep for a client that does not read.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
-        self.others.discard(self)
+        self.connections.discard(self)
 
 
 def bounded(most: int) -> type[BoundedProtocol]:
-    """Return the protocol of a server that has up to so many connections."""
-    return type("Bounded", (BoundedProtocol,), {"most": most, "others": set()})
+    """Return a protocol class for a server with at most ``most`` connections."""
+    return type("Bounded", (BoundedProtocol,), {"most": most, "connections": set()})
 
 
 def reporting(app: ASGIApp) -> ASGIApp:
-    """Wrap an application so that connections know which of their requests are being answered."""
+    """Wrap an application so that connections know whether they are answering a request."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         connection = _connection.get(None)
@@ -179,13 +180,13 @@ def reporting(app: ASGIApp) -> ASGIApp:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A connection that is open.
+class OpenConnection:
+    """An open connection, as :func:`choose_victim` sees it.
 
     Attributes:
-        owner: whose it is.
+        owner: tenant or address.
         idle: no request of it is being answered.
-        since: when it was made.
+        since: time at which it was opened.
     """
 
     owner: str
@@ -193,19 +194,20 @@ class Held:
     since: float
 
 
-def makes_room(held: Sequence[Held]) -> int:
-    """Choose the connection to close where there are too many: one of the owner with the most, so that nobody can take them all.
+def choose_victim(connections: Sequence[OpenConnection]) -> int:
+    """Return the index of the connection to close if there are too many: one of the owner with the most.
 
-    Idle ones go first, the oldest of them; of others, the newest. Of owners with equally many, one that has an older connection.
+    So no owner can occupy all of them. The oldest idle one is closed first, otherwise the newest busy one. Of owners with equally
+    many, the one with the oldest connection is chosen.
     """
-    count = Counter(each.owner for each in held)
+    count = Counter(connection.owner for connection in connections)
     most = max(count.values())
     first: dict[str, float] = {}
-    for each in held:
-        first[each.owner] = min(each.since, first.get(each.owner, each.since))
+    for connection in connections:
+        first[connection.owner] = min(connection.since, first.get(connection.owner, connection.since))
     owner = min((owner for owner in count if count[owner] == most), key=lambda owner: first[owner])
-    mine = [number for number, each in enumerate(held) if each.owner == owner]
-    idle = [number for number in mine if held[number].idle]
+    candidates = [index for index, connection in enumerate(connections) if connection.owner == owner]
+    idle = [index for index in candidates if connections[index].idle]
     if idle:
-        return min(idle, key=lambda number: held[number].since)
-    return max(mine, key=lambda number: held[number].since)
+        return min(idle, key=lambda index: connections[index].since)
+    return max(candidates, key=lambda index: connections[index].since)

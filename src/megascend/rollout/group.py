@@ -1,4 +1,4 @@
-"""The responses to one prompt, with their rewards and the versions of the weights that made them."""
+"""The responses to one prompt, with their rewards and weight versions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Response:
     """One sampled response.
 
     Attributes:
-        tokens: token ids, the closing one included if there is one.
-        logprobs: the engine's own log-probability of each token, under the distribution that it was sampled from.
-        reward: what the reward function gave.
+        tokens: token ids, with the stop token if there is one.
+        logprobs: the engine's log-probability of each token, under the distribution from which it was sampled.
+        reward: result of the reward function.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off.
-        first_version, last_version: weights that its first and its last token were sampled with.
+        first_version, last_version: of the weights that sampled the first and the last token.
     """
 
     tokens: tuple[int, ...]
@@ -40,8 +40,8 @@ class Group:
     """All responses to one prompt.
 
     Attributes:
-        number: the prompt's place in the order of prompts, from 0.
-        prompt_tokens: what the engine was given.
+        number: index of the prompt in the order of prompts.
+        prompt_tokens: token ids of the prompt.
         responses: at least one.
     """
 
@@ -51,23 +51,23 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest weights that any of its tokens was sampled with."""
+        """Return the oldest version that sampled any of its tokens."""
         return min(response.first_version for response in self.responses)
 
     @property
     def rewards(self) -> list[float]:
-        """Of the responses, in their order."""
+        """Return the rewards of the responses, in order."""
         return [response.reward for response in self.responses]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it; floats keep all their digits."""
+        """Return plain data; floats are exact in JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Group:
-        """A group from :meth:`to_json`."""
+        """Rebuild a group from :meth:`to_json`."""
         responses = tuple(
-            Response(**{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])})
-            for one in values["responses"]
+            Response(**{**fields, "tokens": tuple(fields["tokens"]), "logprobs": tuple(fields["logprobs"])})
+            for fields in values["responses"]
         )
         return cls(values["number"], tuple(values["prompt_tokens"]), responses)

@@ -1,4 +1,4 @@
-"""HTTP to inference engines and the rollout controller: one request and its whole answer, bounded; errors name the peer."""
+"""HTTP client for inference engines and the rollout controller: bounded answers, errors that name the peer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTi
 
 MOST_ANSWER_BYTES = 2**30
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""httpx makes a context for each transport, and loads certificates into it (40 ms), also where all addresses are http."""
+"""Shared context: httpx would create one for each transport and load certificates (40 ms), even for http addresses."""
 
 
 class UnreadableAnswerError(EngineError):
-    """What answers is not an HTTP server, its answer breaks off, or has more bytes than are taken."""
+    """The answer is not HTTP, is incomplete, or exceeds the limit."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> Any:
-        """Return the body's JSON, or its text where it is none."""
+        """Return the parsed body, or its text if it is not JSON."""
         text = self.body.decode("utf-8", "replace")
         try:
             return json.loads(text)
@@ -43,16 +43,16 @@ class Answer:
 async def exchange(
     method: str, url: str, body: bytes, headers: Mapping[str, str], *, most_bytes: int = MOST_ANSWER_BYTES
 ) -> Answer:
-    """Send a request on a connection of its own. It takes as long as the peer does: callers set a deadline.
+    """Send a request on a new connection. It has no deadline: callers set one.
 
     Raises:
-        ConnectionError: there is no connection, or it broke.
+        ConnectionError: the connection could not be opened, or broke.
         UnreadableAnswerError: the answer is not HTTP, or has more than ``most_bytes``.
     """
     fixed = {"Connection": "close", "Accept-Encoding": "identity", "Content-Length": str(len(body))}
     received = bytearray()
     try:
-        # The transport alone: a client would log a line for each request, and take proxies from the environment.
+        # Only the transport: a client would log a line for each request, and use proxies from the environment.
         async with httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False) as transport:
             request = httpx.Request(method, url, content=body, headers={**fixed, **headers})
             response = await transport.handle_async_request(request)
@@ -69,29 +69,27 @@ async def exchange(
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the exception that httpx and the libraries below it have wrapped: it names the reason."""
+    """Return the innermost exception that httpx and its libraries have wrapped, which names the reason."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return error
 
 
 class EngineServer:
-    """The HTTP server of an inference engine. May be used from several event loops; connections are not kept.
+    """Client of an inference engine's HTTP server. May be used from several event loops; connections are not reused.
 
     Args:
-        kind: what it is, for messages: ``vLLM``.
+        kind: of the engine, for messages: ``vLLM``.
         address: ``http://HOST:PORT``.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is malformed.
     """
 
     def __init__(self, kind: str, address: str) -> None:
         parts = urlsplit(address)
         if parts.scheme != "http" or parts.hostname is None or parts.port is None or parts.path not in ("", "/"):
-            raise ConfigError(
-                f"{address!r:.200} is not the address of a server of {kind}; http://HOST:PORT was expected"
-            )
+            raise ConfigError(f"{address!r:.200} is not the address of a {kind} server; http://HOST:PORT was expected")
         self.host = parts.hostname
         self.name = f"{kind} at {parts.hostname}:{parts.port}"
         self._url = f"http://{parts.netloc.rpartition('@')[2]}"
@@ -109,12 +107,12 @@ class EngineServer:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            label: what messages call it; default: ``target``.
+            label: of the request, for messages; default: ``target``.
 
         Raises:
-            EngineTimeoutError: the whole answer has not arrived within ``timeout_s`` seconds.
-            EngineLostError: there is no connection, or it broke.
-            UnreadableAnswerError: what answers is not an HTTP server, or the answer is too large.
+            EngineTimeoutError: the answer was not complete within ``timeout_s`` seconds.
+            EngineLostError: the connection could not be opened, or broke.
+            UnreadableAnswerError: the answer is not HTTP, or too large.
         """
         label = label or target
         work = exchange(method, self._url + target, body, {"Content-Type": "application/json", **headers})

@@ -1,8 +1,8 @@
-"""How far the log-probabilities of an inference engine are from the trainer's, and weights that correct for it. Pure.
+"""Mismatch between the log-probabilities of an inference engine and the trainer, and importance weights that correct it. Pure.
 
-The engine that samples and the trainer that learns compute the same model with other kernels, and often with weights of
-different age. A token is sampled with probability ``pi_engine`` and learned from as if with ``pi_trainer``; the ratio of the two
-says how much that is wrong (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+The engine that samples and the trainer that learns compute the same model with different kernels, and often with weights of
+different versions. A token is sampled with probability ``pi_engine`` but treated as if sampled with ``pi_trainer``; the ratio of
+the two is the error (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Figures over sampled tokens. With ``d = log pi_trainer - log pi_engine`` of each:
+    """Statistics over sampled tokens, with ``d = log pi_trainer - log pi_engine`` of each token.
 
     Attributes:
-        tokens: how many.
+        tokens: their number.
         sum_abs: sum of ``|d|``.
         max_abs: the largest ``|d|``; 0 without tokens.
         sum_k1: sum of ``-d``; its mean estimates KL(engine || trainer) without bias, with high variance.
@@ -47,7 +47,7 @@ class Mismatch:
 
     @property
     def mean_abs(self) -> float:
-        """Mean of ``|d|``; NaN without tokens, as the others."""
+        """Mean of ``|d|``; NaN without tokens, like the other means."""
         return self._mean(self.sum_abs)
 
     @property
@@ -62,7 +62,7 @@ class Mismatch:
 
     @property
     def truncated_share(self) -> float:
-        """Share of tokens whose importance weight was cut to the cap."""
+        """Share of tokens whose importance weight was truncated to the cap."""
         return self._mean(self.truncated)
 
     def _mean(self, total: float) -> float:
@@ -70,7 +70,7 @@ class Mismatch:
 
 
 def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
-    """The figures of one vector of tokens.
+    """Compute the statistics of one vector of tokens.
 
     Args:
         engine: [n], log-probabilities that the engine reported for the tokens it sampled.
@@ -96,12 +96,12 @@ def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
 
 
 def total(parts: Iterable[Mismatch]) -> Mismatch:
-    """The figures over all tokens of all parts."""
+    """Combine statistics over all tokens of all parts."""
     return sum(parts, Mismatch())
 
 
 def truncated_weights(engine: Tensor, trainer: Tensor, cap: float) -> Tensor:
-    """``min(pi_trainer / pi_engine, cap)`` a token, fp32 [n]: truncated importance sampling (Yao et al. 2025; Ionides 2008).
+    """Compute ``min(pi_trainer / pi_engine, cap)``, fp32 [n]: truncated importance sampling (Yao et al. 2025; Ionides 2008).
 
     Args:
         engine, trainer: as for :func:`measure`.

@@ -1,4 +1,4 @@
-"""Prompts to roll out: JSONL whose lines have ``prompt`` or ``messages``, and whatever the reward function looks at."""
+"""Prompts for rollouts: JSONL whose lines have ``prompt`` or ``messages``, and fields for the reward function."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Prompt = dict[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All lines of a JSONL file, as objects.
+    """Read all lines of a JSONL file, as objects.
 
     Raises:
-        DataError: there is no such file, a line is malformed, or there is none.
+        DataError: the file is missing or has no prompts, or a line is malformed.
     """
     return [prompt for _, prompt in numbered_prompts(path)]
 
 
 def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple[int, Prompt]]:
-    """Return :func:`read_prompts`, with the numbers of the lines, from 1.
+    """Read all lines of a JSONL file, with their line numbers from 1.
 
     Args:
-        findings: takes the malformed lines, which are then left out; default: they raise.
+        findings: collects malformed lines, which are then skipped; default: they raise.
     """
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
@@ -48,15 +48,15 @@ def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple
     if findings is None:
         malformed.raise_problems("prompts")
     if not prompts and not malformed.problems:
-        raise DataError(f"{path}: no prompt in it")
+        raise DataError(f"{path}: the file has no prompts")
     return prompts
 
 
 def parse_prompt(line: str, source: str) -> Prompt:
-    """One line as an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat).
+    """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat).
 
     Raises:
-        DataError: it is something else.
+        DataError: the line is malformed.
     """
     record = parse_json(line, source)
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
@@ -65,8 +65,8 @@ def parse_prompt(line: str, source: str) -> Prompt:
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
     if "messages" in record:
         messages = record["messages"]
-        fine = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
-        if not fine or messages[-1]["role"] == "assistant":
+        valid = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
+        if not valid or messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{source}: 'messages' must be a list of objects with strings 'role' and 'content', the last one not the "
                 f"assistant's, found {messages!r:.60}"
@@ -81,18 +81,18 @@ def prompt_tokens(
     findings: Findings | None = None,
     source: str = "",
 ) -> list[int]:
-    """Token ids of a prompt, as supervised training has them of the same prompt.
+    """Tokenize a prompt, in the same way as supervised training does.
 
-    A text begins with the special tokens that the tokenizer puts at the beginning; a chat is rendered by the chat template up to
-    where the assistant answers.
+    A text begins with the tokenizer's opening special tokens; a chat is rendered by the chat template up to the assistant's
+    answer.
 
     Args:
-        template_date: what the chat template is given as the date; default: today.
-        findings: is told, of ``source``, what the chat template leaves out.
+        template_date: passed to the chat template as today's date; default: today.
+        findings: collects, for ``source``, the content that the chat template leaves out.
 
     Raises:
-        DataError: there is no token, ``messages`` meet a tokenizer without a chat template, or the template refuses them or
-            leaves out what the system or the user says.
+        DataError: the prompt has no tokens, ``messages`` need a chat template and the tokenizer has none, or the template refuses
+            them or leaves out a system or user message.
     """
     if "prompt" in prompt:
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
@@ -100,13 +100,13 @@ def prompt_tokens(
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
         template = ChatTemplate(tokenizer, day=template_date)
-        where = f"{source}: messages" if source else "messages"
-        conversation = template.rendering(parse_messages(prompt["messages"], where, learned=False)[0], prompt=True)
+        label = f"{source}: messages" if source else "messages"
+        conversation = template.rendering(parse_messages(prompt["messages"], label, learned=False)[0], prompt=True)
         if findings is not None:
             template.check_written(conversation, None, None, source, findings, prompt=True)
         tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
-        raise DataError(f"a prompt without a token: {prompt!r:.80}")
+        raise DataError(f"the prompt has no tokens: {prompt!r:.80}")
     return list(tokens)
 
 

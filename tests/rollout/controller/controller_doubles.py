@@ -27,13 +27,13 @@ KEY = "0123456789abcdef" * 2
 
 
 def an_offer(update: str, workers: int) -> Offer:
-    """An update of one small tensor."""
+    """Build the offer of one small tensor."""
     manifest = Manifest(1, (TensorSpec("w", "float32", (2,)),))
     return Offer(update, "trainer", "127.0.0.1", 1, 1, workers, "gloo", 60.0, 60.0, manifest)
 
 
 def a_seal(update: str) -> Seal:
-    """What says that the update was sent."""
+    """Build the seal of the update."""
     return Seal(update, 1, "0" * 64, ("0",))
 
 
@@ -83,7 +83,7 @@ async def settle() -> None:
 
 
 class NotingEngine(InferenceEngine):
-    """What an engine has to do for the controller. Paused and updated as asked, it fails where a test wants it to.
+    """Engine double: records pauses and updates, and fails where a test asks for it.
 
     Attributes:
         calls: what it was asked for, in order.
@@ -248,7 +248,7 @@ class Served:
         return self.server._server.server_state.connections
 
     def idle(self) -> bool:
-        """Whether nobody is being served."""
+        """Check that no request is being served."""
 
         async def look() -> bool:
             return not self.connections and self.server._requests == self.server._buffered == 0
@@ -256,11 +256,11 @@ class Served:
         return self.thread.run(look())
 
     def call(self, route: str, **arguments: Any) -> bytes:
-        """The body of a new call."""
+        """Build the body of a new call."""
         return write_call(self.controller.instance, new_id(), "test", arguments)
 
     def request(self, route: str, body: bytes, key: Key | None = None) -> bytes:
-        """A whole request, signed now."""
+        """Build a complete request, signed now."""
         signed = sign(key or self.key, "POST", route, body, audience=AUDIENCE)
         return self.head(route, len(body), signed.headers) + body
 

@@ -16,7 +16,7 @@ from weightwire.offer import Offer, Seal
 
 
 class EngineElsewhere(InferenceEngine):
-    """What the controller calls; each call is a line to the test's process."""
+    """Engine double that reports each call as a line to the test's process."""
 
     name = "one"
 

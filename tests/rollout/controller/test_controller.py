@@ -34,7 +34,7 @@ class World:
         self.controller = Controller([self.one, self.two], limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
 
     async def update(self, claim: Claim, name: str, timeout_s: float = 60) -> None:
-        """A whole update of all three members."""
+        """Run a complete update of all three members."""
         engine = self.controller.engine(claim.id)
         await engine.begin_update(an_offer(name, 3))
         await engine.verify(a_seal(name), timeout_s)
@@ -78,7 +78,7 @@ def test_an_update_is_committed_when_all_have_verified_it() -> None:
         await control.engine(claim.id).commit("b")
         assert [engine.in_force for engine in world.engines] == ["b", "b"]
         with pytest.raises(
-            MessageError, match="the offer is to 2 members from number 1 on; the engines one, two are 3"
+            MessageError, match="the offer is for 2 members from rank 1 on; the engines one, two have 3"
         ):
             await control.engine(claim.id).begin_update(an_offer("c", 2))
         await control.engine(claim.id).begin_update(an_offer("c", 3))

@@ -47,7 +47,7 @@ def _nothing_changes(served: Served) -> Iterator[None]:
 
 
 def claim_call(served: Served) -> bytes:
-    """The body of a call that would change something."""
+    """Build the body of a call with a side effect."""
     return served.call("/v1/claim", owner="attacker", lease_s=60.0)
 
 
@@ -101,7 +101,7 @@ def test_truncated(served: Served, cut: int) -> None:
 @EXAMPLES
 @given(where=st.integers(min_value=0), bit=st.integers(0, 7))
 def test_one_bit_changed(served: Served, where: int, bit: int) -> None:
-    """What was signed is refused when it is changed; what was not, as the host's name, is of no account."""
+    """Refuse a change of any signed part; unsigned parts, such as the host's name, do not matter."""
     body = served.call("/v1/status")
     request = bytearray(served.request("/v1/status", body))
     value = request.index(b"Weightwire1")

@@ -257,7 +257,7 @@ def test_sizes_are_bounded() -> None:
         large = served.call("/v1/status", padding="x" * 2000)
         assert status(served.request("/v1/status", large)) == (
             413,
-            f"a body of {len(large)} bytes; at most 2000 are taken",
+            f"a body of {len(large)} bytes; at most 2000 are accepted",
         )
         assert status(served.head("/v1/status", 10**15, signed(b"")))[0] == 413
         assert status(served.head("/v1/status", "9" * 3000, signed(b"")))[0] == 400
@@ -278,7 +278,7 @@ def test_sizes_are_bounded() -> None:
             padded = served.call("/v1/status", padding="x" * 1300)
             assert status(served.request("/v1/status", padded)) == (
                 503,
-                "too many large requests at once; come back later",
+                "too many large requests at once; retry later",
             )
         until(served.idle)
 
@@ -290,7 +290,7 @@ def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
             client.expect(["c"], deadline_s=60)
         client.complete("a", {})
         client.complete("b", {})
-        with pytest.raises(ControllerBusyError, match="3 calls came within 120 s"):
+        with pytest.raises(ControllerBusyError, match="3 calls arrived within 120 s"):
             client.fail("c", "")
         assert client.status()["rollouts"]["kept"] == 2  # what has no effect is answered still
 
@@ -457,7 +457,7 @@ def test_a_port_that_is_taken_is_named_and_a_free_one_published(tmp_path: Path) 
 def test_a_controller_for_other_machines_says_by_which_name_they_reach_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match="advertise= must tell which"):
+    with pytest.raises(ConfigError, match="set advertise= to the one"):
         Served(host="0.0.0.0", publish=tmp_path / "controller.json")
     with Served(host="0.0.0.0", advertise="localhost", publish=tmp_path / "controller.json") as served:
         assert "not encrypted" in caplog.text

@@ -66,7 +66,7 @@ def server(tmp_path: Path) -> Iterator[Path]:
 
 
 def there(folder: Path) -> list[psutil.Process]:
-    """Processes whose command names the folder: the stand-in's, and those that watch it."""
+    """Return the processes whose command names the folder: the stand-in's, and its watchers."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -95,7 +95,7 @@ def kinds(folder: Path) -> dict[str, int]:
 def test_nothing_is_left_when_the_trainer_is_killed(
     tmp_path: Path, server: Path, with_server: bool, forks: str
 ) -> None:
-    """As Ray does it, which kills an actor's direct children, too; a process that the trainer has forked may stay."""
+    """Kill as Ray does, with an actor's direct children; a process forked by the trainer may stay."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(server), str(tmp_path), forks],
         stdout=subprocess.PIPE,

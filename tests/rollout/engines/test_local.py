@@ -93,7 +93,7 @@ def test_first_answer_has_a_requests_deadline_and_later_ones_their_own(monkeypat
             await asyncio.sleep(self.delays.pop(0))
             return {"version": 0}
 
-    monkeypatch.setattr("megascend.rollout.engines.local.ModelHere", lambda *_: SlowStart())
+    monkeypatch.setattr("megascend.rollout.engines.local.ModelInProcess", lambda *_: SlowStart())
     engine = LocalEngine("model", own_process=False, timeout_s=600.0, control_timeout_s=0.1)
 
     async def ask() -> None:

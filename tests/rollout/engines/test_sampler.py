@@ -31,7 +31,7 @@ def version_0() -> Iterator[int]:
 
 
 def exact(model: Any, prompt: list[int], tokens: tuple[int, ...], temperature: float) -> list[float]:
-    """log p of each token, from a forward pass of transformers over the whole sequence alone."""
+    """Compute log p of each token, from a forward pass of transformers over the whole sequence alone."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double() / temperature
     logprobs = logits.log_softmax(-1)

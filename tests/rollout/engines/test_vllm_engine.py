@@ -67,7 +67,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> SamplingEngine:
 
 @pytest.fixture
 def address(double: SamplingEngine) -> Iterator[str]:
-    """Of an HTTP server that is vLLM's but for what stands behind its guard."""
+    """Serve a double of vLLM behind the real guard."""
     guard = Guard(lambda *_: pytest.fail("passed on"), KEY)
     state = SimpleNamespace(engine_client=double)
 

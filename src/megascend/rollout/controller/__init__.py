@@ -1,7 +1,7 @@
-"""A controller of inference engines, which trainers and workers call.
+"""Controller of inference engines: a service for trainers and rollout workers.
 
-From below to above, each in a file: ``ownership``: who owns which engine, pure; ``tasks``: rollouts as futures that a callback
-completes; ``engines``: calls of several engines, updates and pauses; ``controller``, which undoes them; ``messages``: the form of
-calls, pure; ``replies``: each call is carried out once; ``routes``, ``areal`` and ``server``, which publishes its ``address``;
+From the bottom up, each in a file: ``ownership``: claims on engines, pure; ``tasks``: rollouts as futures that a callback
+completes; ``engines``: concurrent calls, updates and pauses; ``controller``, which undoes them on failure; ``messages``: the
+format of calls, pure; ``replies``: idempotency; ``routes``, ``areal`` and ``server``, which publishes its ``address``;
 ``client``. ``python -m megascend.rollout.controller`` runs one.
 """

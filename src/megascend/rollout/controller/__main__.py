@@ -1,6 +1,6 @@
 """``python -m megascend.rollout.controller ADDRESS...``: serve vLLM servers to trainers, until SIGTERM or SIGINT.
 
-The job's key comes from ``WEIGHTWIRE_KEY`` or the file that ``WEIGHTWIRE_KEY_FILE`` names; the servers have the same one.
+The job's key comes from ``WEIGHTWIRE_KEY`` or the file named by ``WEIGHTWIRE_KEY_FILE``; the servers use the same one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def main() -> int:
 
 
 async def serve(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives; return the exit status."""
     from megascend.rollout.controller.server import ControllerServer
 
     key = load_key()
-    # Under the same name the engines are handed over: another controller must have another one.
+    # A restart under the same name takes the engines over, so another controller must have another name.
     name = Path(arguments.publish).resolve() if arguments.publish else arguments.port or os.getpid()
     owner = f"rollout controller {socket.gethostname()}:{name}"
     engines = [VllmEngine(address, key=key, owner=owner) for address in arguments.engines]
@@ -63,10 +63,10 @@ async def serve(arguments: argparse.Namespace) -> int:
     )
     async with server:
         print(f"rollout controller at {server.address}", flush=True)
-        which = await server.until_signal()
+        number = await server.until_signal()
     for engine in engines:
         await engine.close()
-    return 128 + which
+    return 128 + number
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the controller is: a file that it writes when it listens, and that nobody else may write meanwhile."""
+"""Address of the controller: a file that it writes when it listens, locked against other controllers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megascend.io.atomic import replacing
 
 @dataclass(frozen=True)
 class Address:
-    """Of a controller that listens. No secret.
+    """Address of a listening controller. Contains no secret.
 
     Attributes:
-        instance: of this controller; another one has another, on the same port or not.
+        instance: unique id of the controller, which a restart on the same port changes.
     """
 
     host: str
@@ -30,9 +30,9 @@ class Address:
 
 
 class PublishedAddress:
-    """Holds an address file for one process: a second controller that is given the same file is refused.
+    """An address file, locked for one process: a second controller with the same file is refused.
 
-    The lock (beside the file, ``.lock`` behind its name) is the system's and goes with the process, however it ends.
+    The lock (beside the file, with the suffix ``.lock``) is released by the system when the process ends in any way.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,18 +42,18 @@ class PublishedAddress:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._descriptor)
-            where = ""
+            holder = ""
             with contextlib.suppress(ControllerError):
-                where = f", at {read_address(path)}"
-            raise ControllerError(f"{path} is held by another controller{where}") from None
+                holder = f", at {read_address(path)}"
+            raise ControllerError(f"{path} is held by another controller{holder}") from None
 
     def publish(self, address: Address) -> None:
-        """Write it; whoever reads sees the former one or this one, whole."""
+        """Write the address atomically."""
         with replacing(self._path) as path:
             path.write_text(json.dumps({"version": 1, **asdict(address)}) + "\n", encoding="utf-8")
 
     def withdraw(self) -> None:
-        """Remove the file and let go of it. Nothing happens the second time."""
+        """Remove the file and release the lock. May be called twice."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -61,10 +61,10 @@ class PublishedAddress:
 
 
 def read_address(where: str | Path) -> Address:
-    """An address from its file, or from ``HOST:PORT``.
+    """Read an address from its file, or parse ``HOST:PORT``.
 
     Raises:
-        ControllerLostError: there is no such file (yet), or no address in it.
+        ControllerLostError: the file does not exist (yet), or contains no address.
     """
     host, colon, port = str(where).rpartition(":")
     if colon and port.isascii() and port.isdigit() and "/" not in str(where):
@@ -75,10 +75,10 @@ def read_address(where: str | Path) -> Address:
     except FileNotFoundError:
         raise ControllerLostError(f"no controller has published its address in {where}") from None
     except (OSError, ValueError) as error:
-        raise ControllerLostError(f"{where} holds no controller's address: {error}") from error
+        raise ControllerLostError(f"{where} does not contain a controller's address: {error}") from error
     fields = {"version": int, "host": str, "port": int, "instance": str}
     if not isinstance(data, dict) or any(type(data.get(name)) is not kind for name, kind in fields.items()):
-        raise ControllerLostError(f"{where} holds no controller's address")
+        raise ControllerLostError(f"{where} does not contain a controller's address")
     if data["version"] != 1 or not 0 < data["port"] < 65536:
         raise ControllerLostError(
             f"{where} holds an address of version {data['version']}, port {data['port']}; expected version 1"

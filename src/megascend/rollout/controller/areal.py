@@ -1,8 +1,8 @@
-"""AReaL's callbacks: its trainers pause and continue the controller's engines, its workers report rollouts as completed.
+"""AReaL's callbacks: its trainers pause and resume the controller's engines, its workers report completed rollouts.
 
-AReaL posts JSON to ``http://ADDRESS/callback/...`` and signs nothing. An address with a user and the token, which HTTP's basic
-authentication takes over, keeps strangers out: ``areal:TOKEN@HOST:PORT``, where TOKEN is ``key.bearer_token(BEARER)``. Its calls
-that bring weights are refused: they name no moment at which all of an update is verified.
+AReaL posts JSON to ``http://ADDRESS/callback/...`` without signatures. An address with the token as a password authenticates it
+by HTTP basic authentication: ``areal:TOKEN@HOST:PORT``, where TOKEN is ``key.bearer_token(BEARER)``. Its calls for weight updates
+are refused: they have no point at which the complete update is verified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHTS = ("init_weights_group", "update_weights_xccl", "update_weights_disk")
 
 
 def bearer_of(authorization: str | None) -> str | None:
-    """Return a basic authorization's password as a bearer token; anything else as it is."""
+    """Convert the password of a basic authorization to a bearer token; return anything else unchanged."""
     scheme, _, value = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization
@@ -34,7 +34,7 @@ def bearer_of(authorization: str | None) -> str | None:
 
 
 class ArealCallbacks:
-    """Carries out AReaL's callbacks on a controller. A pause owns all engines, and ends with its lease if no call ends it."""
+    """AReaL's callbacks on a controller. A pause claims all engines, and ends with its lease if no call ends it."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -42,7 +42,7 @@ class ArealCallbacks:
         self._changing = asyncio.Lock()
 
     async def answer(self, name: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Return status and JSON of the answer to a callback."""
+        """Handle a callback; return status and JSON of the answer."""
         try:
             if name in WEIGHTS:
                 reason = "weights reach the controller's engines by megascend.WeightSync (docs/rl.md)"
@@ -68,7 +68,7 @@ class ArealCallbacks:
                 await self._continue()
             else:
                 names = ", ".join(("pause_generation", "continue_generation", "rollout_complete"))
-                raise MessageError(f"there is no callback {name[:80]!r}; there are: {names}")
+                raise MessageError(f"unknown callback {name[:80]!r}; known: {names}")
 
     async def _pause(self) -> None:
         lease_s = self._controller.limits.max_lease_s
@@ -85,7 +85,7 @@ class ArealCallbacks:
         claim, self._claim = self._claim, None
         if claim is not None:
             try:
-                await self._controller.release(claim)  # which continues what is paused
+                await self._controller.release(claim)  # which resumes paused engines
             except LeaseLapsedError:
                 return
 

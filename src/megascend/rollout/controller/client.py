@@ -1,4 +1,4 @@
-"""Calls to a rollout controller."""
+"""Client of a rollout controller."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ MAX_ANSWER_BYTES = 64 * 2**20
 COMMIT_S = 720.0
 """Deadline of a commit and of loading an adapter: longer than the controller's, so that its error arrives."""
 RELEASE_S = 5.0
-"""How long the end of a claim's block tries to release it; after that its lease does. Less than a collector has to close."""
+"""Deadline for releasing a claim, in seconds; after it the lease expires. Less than a collector's deadline to close."""
 
 
 class ControllerClient:
-    """Calls a controller; what breaks on the way is said again, under the same id, until the deadline.
+    """Client of a controller that repeats a failed attempt, under the same call id, until the deadline.
 
     Args:
-        where: the file that the controller publishes its address in, or ``HOST:PORT``. A file is read again when the controller
-            cannot be reached, so that one that was restarted on another port is found.
-        caller: who calls; for the controller's log.
-        timeout_s: of a call, all attempts together, in seconds; for calls that may take long, beyond the time they are given.
+        where: the file in which the controller publishes its address, or ``HOST:PORT``. A file is read again when the controller
+            cannot be reached, so that one restarted on another port is found.
+        caller: name of this process, for the controller's log.
+        timeout_s: deadline of a call with all its attempts, in seconds; added to the expected duration of long calls.
     """
 
     def __init__(self, where: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
@@ -60,21 +60,21 @@ class ControllerClient:
 
     @property
     def instance(self) -> str:
-        """Of the controller that answered last; empty before the first answer."""
+        """Instance of the controller that answered last; empty before the first answer."""
         return self._instance
 
     async def status(self) -> dict[str, Any]:
-        """Engines with their owners, counts of rollouts."""
+        """Return engines with their owners, and counts of rollouts."""
         return await self.call("/v1/status")
 
     @contextlib.asynccontextmanager
     async def claim(
         self, owner: str, engines: Sequence[str] | None = None, *, lease_s: float = 60.0, wait_s: float = 0.0
     ) -> AsyncIterator[ClaimedEngines]:
-        """Own engines (None: all) within the context, as one engine. The lease is renewed until its end; they are then released.
+        """Claim engines (None: all) within the context, as one engine. The lease is renewed until they are released at the end.
 
         Args:
-            wait_s: how long to wait for another owner to give them up.
+            wait_s: longest wait for another owner to release them.
 
         Raises:
             EngineOwnedError: another owner has one of them; the message names it.
@@ -95,11 +95,11 @@ class ControllerClient:
             await claim._release()
 
     async def expect(self, rollouts: Sequence[str], deadline_s: float) -> None:
-        """Announce rollouts, by names of their own, before they are asked for."""
+        """Announce rollouts, by unique names, before they are requested."""
         await self.call("/v1/rollouts/expect", {"rollouts": list(rollouts), "deadline_s": deadline_s})
 
     async def complete(self, rollout: str, result: Mapping[str, Any]) -> None:
-        """Give a rollout its result.
+        """Report the result of a rollout.
 
         Raises:
             RolloutTaskError: nobody waits for it (any more).
@@ -107,43 +107,44 @@ class ControllerClient:
         await self.call("/v1/rollouts/complete", {"rollout": rollout, "result": dict(result)})
 
     async def fail(self, rollout: str, reason: str) -> None:
-        """Tell that a rollout has failed."""
+        """Report the failure of a rollout."""
         await self.call("/v1/rollouts/fail", {"rollout": rollout, "reason": reason[:4000]})
 
     async def results(
         self, rollouts: Iterable[str], hold_s: float = 60.0
     ) -> AsyncIterator[tuple[str, dict[str, Any] | RolloutTaskError]]:
-        """Each announced rollout with its result or error, as they are completed.
+        """Yield each announced rollout with its result or error, in the order of completion.
 
-        One request waits at the controller; it is answered when something is there, and said again after ``hold_s``.
+        A request is held at the controller until results are available, and repeated after ``hold_s`` (long polling).
         """
-        left = dict.fromkeys(rollouts)
-        while left:
-            answer = await self.call("/v1/rollouts/wait", {"rollouts": list(left), "timeout_s": hold_s}, takes_s=hold_s)
-            over = {**answer["results"], **{name: RolloutTaskError(why) for name, why in answer["failures"].items()}}
-            if over:
-                with contextlib.suppress(
-                    ControllerLostError
-                ):  # one that has closed keeps nothing; its last words are here
-                    await self.call("/v1/rollouts/forget", {"rollouts": list(over)})
-            for name, result in over.items():
-                del left[name]
+        pending = dict.fromkeys(rollouts)
+        while pending:
+            arguments = {"rollouts": list(pending), "timeout_s": hold_s}
+            answer = await self.call("/v1/rollouts/wait", arguments, takes_s=hold_s)
+            failures = {name: RolloutTaskError(reason) for name, reason in answer["failures"].items()}
+            results = {**answer["results"], **failures}
+            if results:
+                # A controller that has closed keeps nothing, and these results are still valid.
+                with contextlib.suppress(ControllerLostError):
+                    await self.call("/v1/rollouts/forget", {"rollouts": list(results)})
+            for name, result in results.items():
+                del pending[name]
                 yield name, result
 
     async def call(
         self, route: str, arguments: Mapping[str, Any] | None = None, *, takes_s: float = 0.0
     ) -> dict[str, Any]:
-        """Ask for one thing; returns its result.
+        """Make a call and return its result.
 
         Args:
-            takes_s: how long the controller itself may take.
+            takes_s: expected duration in the controller, in seconds.
 
         Raises:
-            ControllerRestartedError: the controller is another one than in the call before. What was asked of the former is not
-                asked of this one; the next call is.
-            ControllerLostError: it could not be reached, or did not answer, within the time.
-            ControllerBusyError: it was busy all the time.
-            AuthError: it refuses our signature, or what answers does not have the key.
+            ControllerRestartedError: the controller was replaced since the last call. This call is not repeated on the new one;
+                the next call goes there.
+            ControllerLostError: it could not be reached, or did not answer before the deadline.
+            ControllerBusyError: it was busy until the deadline.
+            AuthError: it refuses our signature, or the answer is not from a holder of the key.
             MegascendError: it refused, or an engine did; the class is that of the error there.
         """
         if not self._instance and route != "/v1/hello":
@@ -153,9 +154,9 @@ class ControllerClient:
         return await self._deliver(route, write_call(self._instance, new_id(), self._caller, arguments or {}), takes_s)
 
     async def _deliver(self, route: str, body: bytes, takes_s: float = 0.0) -> dict[str, Any]:
-        """Say one call until it is answered.
+        """Send a call until it is answered.
 
-        An attempt has ``takes_s`` more than the client's time; once one has failed, the others together have the client's time.
+        The first attempt has ``takes_s`` more than the client's deadline; once one has failed, all others share the client's.
         """
         loop = asyncio.get_running_loop()
         delay, deadline = FIRST_DELAY_S, loop.time() + self._timeout_s + takes_s
@@ -168,7 +169,7 @@ class ControllerClient:
                 raise
             except (OSError, UnreadableAnswerError, asyncio.TimeoutError) as error:
                 if problem is None or not isinstance(error, asyncio.TimeoutError):
-                    problem = error  # the last attempt, cut short, tells nothing new
+                    problem = error  # the timeout of the last, shortened attempt must not hide an earlier reason
             else:
                 if not isinstance(result, MegascendError):
                     return result
@@ -180,26 +181,28 @@ class ControllerClient:
             pause = delay * random.uniform(0.5, 1.0)
             if loop.time() + pause >= deadline:
                 kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
-                told = f"{type(problem).__name__}: {problem}"
-                raise kind(f"no answer from the rollout controller ({self._where}) to {route} in time; at last: {told}")
+                reason = f"{type(problem).__name__}: {problem}"
+                raise kind(
+                    f"no answer from the rollout controller ({self._where}) to {route} in time; at last: {reason}"
+                )
             await asyncio.sleep(pause)
             delay = min(2 * delay, LONGEST_DELAY_S)
 
     async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | MegascendError:
-        """Say one call once; each attempt is signed anew. What the controller answers is returned, errors too.
+        """Send a call once, with a new signature. Return the controller's answer, including errors.
 
         Raises:
             AuthError: the controller refuses our signature.
-            UnreadableAnswerError, ConnectionError: as :func:`exchange`; and something else answers than our controller, which may
-                yet come.
+            UnreadableAnswerError, ConnectionError: as :func:`exchange`, or another server answers at the address, which our
+                controller may still replace.
         """
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
         answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
         signature = answer.headers.get(ANSWER_HEADER)
         if answer.status == 401 and signature is None:
-            raise AuthError(f"{address} refuses our signature: {_told(answer)}")
-        if answer.status == 503 and signature is None:  # whoever says so, another attempt does no harm
-            return ControllerBusyError(_told(answer))
+            raise AuthError(f"{address} refuses our signature: {_unsigned_text(answer)}")
+        if answer.status == 503 and signature is None:  # not authenticated, but another attempt does no harm
+            return ControllerBusyError(_unsigned_text(answer))
         try:
             check_answer(self._key, signed.nonce, answer.status, answer.body, signature)
         except AuthError as error:
@@ -208,8 +211,8 @@ class ControllerClient:
         return result
 
 
-def _told(answer: Answer) -> str:
-    """What an answer says that nobody has signed: for people."""
+def _unsigned_text(answer: Answer) -> str:
+    """Return the text of an answer without a signature, only for messages."""
     try:
         _, result = read_answer(answer)
     except MessageError:
@@ -218,7 +221,7 @@ def _told(answer: Answer) -> str:
 
 
 class ClaimedEngines(RemoteEngine):
-    """Engines that are ours for a while, as one engine of all their members.
+    """Claimed engines, as one engine with all their members.
 
     Attributes:
         engines: their names.
@@ -236,7 +239,7 @@ class ClaimedEngines(RemoteEngine):
 
     @property
     def lost(self) -> bool:
-        """Whether the claim is known to have ended."""
+        """Check whether the claim is known to have ended."""
         return self._lost is not None
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -252,35 +255,35 @@ class ClaimedEngines(RemoteEngine):
             raise
 
     async def _renew(self, lease_s: float) -> None:
-        """Renew the lease three times in its length, until it is lost."""
+        """Renew the lease at intervals of a third of its length, until it is lost."""
         while True:
             await asyncio.sleep(lease_s / 3)
             try:
                 await self._call("/v1/renew", lease_s=lease_s)
             except (LeaseLapsedError, ControllerRestartedError) as error:
-                log.error("engines %s are not ours any more: %s", self.name, error)
+                log.error("lost the claim on engines %s: %s", self.name, error)
                 return
             except (ControllerError, AuthError) as error:
-                log.warning("the claim on %s could not be renewed, will be tried again: %s", self.name, error)
+                log.warning("the claim on %s could not be renewed, will retry: %s", self.name, error)
 
     async def _release(self) -> None:
         try:
             await asyncio.wait_for(self._call("/v1/release"), RELEASE_S)
-        except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # its lease ends it
+        except (ControllerError, AuthError, asyncio.TimeoutError) as error:  # the lease will expire
             log.warning("the claim on %s could not be released: %s", self.name, error)
 
 
 class ControllerEngine(RemoteEngine):
-    """All engines of a controller as one engine, for programs that have no event loop of their own for the claim.
+    """All engines of a controller as one engine, for programs without an event loop for the claim.
 
-    They are claimed at the first call, and again at the next one after the claim was lost; :meth:`close` releases them. May be
-    used from several event loops.
+    The first call claims them, and so does the first one after the claim was lost; :meth:`close` releases them. May be used from
+    several event loops.
 
     Args:
         where: as of :class:`ControllerClient`.
-        owner: what the controller calls this trainer.
-        lease_s: the engines may be claimed by others when this process has been silent for so long.
-        wait_s: seconds to wait for another owner to release them.
+        owner: name of this trainer.
+        lease_s: others may claim the engines when this process has been silent for so many seconds.
+        wait_s: longest wait for another owner to release them, in seconds.
 
     Raises, in any method:
         EngineError, EngineLostError, EngineTimeoutError: the controller cannot be reached, refused, or its engines failed.
@@ -306,7 +309,7 @@ class ControllerEngine(RemoteEngine):
         self._client = ControllerClient(where, key, caller=owner, timeout_s=timeout_s)
         self._thread = LoopThread("controller engine")
         self._claiming = asyncio.Lock()
-        self._held = contextlib.AsyncExitStack()
+        self._claims = contextlib.AsyncExitStack()
         self._engines: ClaimedEngines | None = None
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
@@ -323,13 +326,13 @@ class ControllerEngine(RemoteEngine):
     async def _claimed(self) -> ClaimedEngines:
         async with self._claiming:
             if self._engines is None or self._engines.lost:
-                await self._held.aclose()
+                await self._claims.aclose()
                 claim = self._client.claim(self._owner, lease_s=self._lease_s, wait_s=self._wait_s)
-                self._engines = await self._held.enter_async_context(claim)
+                self._engines = await self._claims.enter_async_context(claim)
             return self._engines
 
     async def close(self) -> None:
         """Release the engines. May be called twice."""
-        with contextlib.suppress(RuntimeError):  # closed
-            await asyncio.wrap_future(self._thread.submit(self._held.aclose()))
+        with contextlib.suppress(RuntimeError):  # closed before
+            await asyncio.wrap_future(self._thread.submit(self._claims.aclose()))
         await asyncio.to_thread(self._thread.close)

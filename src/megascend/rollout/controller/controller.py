@@ -1,4 +1,4 @@
-"""What owners have done to engines, and how it is undone when they fail, fall silent, or the controller closes."""
+"""Controller: runs owners' operations on engines, and undoes them on failure, when a lease lapses, and on close."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Limits:
 
     Attributes:
         max_lease_s: longest lease of a claim or a pause, in seconds.
-        engine_timeout_s: deadline of one call of an engine, in seconds, unless the call has a time of its own.
+        engine_timeout_s: default deadline of a call of an engine, in seconds.
         commit_timeout_s: deadline of an engine's commit, and of loading an adapter.
-        max_tasks: most rollouts in flight or not fetched.
-        max_kept_bytes: most bytes of results that nobody has fetched.
+        max_tasks: maximum number of rollouts in flight or not fetched.
+        max_kept_bytes: maximum bytes of results that nobody has fetched.
     """
 
     max_lease_s: float = 600.0
@@ -43,21 +43,21 @@ class Limits:
 
 
 class Controller:
-    """Engines that have one owner at a time, who updates and pauses them under leases.
+    """Engines with one owner at a time, who updates and pauses them under leases.
 
-    Belongs to one event loop. After a failure of any call the owner's update is dropped on all its engines, and those that were
-    paused are continued; the error names the engines that failed. The same happens when a claim's lease lapses and when the
-    controller closes. A pause lapses by itself: here and, should this process be gone, in the engine.
+    For one event loop. After a failed call the owner's update is dropped on all its engines, and paused ones are resumed; the
+    error names the engines that failed. The same happens when a claim's lease lapses and when the controller closes. A pause
+    expires here and, in case this process dies, in the engine.
 
     Args:
-        engines: each with a name of its own; not closed here.
+        engines: with unique names; not closed by the controller.
     """
 
     def __init__(
         self, engines: Sequence[InferenceEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
     ) -> None:
         self.instance = secrets.token_hex(8)
-        """Of this controller alone: one that is started in its place has another."""
+        """Unique id of this controller: one that replaces it has another."""
         self.limits = limits or Limits()
         self._clock = clock or LoopClock()
         self._names = [engine.name for engine in engines]
@@ -71,8 +71,8 @@ class Controller:
         self._sampling = [0] * len(self._names)  # responses that each engine is sampling
         self.tasks = RolloutTasks(self._clock, self.limits.max_tasks, self.limits.max_kept_bytes)
         """Rollouts in flight."""
-        self._locks: dict[str, asyncio.Lock] = {}  # of claims: one update's call at a time
-        self._waiting: set[asyncio.Future[bool]] = set()  # for engines to be freed
+        self._locks: dict[str, asyncio.Lock] = {}  # by claim: exclusive operations run one at a time
+        self._waiting: set[asyncio.Future[bool]] = set()  # for released engines
         self._operations: set[asyncio.Task[Any]] = set()
         self._cleanups: set[asyncio.Future[Any]] = set()
         self._timer: Timer | None = None
@@ -83,10 +83,10 @@ class Controller:
     async def claim(
         self, owner: str, engines: Sequence[str] | None = None, *, lease_s: float, wait_s: float = 0.0
     ) -> Claim:
-        """Own engines (None: all) until the lease lapses; :meth:`renew` it before.
+        """Claim engines (None: all) until the lease lapses or is renewed (:meth:`renew`).
 
         Args:
-            wait_s: how long to wait for another owner to give them up, in seconds.
+            wait_s: longest wait for another owner to release them, in seconds.
 
         Raises:
             EngineOwnedError: one of them belongs to another owner, who is named.
@@ -105,27 +105,27 @@ class Controller:
             return claim
 
     def renew(self, claim_id: str, lease_s: float) -> Claim:
-        """Have a claim last at least ``lease_s`` from now."""
+        """Extend a claim to at least ``lease_s`` from now."""
         claim = self._ownership.get(claim_id)
         self._ownership.renew(claim, lease_s, self._clock.now())
         self._arm()
         return claim
 
     async def release(self, claim_id: str) -> None:
-        """Give the engines up: an update that is not committed is dropped, those that are paused are continued."""
+        """Release the engines: an uncommitted update is dropped, paused engines are resumed."""
         claim = self._ownership.get(claim_id)
-        why = f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released"
-        self._ownership.begin_end(claim, why)
+        reason = f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released"
+        self._ownership.begin_end(claim, reason)
         await asyncio.shield(self._clean_up(self._end(claim)))
 
     def engine(self, claim_id: str) -> OwnedEngines:
-        """Return a claim's engines as one engine."""
+        """Return the engines of a claim as one engine."""
         return OwnedEngines(self, claim_id)
 
     # --- the controller itself ---
 
     def status(self) -> dict[str, Any]:
-        """Engines with owner and seconds left of lease and pause, and counts of rollouts. Holds no secret."""
+        """Return engines with owner and remaining seconds of lease and pause, and counts of rollouts. Contains no secret."""
         now, engines = self._clock.now(), {}
         for name in self._names:
             claim, paused_until = self._ownership.owner_of(name), self._pauses.until(name)
@@ -136,14 +136,14 @@ class Controller:
             }
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
 
-    async def close(self, why: str = "the controller is closing") -> None:
-        """Stop what runs, drop updates, continue what is paused, fail rollouts in flight. A second call waits for the first.
+    async def close(self, reason: str = "the controller is closing") -> None:
+        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight. A second call waits for the first.
 
         Raises:
-            EngineError: engines that could not be continued; everything else is done. Their own leases end their pause.
+            EngineError: engines could not be resumed; everything else is done. Their own leases end their pause.
         """
         if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close(why))
+            self._closed = asyncio.ensure_future(self._close(reason))
         await asyncio.shield(self._closed)
 
     async def __aenter__(self) -> Controller:
@@ -152,10 +152,10 @@ class Controller:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # --- below ---
+    # --- internals ---
 
     async def _sample(self, claim_id: str, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
-        """Have the least busy engine of a claim sample, one that has not failed a short time ago. Renews the claim."""
+        """Sample on the least busy engine of a claim that has not failed recently, and renew the claim."""
         self._check_open()
         claim = self._ownership.get(claim_id)
         claim.renew(self._clock.now())
@@ -180,45 +180,45 @@ class Controller:
         self._availability.answered(number)
         return result
 
-    async def _close(self, why: str) -> None:
+    async def _close(self, reason: str) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for operation in list(self._operations):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)
-        self._wake()  # those that wait for a claim find it closed
+        self._wake()  # waiting claims then fail: the controller is closed
         for claim in self._ownership.claims():
             if not claim.ending:
-                self._ownership.begin_end(claim, f"{why}: the claim of {claim.owner!r} has ended")
+                self._ownership.begin_end(claim, f"{reason}: the claim of {claim.owner!r} has ended")
                 self._clean_up(self._end(claim))
         await asyncio.gather(*self._cleanups, return_exceptions=True)
-        self.tasks.close(why)
+        self.tasks.close(reason)
         if paused := self._pauses.among(self._names):
             await self._pauses.resume(paused)
 
     async def _operation(self, claim_id: str, run: Callable[[Claim], Awaitable[T]], *, exclusive: bool = True) -> T:
-        """Run what an owner asked for, and undo on failure. The claim does not lapse meanwhile, and is renewed.
+        """Run an owner's operation, and undo it on failure. The claim does not lapse meanwhile, and is renewed at the end.
 
         Args:
-            exclusive: one at a time; others wait.
+            exclusive: run only one exclusive operation of the claim at a time.
         """
         self._check_open()
         claim = self._ownership.get(claim_id)
         turn = self._locks[claim.id] if exclusive else contextlib.nullcontext()
 
-        async def whole() -> T:
+        async def run_or_undo() -> T:
             try:
                 async with turn:
-                    self._ownership.get(claim_id)  # still
+                    self._ownership.get(claim_id)  # the claim may have ended while waiting for the lock
                     return await run(claim)
             except ControllerError:
-                raise  # refused; nothing was done
+                raise  # refused without effect
             except BaseException:
                 await asyncio.shield(self._clean_up(self._undo(claim)))
                 raise
 
         claim.running += 1
-        task = asyncio.ensure_future(whole())
+        task = asyncio.ensure_future(run_or_undo())
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
         try:
@@ -226,7 +226,7 @@ class Controller:
         except asyncio.CancelledError:
             if self._closed and task.cancelled():
                 raise ControllerLostError(
-                    "the controller is closing; the update was dropped, engines were continued"
+                    "the controller is closing; the update was dropped, engines were resumed"
                 ) from None
             raise
         finally:
@@ -235,18 +235,16 @@ class Controller:
             self._arm()
 
     async def _undo(self, claim: Claim) -> None:
-        """Drop what a claim's engines are receiving, then continue those that are paused; never raises."""
+        """Drop the claim's update, then resume its paused engines; never raises."""
         await self._updates.undo(claim)
         if paused := self._pauses.among(claim.engines):
             try:
                 await self._pauses.resume(paused)
             except EngineError as error:
-                log.error(
-                    "engines of %r could not be continued: %s; their own leases end the pause", claim.owner, error
-                )
+                log.error("engines of %r could not be resumed: %s; their own leases end the pause", claim.owner, error)
 
     async def _end(self, claim: Claim) -> None:
-        """Undo, and free a claim's engines, when what runs on them has ended."""
+        """Undo, and free a claim's engines, after its running exclusive operation has ended."""
         async with self._locks[claim.id]:
             await self._undo(claim)
         self._locks.pop(claim.id, None)
@@ -255,13 +253,13 @@ class Controller:
         self._wake()
 
     def _wake(self) -> None:
-        """Engines are free: all who wait for some look again."""
+        """Wake all waiting claims after engines were freed."""
         for freed in self._waiting:
             if not freed.done():
                 freed.set_result(True)
 
     async def _freed_within(self, seconds: float) -> bool:
-        """Wait until engines are freed; False if that takes longer."""
+        """Wait until engines are freed; return False at the deadline."""
         freed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         timer = self._clock.call_at(self._clock.now() + seconds, lambda: freed.done() or freed.set_result(False))
         self._waiting.add(freed)
@@ -272,7 +270,7 @@ class Controller:
             self._waiting.discard(freed)
 
     def _arm(self) -> None:
-        """Have :meth:`_on_lapse` called when the next lease is over."""
+        """Schedule :meth:`_on_lapse` for the end of the next lease."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -282,16 +280,16 @@ class Controller:
 
     def _on_lapse(self) -> None:
         for claim in self._ownership.lapsed(self._clock.now()):
-            why = f"the lease of {claim.owner!r} on {', '.join(claim.engines)} lapsed"
-            log.warning("%s; its engines are continued", why)
-            self._ownership.begin_end(claim, why)
+            reason = f"the lease of {claim.owner!r} on {', '.join(claim.engines)} lapsed"
+            log.warning("%s; its engines are resumed", reason)
+            self._ownership.begin_end(claim, reason)
             self._clean_up(self._end(claim))
-        for name, again in self._pauses.lapsed():
-            self._clean_up(self._pauses.end_lapsed(name, again))
+        for name, retry_at in self._pauses.lapsed():
+            self._clean_up(self._pauses.end_lapsed(name, retry_at))
         self._arm()
 
     def _clean_up(self, work: Awaitable[None]) -> asyncio.Future[None]:
-        """Start what must be finished whoever asked for it is gone; :meth:`close` waits for it."""
+        """Start work that must complete without its caller; :meth:`close` waits for it."""
         task = asyncio.ensure_future(work)
         self._cleanups.add(task)
         task.add_done_callback(self._cleanups.discard)
@@ -303,14 +301,14 @@ class Controller:
 
 
 class OwnedEngines(InferenceEngine):
-    """The engines of one claim as one engine of all their members.
+    """The engines of one claim as one engine with all their members.
 
     Requests for responses go to the least busy engine; everything else to all. A call that fails on any engine, or is cancelled,
-    is undone on all: the update is dropped, engines that are paused continue.
+    is undone on all: the update is dropped, paused engines are resumed.
 
     Raises, in any method:
         LeaseLapsedError: the claim has ended.
-        ControllerError: the call was refused, and nothing was done.
+        ControllerError: the call was refused without effect.
         EngineError: engines failed; the message names them.
     """
 
@@ -339,21 +337,21 @@ class OwnedEngines(InferenceEngine):
         return [location for locations in (await self._do(ask)).values() for location in locations]
 
     async def begin_update(self, offer: Offer) -> None:
-        """See :class:`InferenceEngine`. Each engine is offered its own places of the offer, which begins with member 1."""
+        """See :class:`InferenceEngine`. Each engine is offered its own ranks of the group; the offer must begin at rank 1."""
         await self._do(lambda claim: self._updates.begin(claim, offer))
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
         await self._do(lambda claim: self._updates.verify(claim, seal, timeout_s))
 
     async def commit(self, update: str) -> None:
-        """See :class:`InferenceEngine`. No engine commits before all have verified."""
+        """See :class:`InferenceEngine`. No engine commits before all have verified the update."""
         await self._do(lambda claim: self._updates.commit(claim, update))
 
     async def drop(self, update: str) -> None:
         await self._do(lambda claim: self._updates.drop(claim, update))
 
     async def version(self, target: str = "model") -> int:
-        """Return the newest version that one of the engines has: the next update must have a newer one."""
+        """Return the newest version of all engines: the next update must be newer."""
 
         async def ask(claim: Claim) -> dict[str, int]:
             return await self._engines.each(claim.engines, "version", lambda engine: engine.version(target))

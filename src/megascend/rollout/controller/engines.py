@@ -1,4 +1,4 @@
-"""Engines by name: calls of several at once, updates that are in force on all or dropped, pauses that lapse."""
+"""Engines by name: concurrent calls, updates that all engines commit or drop, pauses that expire."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from weightwire.offer import Offer, Seal
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RESUME_AGAIN_S = 5.0
-"""After how long an engine is tried again that could not be continued."""
+"""Seconds until another attempt to resume an engine."""
 RESUME_ATTEMPTS = 5
 ERROR_S = 5.0
-"""How much longer than an engine itself its call has: the engine's own error says what it waited for."""
+"""Seconds by which a call's deadline exceeds the engine's own, so that the engine's more precise error arrives."""
 
 
 class Engines:
     """Engines by name.
 
     Args:
-        timeout_s: deadline of a call of an engine, in seconds; ``commit_s`` of a commit and of loading an adapter.
+        timeout_s: default deadline of a call, in seconds.
+        commit_s: deadline of a commit and of loading an adapter.
     """
 
     def __init__(self, engines: Mapping[str, InferenceEngine], timeout_s: float, commit_s: float) -> None:
@@ -41,34 +42,35 @@ class Engines:
     async def each(
         self,
         names: Iterable[str],
-        what: str,
+        label: str,
         call: Callable[[InferenceEngine], Awaitable[T]],
         timeout_s: float | None = None,
     ) -> dict[str, T]:
-        """Call engines side by side, and wait for all.
+        """Call engines concurrently, and wait for all.
 
         Args:
-            timeout_s: in place of the usual time.
+            label: of the call, for messages.
+            timeout_s: instead of the default deadline.
 
         Raises:
-            EngineTimeoutError: all that failed did not answer in time.
+            EngineTimeoutError: all failures are timeouts.
             EngineError: some failed; the message names them, and those that did not.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        done, failed = await call_all([self._engines[name] for name in names], call, limit)
+        succeeded, failed = await call_all([self._engines[name] for name in names], call, limit)
         if not failed:
-            return done
+            return succeeded
         kind = EngineTimeoutError if all(isinstance(error, TimeoutError) for error in failed.values()) else EngineError
         reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())
-        raise kind(f"{what} failed: {reasons}" + (f" (done by {', '.join(done)})" if done else ""))
+        raise kind(f"{label} failed: {reasons}" + (f" (done by {', '.join(succeeded)})" if succeeded else ""))
 
 
 @dataclass
 class _Update:
-    """An update of one claim.
+    """Open update of one claim.
 
     Attributes:
-        engines: those that may be receiving it, or have it.
+        engines: those that may have received it, fully or in part, and have not committed it.
     """
 
     name: str
@@ -77,7 +79,7 @@ class _Update:
 
 
 class Updates:
-    """At most one for each claim."""
+    """Open updates, at most one for each claim."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -85,36 +87,36 @@ class Updates:
         self._members: dict[str, dict[str, int]] = {}  # claim -> engine -> members of a group
 
     async def members(self, claim: Claim) -> dict[str, int]:
-        """Return how many members of a group each engine is, in the claim's order."""
+        """Return the number of group members of each engine, in the claim's order."""
         members = await self._engines.each(claim.engines, "receivers", lambda engine: engine.receivers())
         self._members[claim.id] = members
         return members
 
     async def begin(self, claim: Claim, offer: Offer) -> None:
-        """Offer each engine its places in the group.
+        """Offer each engine its ranks of the group.
 
         Raises:
             ControllerError: another update is open.
-            MessageError: the offer is to another number of members.
+            MessageError: the offer is for another number of members.
         """
-        if (there := self._updates.get(claim.id)) is not None:
-            raise ControllerError(f"update {there.name!r} of {claim.owner!r} is open: commit or drop it first")
+        if (update := self._updates.get(claim.id)) is not None:
+            raise ControllerError(f"update {update.name!r} of {claim.owner!r} is open: commit or drop it first")
         members = self._members.get(claim.id) or await self.members(claim)
         if (offer.first, offer.workers) != (1, sum(members.values())):
             raise MessageError(
-                f"the offer is to {offer.workers} members from number {offer.first} on; the engines {', '.join(members)} are "
-                f"{sum(members.values())}, from 1 on"
+                f"the offer is for {offer.workers} members from rank {offer.first} on; the engines {', '.join(members)} have "
+                f"{sum(members.values())}, from rank 1 on"
             )
         firsts = dict(zip(members, accumulate(members.values(), initial=1), strict=False))
 
-        async def one(engine: InferenceEngine) -> None:
+        async def begin(engine: InferenceEngine) -> None:
             await engine.begin_update(replace(offer, first=firsts[engine.name], workers=members[engine.name]))
 
         self._updates[claim.id] = _Update(offer.update, set(claim.engines))
-        await self._engines.each(claim.engines, "begin_update", one)
+        await self._engines.each(claim.engines, "begin_update", begin)
 
     async def verify(self, claim: Claim, seal: Seal, timeout_s: float) -> None:
-        """Have all engines hold what they have against the seal."""
+        """Make all engines compare the received update with the seal."""
         update = self._open(claim, seal.update)
         await self._engines.each(
             claim.engines, "verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S
@@ -122,30 +124,30 @@ class Updates:
         update.verified = True
 
     async def commit(self, claim: Claim, name: str) -> None:
-        """Put in force what all have verified.
+        """Commit an update that all engines have verified.
 
         Raises:
-            ControllerError: they have not, or there is no such update.
+            ControllerError: not all have verified it, or it is not open.
         """
         update = self._open(claim, name)
         if not update.verified:
             raise ControllerError(f"update {name!r} of {claim.owner!r} has not been verified on all engines")
 
-        async def one(engine: InferenceEngine) -> None:
+        async def commit(engine: InferenceEngine) -> None:
             await engine.commit(name)
             update.engines.discard(engine.name)
 
-        await self._engines.each(claim.engines, "commit", one, self._engines.commit_s + ERROR_S)
+        await self._engines.each(claim.engines, "commit", commit, self._engines.commit_s + ERROR_S)
         self._updates.pop(claim.id, None)
 
     async def drop(self, claim: Claim, name: str) -> None:
-        """Give one up."""
+        """Drop an update."""
         await self._engines.each(claim.engines, "drop", lambda engine: engine.drop(name))
         if (update := self._updates.get(claim.id)) is not None and update.name == name:
             del self._updates[claim.id]
 
     async def undo(self, claim: Claim) -> None:
-        """Give up whatever is open; never raises."""
+        """Drop the claim's open update on all engines that have not committed it; never raises."""
         if (update := self._updates.pop(claim.id, None)) is not None:
             try:
                 await self._engines.each(sorted(update.engines), "drop", lambda engine: engine.drop(update.name))
@@ -153,22 +155,22 @@ class Updates:
                 log.error("update %r of %r could not be dropped everywhere: %s", update.name, claim.owner, error)
 
     def forget(self, claim: Claim) -> None:
-        """The claim has ended."""
+        """Forget a claim that has ended."""
         self._members.pop(claim.id, None)
 
     def _open(self, claim: Claim, name: str) -> _Update:
         update = self._updates.get(claim.id)
         if update is None or update.name != name:
-            there = "none is open" if update is None else f"{update.name!r} is open"
-            raise ControllerError(f"{claim.owner!r} has no update {name!r}: {there}")
+            current = "none is open" if update is None else f"{update.name!r} is open"
+            raise ControllerError(f"{claim.owner!r} has no update {name!r}: {current}")
         return update
 
 
 class Pauses:
-    """Which engines are paused, or may be, and until when.
+    """Engines that are paused, or may be, with the end of their pauses.
 
     Args:
-        changed: called when the next lapse may be another one than before.
+        changed: called when the time of the next lapse may have changed.
     """
 
     def __init__(self, engines: Engines, names: Iterable[str], clock: Clock, changed: Callable[[], None]) -> None:
@@ -180,66 +182,66 @@ class Pauses:
         self._locks = {name: asyncio.Lock() for name in names}
 
     def until(self, name: str) -> float | None:
-        """When the pause of an engine lapses; None if it is not paused."""
+        """Return the end of an engine's pause; None if it is not paused."""
         return self._until.get(name)
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Those that may be paused."""
+        """Return those of the engines that may be paused."""
         return [name for name in names if name in self._until]
 
     async def pause(self, names: Iterable[str], lease_s: float, allowed: Callable[[], object]) -> None:
-        """Pause engines, or renew their pause. When this raises, any of them may be paused.
+        """Pause engines, or renew their pause. If this raises, any of them may be paused.
 
         Args:
-            allowed: raises if that must not be any more; asked before each engine's turn.
+            allowed: raises if the pause is no longer permitted; called before each engine is paused.
         """
         until = self._clock.now() + lease_s
 
-        async def one(engine: InferenceEngine) -> None:
+        async def pause(engine: InferenceEngine) -> None:
             async with self._locks[engine.name]:
                 allowed()
-                self._until[engine.name] = until  # before it is: it may be paused when the call fails
+                self._until[engine.name] = until  # before the call: the engine may be paused even if it fails
                 self._attempts.pop(engine.name, None)
                 self._changed()
                 await engine.pause(lease_s)
 
-        await self._engines.each(names, "pause", one)
+        await self._engines.each(names, "pause", pause)
 
     async def resume(self, names: Iterable[str]) -> None:
-        """Continue engines, whether they are paused or not."""
+        """Resume engines, whether they are paused or not."""
 
-        async def one(engine: InferenceEngine) -> None:
+        async def resume(engine: InferenceEngine) -> None:
             async with self._locks[engine.name]:
                 await self._resume(engine)
 
-        await self._engines.each(names, "resume", one)
+        await self._engines.each(names, "resume", resume)
 
     def next_lapse(self) -> float | None:
-        """When the next pause lapses."""
+        """Return the end of the next pause; None without pauses."""
         return min(self._until.values(), default=None)
 
     def lapsed(self) -> list[tuple[str, float]]:
-        """Engines whose pause is over, and when they will be tried again; each pair must go to :meth:`end_lapsed`."""
+        """Return engines whose pause has ended, with the time of a second attempt; pass each pair to :meth:`end_lapsed`."""
         now = self._clock.now()
-        found = [(name, now + RESUME_AGAIN_S) for name, until in self._until.items() if until <= now]
-        self._until.update(found)
-        return found
+        lapsed = [(name, now + RESUME_AGAIN_S) for name, until in self._until.items() if until <= now]
+        self._until.update(lapsed)
+        return lapsed
 
-    async def end_lapsed(self, name: str, again: float) -> None:
-        """Continue one engine whose pause has lapsed; on failure it lapses again, a few times."""
+    async def end_lapsed(self, name: str, retry_at: float) -> None:
+        """Resume an engine whose pause has lapsed; on failure it lapses again at ``retry_at``, a few times."""
 
-        async def one(engine: InferenceEngine) -> None:
+        async def resume(engine: InferenceEngine) -> None:
             async with self._locks[name]:
-                if self._until.get(name) == again:  # neither continued nor paused anew meanwhile
-                    log.warning("the pause of engine %r has lapsed; it is continued", name)
+                if self._until.get(name) == retry_at:  # neither resumed nor paused again meanwhile
+                    log.warning("the pause of engine %r has lapsed; resuming it", name)
                     await self._resume(engine)
 
         try:
-            await self._engines.each([name], "resume", one)
+            await self._engines.each([name], "resume", resume)
         except EngineError as error:
             attempts = self._attempts[name] = self._attempts.get(name, 0) + 1
-            log.error("attempt %d of %d to continue an engine: %s", attempts, RESUME_ATTEMPTS, error)
-            if attempts >= RESUME_ATTEMPTS and self._until.get(name) == again:
+            log.error("attempt %d of %d to resume an engine: %s", attempts, RESUME_ATTEMPTS, error)
+            if attempts >= RESUME_ATTEMPTS and self._until.get(name) == retry_at:
                 del self._until[name]  # its own lease has ended its pause, or it is gone
         self._changed()
 

@@ -1,7 +1,7 @@
-"""What callers and the controller say to each other: JSON, with a version. Pure.
+"""Messages between callers and the controller: JSON, with a version. Pure.
 
-A call has the fields ``version`` (1), ``instance`` (of the controller that the caller knows), ``id`` (the same in every attempt
-to say it), ``caller`` and ``arguments``; an answer has ``version``, ``instance`` and either ``result`` or ``error``, which has
+A call has the fields ``version`` (1), ``instance`` (of the controller that the caller knows), ``id`` (the same in every
+attempt), ``caller`` and ``arguments``; an answer has ``version``, ``instance`` and either ``result`` or ``error``, which has
 ``kind`` and ``message``.
 """
 
@@ -33,9 +33,9 @@ from megascend.rollout.http_client import Answer
 
 VERSION = 1
 AUDIENCE = "megascend rollout controller"
-"""What callers sign as the receiver of their requests."""
+"""Audience that callers sign."""
 BEARER = "rollout controller"
-"""The purpose of bearer tokens that are taken where the server is told to: ``key.bearer_token(BEARER)``."""
+"""Purpose of bearer tokens, which the server accepts if configured to: ``key.bearer_token(BEARER)``."""
 _ID = re.compile(r"([0-9]{13})-[0-9a-f]{16,64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _KINDS: dict[str, tuple[int, type[MegascendError]]] = {
@@ -52,31 +52,31 @@ _KINDS: dict[str, tuple[int, type[MegascendError]]] = {
     "engine": (502, EngineError),
     "internal": (500, ControllerError),
 }
-"""Kind -> HTTP status and class, the more special class first."""
+"""Kind -> HTTP status and class, subclasses before their bases."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call, as far as it is the same for all routes.
+    """A call, with the fields that all routes share.
 
     Attributes:
-        made: when the caller first wrote it, in seconds since 1970 by its clock; part of the id.
+        created: time of the first attempt, in seconds since 1970 by the caller's clock; part of the id.
     """
 
     instance: str
     id: str
-    made: float
+    created: float
     caller: str
     arguments: dict[str, Any]
 
 
 def new_id(clock: Callable[[], float] = time.time) -> str:
-    """The id of a new call."""
+    """Generate the id of a new call."""
     return f"{int(clock() * 1000):013d}-{secrets.token_hex(16)}"
 
 
 def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str, Any]) -> bytes:
-    """The body of a call. ``instance`` is empty in the first call, which asks for it.
+    """Encode a call. ``instance`` is empty in the first call, which requests it.
 
     Raises:
         MessageError: the arguments are not JSON.
@@ -87,7 +87,7 @@ def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str,
 
 
 def read_call(body: bytes) -> Call:
-    """A call from its body.
+    """Parse a call.
 
     Raises:
         MessageError: not JSON, not of this form, or of another version.
@@ -110,21 +110,21 @@ def read_call(body: bytes) -> Call:
 
 
 def write_result(instance: str, result: Mapping[str, Any]) -> Answer:
-    """The answer to a call that was carried out."""
+    """Encode the answer to a successful call."""
     return Answer(200, _dump({"version": VERSION, "instance": instance, "result": dict(result)}))
 
 
 def write_error(instance: str, error: Exception) -> Answer:
-    """The answer to a call that was refused or has failed."""
+    """Encode the answer to a call that was refused or failed."""
     kind = next((kind for kind, (_, error_type) in _KINDS.items() if isinstance(error, error_type)), "internal")
     status, _ = _KINDS[kind]
-    told = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
-    message = {"kind": kind, "message": told[:4000]}
-    return Answer(status, _dump({"version": VERSION, "instance": instance, "error": message}))
+    message = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
+    fields = {"kind": kind, "message": message[:4000]}
+    return Answer(status, _dump({"version": VERSION, "instance": instance, "error": fields}))
 
 
 def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
-    """The instance that has answered, and its result or the error that it tells of.
+    """Parse an answer; return the instance that sent it, and its result or error.
 
     Raises:
         MessageError: not JSON, not of this form, or of another version.
@@ -152,7 +152,7 @@ def _dump(data: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise MessageError(f"cannot be said in JSON: {error}") from error
+        raise MessageError(f"cannot be encoded as JSON: {error}") from error
 
 
 def _load(body: bytes) -> dict[str, Any]:
@@ -168,10 +168,11 @@ def _load(body: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    # json.loads would keep the last of two equal fields; another parser on the way may keep the first.
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise MessageError("a JSON object has a field twice")
-    return found
+    return fields
 
 
 def _constant(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Who owns which engine, and until when: pure, times are passed in. And the clock of leases and deadlines."""
+"""Claims of owners on engines, with leases. Pure: times are arguments. Also the clock of leases and deadlines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megascend.errors import ControllerError, EngineOwnedError, LeaseLapsedError
 from weightwire.lease import Lease
 
 REMEMBERED = 256
-"""Claims that have ended of which :meth:`Ownership.get` can still say why."""
+"""Number of ended claims for which :meth:`Ownership.get` can report the reason."""
 
 
 class Timer(Protocol):
-    """What :meth:`Clock.call_at` returns."""
+    """Handle of a call scheduled by :meth:`Clock.call_at`."""
 
     def cancel(self) -> None: ...
 
 
 class Clock(Protocol):
-    """Seconds that only go forward, and calls at a time of theirs."""
+    """Monotonic clock in seconds, with scheduled calls."""
 
     def now(self) -> float: ...
 
@@ -31,7 +31,7 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The clock of the event loop that runs."""
+    """The clock of the running event loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -45,9 +45,9 @@ class Claim(Lease):
     """Engines that belong to one owner until the lease lapses.
 
     Attributes:
-        id: what the owner shows to act on them; a secret between the owner and the controller.
-        running: calls of the owner that run now; the claim does not lapse meanwhile.
-        ending: released or lapsed; the engines are being continued and are free after that.
+        id: secret by which the owner identifies itself to the controller.
+        running: number of the owner's running calls; the claim does not lapse meanwhile.
+        ending: released or lapsed; the engines are being resumed and are free after that.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Claim(Lease):
 
 
 class Ownership:
-    """At most one claim on each engine.
+    """Claims on engines, at most one for each engine.
 
     Args:
         max_lease_s: the longest lease, in seconds.
@@ -73,11 +73,11 @@ class Ownership:
         self._ended: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
 
     def claim(self, owner: str, engines: Sequence[str] | None, lease_s: float, now: float) -> Claim:
-        """Give engines (None: all) to an owner: all of them or none.
+        """Claim engines (None: all) for an owner: all of them or none.
 
         Raises:
-            EngineOwnedError: one of them belongs to somebody; the message names whom, since when and how long still.
-            ControllerError: no such engine, or a lease that is too long.
+            EngineOwnedError: one of them has an owner; the message names it, with age and remaining time of its claim.
+            ControllerError: an engine is unknown, or the lease is too long.
         """
         names = self._engines if engines is None else tuple(dict.fromkeys(engines))
         if unknown := [name for name in names if name not in self._engines]:
@@ -89,9 +89,9 @@ class Ownership:
         self.check_lease(lease_s)
         for name in names:
             if (other := self.owner_of(name)) is not None:
-                held = "is being released by" if other.ending else "belongs to"
+                state = "is being released by" if other.ending else "belongs to"
                 raise EngineOwnedError(
-                    f"engine {name!r} {held} {other.owner!r}, since {now - other.since:.1f} s ago, for another "
+                    f"engine {name!r} {state} {other.owner!r}, since {now - other.since:.1f} s ago, for another "
                     f"{other.left_s(now):.1f} s unless renewed; {owner!r} cannot have it before"
                 )
         claim = Claim(
@@ -101,52 +101,52 @@ class Ownership:
         return claim
 
     def get(self, claim_id: str) -> Claim:
-        """A claim in force.
+        """Return an active claim.
 
         Raises:
             LeaseLapsedError: it has ended.
-            ControllerError: there never was one, or it has been forgotten.
+            ControllerError: the claim is unknown, or ended long ago.
         """
         claim = self._claims.get(claim_id)
         if claim is not None and not claim.ending:
             return claim
-        for ended, why in self._ended:
+        for ended, reason in self._ended:
             if ended == claim_id:
-                raise LeaseLapsedError(f"{why}; claim the engines again")
+                raise LeaseLapsedError(f"{reason}; claim the engines again")
         raise ControllerError("no such claim")
 
     def renew(self, claim: Claim, lease_s: float, now: float) -> None:
-        """Have a claim last at least ``lease_s`` from now; it never becomes shorter."""
+        """Extend a claim to at least ``lease_s`` from now; it never becomes shorter."""
         self.check_lease(lease_s)
         claim.renew(now, lease_s)
 
-    def begin_end(self, claim: Claim, why: str) -> None:
-        """A claim is in force no longer; its engines are not free yet."""
+    def begin_end(self, claim: Claim, reason: str) -> None:
+        """Deactivate a claim; its engines are not free yet."""
         claim.ending = True
-        self._ended.append((claim.id, why))
+        self._ended.append((claim.id, reason))
 
     def end(self, claim: Claim) -> None:
-        """A claim's engines are free."""
+        """Free the engines of a claim."""
         self._claims.pop(claim.id, None)
 
     def owner_of(self, engine: str) -> Claim | None:
-        """The claim on an engine, one that is ending included."""
+        """Return the claim on an engine, even if it is ending; None if the engine is free."""
         return next((claim for claim in self._claims.values() if engine in claim.engines), None)
 
     def claims(self) -> list[Claim]:
-        """All claims, those that are ending included."""
+        """Return all claims, including those that are ending."""
         return list(self._claims.values())
 
     def lapsed(self, now: float) -> list[Claim]:
-        """Claims whose lease is over."""
+        """Return the claims whose lease has ended."""
         return [claim for claim in self._claims.values() if claim.until <= now and not (claim.ending or claim.running)]
 
     def next_lapse(self) -> float | None:
-        """When the next lease is over."""
+        """Return the end of the next lease; None without claims."""
         ends = [claim.until for claim in self._claims.values() if not (claim.ending or claim.running)]
         return min(ends, default=None)
 
     def check_lease(self, lease_s: float) -> None:
-        """Raises ControllerError unless a lease may be that long."""
+        """Raise ControllerError unless the length of a lease is permitted."""
         if not 0 < lease_s <= self._max_lease_s:
             raise ControllerError(f"a lease of {lease_s:g} s; it must be above 0 and at most {self._max_lease_s:g} s")

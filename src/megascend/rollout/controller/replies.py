@@ -1,4 +1,4 @@
-"""Each call is carried out once: whoever says it again gets the first answer."""
+"""Idempotency of calls: each is executed once, and a repeated call gets the first answer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megascend.rollout.http_client import Answer
 @dataclass
 class _Reply:
     digest: bytes
-    made: float
+    created: float
     answer: asyncio.Future[Answer]
 
 
 class Replies:
-    """Answers by the id of the call, kept for ``keep_s`` after them. A call older than that is refused, not carried out.
+    """Answers by call id, kept for ``keep_s`` after the answer. An older call is refused, not executed.
 
     Args:
-        keep_s: how long a caller may say a call again, in seconds.
-        max_replies: most that are kept; with more within ``keep_s``, calls are refused as busy.
-        clock: seconds since 1970. When a call was made is the caller's word, so clocks must agree as far as signatures ask for.
+        keep_s: time for which a caller may repeat a call, in seconds.
+        max_replies: maximum number kept; with more within ``keep_s``, calls are refused as busy.
+        clock: seconds since 1970. The time of a call is the caller's, so clocks must agree as closely as for signatures.
     """
 
     def __init__(self, *, keep_s: float, max_replies: int, clock: Callable[[], float] = time.time) -> None:
@@ -42,64 +42,65 @@ class Replies:
     def __len__(self) -> int:
         return len(self._replies)
 
-    async def once(self, call: Call, route: str, body: bytes, carry_out: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The answer to a call: what ``carry_out`` returns, or has returned for it before.
+    async def once(self, call: Call, route: str, body: bytes, execute: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the answer to a call: the result of ``execute``, now or in an earlier attempt.
 
-        ``carry_out`` runs on when the caller goes. If it raises, the call was refused without effect: that is not kept, and
-        whoever says the call again tries again.
+        ``execute`` continues if the caller disconnects. If it raises, the call was refused without effect: that is not kept, and
+        a repeated call is executed again.
 
         Raises:
             MessageError: another call had this id, or it is too old.
             ControllerBusyError: too many calls.
-            Exception: what ``carry_out`` raises.
+            Exception: raised by ``execute``.
         """
         digest = hashlib.sha256(f"{route}\n".encode() + body).digest()
         reply = self._replies.get(call.id)
         if reply is None:
             reply = self._new(call, digest)
-            task = asyncio.ensure_future(carry_out())
-            self._running.add(task)  # the loop itself keeps no task alive
-            task.add_done_callback(lambda done: self._settle(call.id, reply, done))
+            task = asyncio.ensure_future(execute())
+            self._running.add(task)  # the event loop holds only weak references
+            task.add_done_callback(lambda task: self._settle(call.id, reply, task))
         elif reply.digest != digest:
-            raise MessageError(f"call {call.id} was another one before")
+            raise MessageError(f"the id {call.id} was used for another call")
         return await asyncio.shield(reply.answer)
 
     def _new(self, call: Call, digest: bytes) -> _Reply:
         now = self._clock()
         self._forget(now)
-        if now - call.made > self._keep_s or call.made <= self._forgotten_until:
+        if now - call.created > self._keep_s or call.created <= self._forgotten_until:
             raise MessageError(
-                f"call {call.id} was made {now - call.made:.1f} s ago; after {self._keep_s:g} s a call is not carried out, "
+                f"call {call.id} was made {now - call.created:.1f} s ago; after {self._keep_s:g} s a call is not executed, "
                 "since it may have been before"
             )
-        if call.made - now > self._keep_s:
-            raise MessageError(f"call {call.id} was made {call.made - now:.1f} s from now: the clocks differ")
+        if call.created - now > self._keep_s:
+            raise MessageError(f"call {call.id} was made {call.created - now:.1f} s from now: the clocks differ")
         if len(self._replies) >= self._max_replies:
-            raise ControllerBusyError(f"{self._max_replies} calls came within {self._keep_s:g} s; come back later")
+            raise ControllerBusyError(f"{self._max_replies} calls arrived within {self._keep_s:g} s; retry later")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        reply = self._replies[call.id] = _Reply(digest, call.made, answer)
+        reply = self._replies[call.id] = _Reply(digest, call.created, answer)
         return reply
 
     def _forget(self, now: float) -> None:
-        """Let go of what has expired, in the order of the answers."""
+        """Remove expired answers, in the order in which they were given."""
         while self._answered:
             call_id, expires = self._answered[0]
             if expires >= now:
                 return
             self._answered.popleft()
-            self._forgotten_until = max(self._forgotten_until, self._replies.pop(call_id).made)
+            self._forgotten_until = max(self._forgotten_until, self._replies.pop(call_id).created)
 
-    def _settle(self, call_id: str, reply: _Reply, done: asyncio.Future[Answer]) -> None:
-        self._running.discard(done)
-        if done.cancelled():
+    def _settle(self, call_id: str, reply: _Reply, task: asyncio.Future[Answer]) -> None:
+        self._running.discard(task)
+        if task.cancelled():
             error: BaseException | None = ControllerLostError("the controller is closing")
         else:
-            error = done.exception()
+            error = task.exception()
         if error is None:
-            # From the answer on: whoever waited long for it may ask again. And not before the call is too old to be new.
-            self._answered.append((call_id, max(reply.made, self._clock()) + self._keep_s))
-            reply.answer.set_result(done.result())
+            # Kept from the time of the answer, since a caller that waited long may retry, and at least until the call's own time
+            # (by a clock that may be ahead of ours) makes it too old to be executed again.
+            self._answered.append((call_id, max(reply.created, self._clock()) + self._keep_s))
+            reply.answer.set_result(task.result())
             return
         self._replies.pop(call_id, None)
         reply.answer.set_exception(error)
-        reply.answer.exception()  # seen, should the caller be gone
+        reply.answer.exception()  # retrieved: asyncio would log it if the caller has disconnected

@@ -1,4 +1,4 @@
-"""Calls that a controller answers over HTTP: their arguments, checked, and what carries them out."""
+"""Calls that a controller answers over HTTP: validation of their arguments, and execution."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weightwire.remote_engine import CALLS, read_call
 PREFIX = "/v1/"
 MAX_NAMES = 8192
 MAX_RESULTS_BYTES = 32 * 2**20
-"""Bytes of results in one answer, unless a single one is larger."""
+"""Maximum bytes of results in one answer, unless a single result is larger."""
 WITHOUT_EFFECT = {"generate", "logprobs", "receivers", "locations", "version"}
-"""Calls of an engine that are carried out each time they are made."""
+"""Calls of an engine without side effects, which are executed in every attempt."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]([ -~]*[!-~])?$")]
 Names = Annotated[list[Name], Field(max_length=MAX_NAMES)]
@@ -28,17 +28,17 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 class Service(BaseModel):
-    """A call of the controller: its arguments.
+    """A call of the controller, with its arguments.
 
     Attributes:
-        once: it has an effect, so a repeated call gets the first answer.
+        once: it has side effects, so a repeated call gets the first answer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     once: ClassVar[bool] = True
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
-        """Carry the call, whose body has ``size`` bytes, out and return its result."""
+        """Execute the call, whose body has ``size`` bytes, and return its result."""
         raise NotImplementedError
 
 
@@ -66,13 +66,13 @@ class ClaimEngines(Service):
         return _claimed(await controller.claim(self.owner, self.engines, lease_s=self.lease_s, wait_s=self.wait_s))
 
 
-class OfClaim(Service):
-    """A call that shows a claim."""
+class ClaimService(Service):
+    """A call that needs a claim."""
 
     claim: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Renew(OfClaim):
+class Renew(ClaimService):
     lease_s: Seconds
     once = False
 
@@ -80,7 +80,7 @@ class Renew(OfClaim):
         return _claimed(controller.renew(self.claim, self.lease_s))
 
 
-class Release(OfClaim):
+class Release(ClaimService):
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         await controller.release(self.claim)
         return {}
@@ -119,9 +119,9 @@ class Wait(Service):
     once = False
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
-        done = await controller.tasks.wait(self.rollouts, self.timeout_s, MAX_RESULTS_BYTES)
-        results = {name: result for name, result in done.items() if not isinstance(result, Exception)}
-        failures = {name: str(error) for name, error in done.items() if isinstance(error, Exception)}
+        outcomes = await controller.tasks.wait(self.rollouts, self.timeout_s, MAX_RESULTS_BYTES)
+        results = {name: result for name, result in outcomes.items() if not isinstance(result, Exception)}
+        failures = {name: str(error) for name, error in outcomes.items() if isinstance(error, Exception)}
         return {"results": results, "failures": failures}
 
 
@@ -150,13 +150,13 @@ SERVICES: dict[str, type[Service]] = {
     "rollouts/wait": Wait,
     "rollouts/forget": Forget,
 }
-"""Calls of the controller; beside them it has those of an engine (:data:`weightwire.remote_engine.CALLS`), with a claim."""
+"""Calls of the controller, in addition to those of an engine (:data:`weightwire.remote_engine.CALLS`), which need a claim."""
 ROUTES = tuple(PREFIX + name for name in (*SERVICES, *CALLS))
 
 
 @dataclass(frozen=True)
 class ReadCall:
-    """A call whose arguments were checked.
+    """A call with validated arguments.
 
     Attributes:
         once: as of :class:`Service`.
@@ -167,10 +167,10 @@ class ReadCall:
 
 
 def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
-    """Check a call, whose body has ``size`` bytes.
+    """Parse a call, whose body has ``size`` bytes.
 
     Raises:
-        MessageError: there is no such call, or what is wrong with each argument.
+        MessageError: the call is unknown, or arguments are invalid; the message describes each.
     """
     name = target.removeprefix(PREFIX)
     if target not in ROUTES:
@@ -179,7 +179,7 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
         if name in SERVICES:
             service = SERVICES[name].model_validate(values)
             return ReadCall(lambda controller: service.run(controller, size), service.once)
-        claim = OfClaim.model_validate({"claim": values.get("claim")}).claim
+        claim = ClaimService.model_validate({"claim": values.get("claim")}).claim
         run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]

@@ -1,4 +1,4 @@
-"""The controller on the network, an ASGI application: callers are authenticated, each call is carried out once."""
+"""HTTP server of the controller, an ASGI application: authenticates callers, executes each call once."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
 CLOSE_S = 1
-"""Seconds that requests have for their answer when the server closes."""
+"""Seconds that running requests have when the server closes."""
 DISCARD_S = 1.0
-"""Seconds in which the rest of a refused request is read: a connection that is closed before that may lose the answer."""
+"""Seconds for reading the rest of a refused request: a connection closed before that may lose the answer."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class HttpLimits:
     """Bounds of the server.
 
     Attributes:
-        max_connections: of all callers, those that are not known yet included. When there are more, one of the host with the most
-            is closed, an idle one first.
-        max_requests: of callers with the key at a time, those that wait for their answer included.
+        max_connections: of all callers, including unauthenticated ones. Beyond it, one of the host with the most connections is
+            closed, idle ones first.
+        max_requests: concurrent requests of callers with the key, including those that wait for their answer.
         max_head_bytes: first line and headers.
         max_body_bytes: of one request.
         max_buffered_bytes: bodies of all requests together.
-        body_timeout_s: seconds in which a caller must send its body.
+        body_timeout_s: deadline for a request's body, in seconds.
     """
 
     max_connections: int = 640
@@ -71,7 +71,7 @@ class HttpLimits:
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and a reason, and nothing else."""
+    """Refusal of a request before its call is parsed, with a status and a reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -79,18 +79,18 @@ class Refusal(Exception):
 
 
 class ControllerServer:
-    """Serves a controller over HTTP, to callers that have the job's key.
+    """HTTP server of a controller, for callers with the job's key.
 
         async with ControllerServer(Controller(engines), key, publish="run/controller.json") as server:
             await server.until_signal()
 
     Args:
         controller: closed with the server.
-        publish: a file that the address is written to. A second controller for the same file is refused.
-        advertise: the host that is published, where it is not ``host``: by which name others reach this machine.
-        bearer: take bearer tokens as well (:data:`BEARER`), and with them AReaL's callbacks (:mod:`.areal`). Answers to them are
-            not signed, and nothing ties a token to a request.
-        keep_s: how long a call may be repeated, in seconds.
+        publish: a file for the address. A second controller with the same file is refused.
+        advertise: host name to publish instead of ``host``, by which others reach this machine.
+        bearer: accept bearer tokens as well (:data:`BEARER`), and with them AReaL's callbacks (:mod:`.areal`). Answers are not
+            signed then, and a token is not bound to a request.
+        keep_s: time for which a call may be repeated, in seconds.
     """
 
     def __init__(
@@ -126,21 +126,21 @@ class ControllerServer:
         self._closed: asyncio.Future[None] | None = None
         self._areal = ArealCallbacks(controller)
         areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
-        own = Route("/{path:path}", self._respond, methods=["POST"])
-        self.application = Starlette(routes=[areal, own] if bearer else [own])
+        calls = Route("/{path:path}", self._respond, methods=["POST"])
+        self.application = Starlette(routes=[areal, calls] if bearer else [calls])
         self.address = Address(host, port)
-        """Where it listens, once it does."""
+        """Address at which it listens, complete after :meth:`start`."""
 
     async def start(self) -> Address:
         """Listen, and publish the address.
 
         Raises:
-            ConfigError: the port is taken, the host is not of this machine, or is all of its addresses and none is advertised.
+            ConfigError: the port is taken, the host is not an address of this machine, or is a wildcard and none is advertised.
             ControllerError: another controller holds the file.
         """
         if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(
-                f"host={self._host!r} listens on all addresses; advertise= must tell which of them others connect to"
+                f"host={self._host!r} listens on all addresses; set advertise= to the one that others connect to"
             )
         if self._publish is not None:
             self._published = PublishedAddress(self._publish)
@@ -184,28 +184,28 @@ class ControllerServer:
         log.info("rollout controller %s listens on %s", self.controller.instance, self.address)
         return self.address
 
-    async def close(self, why: str = "the controller is closing") -> None:
-        """Take no more calls, close the controller (which continues what is paused), answer what is under way.
+    async def close(self, reason: str = "the controller is closing") -> None:
+        """Refuse new calls, close the controller (which resumes paused engines), answer running calls.
 
         Raises:
-            EngineError: engines that could not be continued; everything else is done.
+            EngineError: engines could not be resumed; everything else is done.
         """
         if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close(why))
+            self._closed = asyncio.ensure_future(self._close(reason))
         await asyncio.shield(self._closed)
 
     async def until_signal(self) -> signal.Signals:
-        """Serve until SIGTERM or SIGINT comes, then close. In the main thread.
+        """Serve until SIGTERM or SIGINT arrives, then close. Only in the main thread.
 
         Returns:
-            The signal. A program ends with ``128 + signal``.
+            The signal. A program exits with ``128 + signal``.
         """
-        came: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
-        with _handlers(came):
-            which = await came
-            log.warning("%s: the controller closes; what it has paused is continued", which.name)
-            await self.close(f"the controller got {which.name}")
-        return which
+        received: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        with _handlers(received):
+            number = await received
+            log.warning("%s: the controller closes; paused engines are resumed", number.name)
+            await self.close(f"the controller got {number.name}")
+        return number
 
     async def __aenter__(self) -> ControllerServer:
         await self.start()
@@ -214,10 +214,10 @@ class ControllerServer:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # --- below ---
+    # --- internals ---
 
     async def _respond(self, request: Request) -> Response:
-        """Answer a request, whose caller is known by its head before its body is read."""
+        """Answer a request, whose caller is authenticated by the head before the body is read."""
         grant = None
         try:
             grant = self._admit(request.scope)
@@ -230,7 +230,7 @@ class ControllerServer:
         except WireError as error:  # the body did not arrive
             status = _status_of(error)
             answer = Answer(status, self._error(MessageError(str(error))).body)
-            # A late body is refused without a signature: clients take that for a broken connection, and send it again.
+            # A late body is refused without a signature: clients treat that as a broken connection, and retry.
             return self._signed(answer, grant if status == 413 else None, RefusedResponse)
         return self._signed(answer, grant)
 
@@ -261,25 +261,21 @@ class ControllerServer:
             grant = check_head(self._verifier, scope)
         except AuthError as error:
             raise Refusal(503 if isinstance(error, AuthBusyError) else 401, str(error)) from None
-        # An owner per request: where connections are too many, the host with the most loses one, and never all callers together.
+        # Authenticated connections each have their own owner, so that the limit of connections closes those of strangers first.
         scope[OWNER] = f"caller {grant.nonce or id(scope)}"
         return grant
 
     @contextmanager
     def _room(self, request: Request) -> Iterator[None]:
-        """Hold a place for a request, and memory for its body.
-
-        Raises:
-            Refusal: there is none.
-        """
+        """Reserve a slot for a request and memory for its body within the context; raise Refusal if none is free."""
         limits = self._limits
         size = int(request.headers.get("content-length", limits.max_body_bytes))
         if size > limits.max_body_bytes:
-            raise Refusal(413, f"a body of {size} bytes; at most {limits.max_body_bytes} are taken")
+            raise Refusal(413, f"a body of {size} bytes; at most {limits.max_body_bytes} are accepted")
         if self._requests >= limits.max_requests:
-            raise Refusal(503, f"{limits.max_requests} requests are being answered; come back later")
+            raise Refusal(503, f"{limits.max_requests} requests are being answered; retry later")
         if self._buffered + size > limits.max_buffered_bytes:
-            raise Refusal(503, "too many large requests at once; come back later")
+            raise Refusal(503, "too many large requests at once; retry later")
         self._requests += 1
         self._buffered += size
         try:
@@ -289,25 +285,25 @@ class ControllerServer:
             self._buffered -= size
 
     async def _answer(self, grant: Grant, target: str, body: bytes, receive: Receive) -> Answer:
-        """Carry out a call, or say why not. Bodies are looked at when they are what was signed, and not before."""
+        """Execute a call, or describe the refusal. The body is parsed only after its signature was verified."""
         try:
             grant.check_body(body)
             call = read_call(body)
             if call.instance != self.controller.instance and not (call.instance == "" and target == f"{PREFIX}hello"):
                 raise ControllerRestartedError(
                     f"this is controller {self.controller.instance}, not {call.instance or 'unnamed'}: it was restarted, and "
-                    "knows no claims and rollouts of before"
+                    "has lost its claims and rollouts"
                 )
             route = read_route(target, call.arguments, len(body))
             if route.once:
-                return await self._replies.once(call, target, body, lambda: self._carry_out(route, call))
-            work = asyncio.ensure_future(self._carry_out(route, call))
+                return await self._replies.once(call, target, body, lambda: self._execute(route, call))
+            work = asyncio.ensure_future(self._execute(route, call))
             return await unless_gone(work, receive) or Answer(499, b"")
         except (MegascendError, AuthError) as error:
             return self._error(MessageError(str(error)) if isinstance(error, AuthError) else error)
 
-    async def _carry_out(self, route: ReadCall, call: Call) -> Answer:
-        """Return the answer, an error included. What was refused without effect, and may be tried again, is raised."""
+    async def _execute(self, route: ReadCall, call: Call) -> Answer:
+        """Execute a call and return its answer or error. Refusals without effect, which may be retried, are raised."""
         if self._stopping is not None:
             raise ControllerLostError(self._stopping)
         try:
@@ -328,15 +324,15 @@ class ControllerServer:
         if self._published is not None:
             self._published.withdraw()
 
-    async def _close(self, why: str) -> None:
-        self._stopping = why
+    async def _close(self, reason: str) -> None:
+        self._stopping = reason
         if self._server is not None:
             for listener in self._server.servers:
                 listener.close()
         try:
-            await self.controller.close(why)
+            await self.controller.close(reason)
         finally:
-            # uvicorn cancels what is under way CLOSE_S after this: only now has the controller answered those who wait.
+            # uvicorn cancels running requests CLOSE_S after this, so it must follow the controller's answers to waiting callers.
             if self._server is not None:
                 self._server.should_exit = True
             if self._serving is not None:
@@ -345,9 +341,9 @@ class ControllerServer:
 
 
 class RefusedResponse(Response):
-    """An answer to a request that is not read to its end: the rest of it is discarded before the connection is closed.
+    """Answer to a request that was not read completely: discards the rest before the connection is closed.
 
-    A connection that is closed while bytes lie there unread is reset, and its caller may never see the answer.
+    Closing a connection with unread bytes resets it, and the caller may never see the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -359,7 +355,7 @@ class RefusedResponse(Response):
 
 
 def _status_of(error: WireError) -> int:
-    """Return the status that answers a body which could not be read, or is not the one that was signed."""
+    """Return the status for a body that could not be read, or is not the one that was signed."""
     if isinstance(error, AuthError):
         return 400
     return 413 if isinstance(error, LargeBodyError) else 408
@@ -371,7 +367,7 @@ async def _discard(receive: Receive) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn within a program: signals are the program's (:meth:`ControllerServer.until_signal`)."""
+    """uvicorn server that leaves signals to :meth:`ControllerServer.until_signal`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -379,13 +375,9 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        OSError: the port is taken, or the host is not of this machine.
-    """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    """Open a listening socket; raise OSError if the port is taken, or the host is not an address of this machine."""
+    addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -398,18 +390,18 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _handlers(came: asyncio.Future[signal.Signals]) -> Iterator[None]:
-    """The first of SIGTERM and SIGINT is the future's result; later ones do nothing: closing has its deadlines."""
+def _handlers(received: asyncio.Future[signal.Signals]) -> Iterator[None]:
+    """Set the future to the first SIGTERM or SIGINT. Later ones are ignored: closing has its own deadlines."""
     loop = asyncio.get_running_loop()
 
-    def take(which: signal.Signals) -> None:
-        if not came.done():
-            came.set_result(which)
+    def handle(number: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(number)
 
-    for which in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(which, take, which)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
     try:
         yield
     finally:
-        for which in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(which)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

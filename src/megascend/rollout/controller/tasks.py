@@ -1,4 +1,4 @@
-"""Rollouts in flight: futures that a callback completes."""
+"""Rollouts in flight, as futures that a callback completes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megascend.errors import ControllerBusyError, ControllerLostError, MessageEr
 from megascend.rollout.controller.ownership import Clock, Timer
 
 FORGOTTEN = 65536
-"""Tasks that are over of which a late callback is told so by name."""
+"""Number of ended rollouts whose names are remembered, so that a late callback gets a precise error."""
 
 
 @dataclass
@@ -24,13 +24,13 @@ class _Task:
 
 
 class RolloutTasks:
-    """Futures by name, bounded in number, in time, and in the bytes of results that nobody has fetched yet.
+    """Futures by name, with limits on their number, their time, and the bytes of results not yet fetched.
 
-    Belongs to one event loop; nothing here waits but :meth:`wait`.
+    For one event loop; only :meth:`wait` waits.
 
     Args:
-        max_tasks: most that are expected, or kept, at a time.
-        max_kept_bytes: most bytes of results that are kept for :meth:`wait`.
+        max_tasks: maximum number of expected and kept rollouts.
+        max_kept_bytes: maximum bytes of results kept for :meth:`wait`.
     """
 
     def __init__(self, clock: Clock, max_tasks: int, max_kept_bytes: int) -> None:
@@ -46,26 +46,26 @@ class RolloutTasks:
         return len(self._tasks)
 
     def expect(self, name: str, deadline_s: float, *, keep: bool = False) -> asyncio.Future[Any]:
-        """The future of a rollout that is about to be asked for.
+        """Create the future of a rollout that is about to be requested.
 
         Args:
-            deadline_s: after this the future raises, and a completion is too late.
-            keep: the result waits for :meth:`wait` until :meth:`forget`, or as long as :meth:`complete` says; otherwise
-                only the future has it.
+            deadline_s: seconds after which the future raises, and a completion is too late.
+            keep: keep the result for :meth:`wait` until :meth:`forget`, or for the ``keep_s`` of :meth:`complete`; otherwise only
+                the future has it.
 
         Returns:
             A future with the result, or a RolloutTaskError.
 
         Raises:
             MessageError: the name is or was in use.
-            ControllerBusyError: there are too many.
+            ControllerBusyError: too many rollouts.
             ControllerLostError: closed.
         """
         self._check_new(name)
         if len(self._tasks) >= self._max_tasks:
             raise self._full()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_seen)
+        future.add_done_callback(_retrieve_exception)
         message = f"rollout {name!r} was not completed within {deadline_s:g} s"
         timer = self._clock.call_at(
             self._clock.now() + deadline_s,
@@ -74,12 +74,12 @@ class RolloutTasks:
         self._tasks[name] = _Task(future, timer, keep)
         if not keep:  # a caller that gave up cancels the future
             future.add_done_callback(
-                lambda done: done.cancelled() and self._remove(name, f"rollout {name!r} was cancelled")
+                lambda future: future.cancelled() and self._remove(name, f"rollout {name!r} was cancelled")
             )
         return future
 
     def expect_all(self, names: Sequence[str], deadline_s: float) -> None:
-        """Expect several, all or none, and keep their results for :meth:`wait`. Raises as :meth:`expect` does."""
+        """Expect several rollouts, all or none, and keep their results for :meth:`wait`. Raises like :meth:`expect`."""
         if len(set(names)) < len(names):
             raise MessageError("a rollout is named twice")
         if len(self._tasks) + len(names) > self._max_tasks:
@@ -90,15 +90,15 @@ class RolloutTasks:
             self.expect(name, deadline_s, keep=True)
 
     def complete(self, name: str, result: Any, *, size: int = 0, keep_s: float = 600.0) -> None:
-        """Give a future its result.
+        """Set the result of a rollout.
 
         Args:
-            size: bytes of the result, as far as anybody counts.
-            keep_s: how long a kept result waits to be fetched.
+            size: bytes of the result, for ``max_kept_bytes``.
+            keep_s: seconds for which a kept result can be fetched.
 
         Raises:
-            RolloutTaskError: nobody waits for it (any more); the message says why.
-            ControllerBusyError: results that nobody has fetched fill the memory they may; try again.
+            RolloutTaskError: the rollout is not expected (any more); the message gives the reason.
+            ControllerBusyError: results not yet fetched reach ``max_kept_bytes``; retry.
         """
         self._check_expected(name)
         if self._tasks[name].keep and self._kept_bytes + size > self._max_kept_bytes:
@@ -108,16 +108,16 @@ class RolloutTasks:
         self._settle(name, result, f"rollout {name!r} is completed", size, keep_s)
 
     def fail(self, name: str, reason: str, *, keep_s: float = 600.0) -> None:
-        """Have a future raise :class:`RolloutTaskError`. Raises as :meth:`complete` does."""
+        """Set a rollout's error, a :class:`RolloutTaskError`. Raises like :meth:`complete`."""
         self._check_expected(name)
         error = RolloutTaskError(f"rollout {name!r} failed: {reason}")
         self._settle(name, error, f"rollout {name!r} is over: it failed", len(reason), keep_s)
 
     async def wait(self, names: Iterable[str], timeout_s: float, max_bytes: int = 2**62) -> dict[str, Any]:
-        """Results of those that are over, as soon as one is; none if the time passes before. They stay until :meth:`forget`.
+        """Wait until a rollout ends or the time is over; return the results so far, which stay until :meth:`forget`.
 
         Args:
-            max_bytes: no further results than these, once there is one.
+            max_bytes: limit on the size of the results, unless a single one is larger.
 
         Returns:
             Name -> result, or the RolloutTaskError it ended in.
@@ -143,22 +143,22 @@ class RolloutTasks:
         return results
 
     def forget(self, names: Iterable[str]) -> None:
-        """Fetched, or not wanted any longer. Those that are unknown stay so."""
+        """Remove results that were fetched or are no longer needed; unknown names are ignored."""
         for name in names:
             self._remove(name, f"rollout {name!r} is over, and its result was fetched or given up")
 
-    def close(self, why: str) -> None:
-        """All that are in flight raise; no more are taken."""
-        self._closed = why
+    def close(self, reason: str) -> None:
+        """Fail all rollouts in flight, and refuse new ones."""
+        self._closed = reason
         for name, task in list(self._tasks.items()):
             if not task.future.done():
-                self._settle(name, RolloutTaskError(f"rollout {name!r}: {why}"), why, 0, 0.0)
-            self._remove(name, why)
+                self._settle(name, RolloutTaskError(f"rollout {name!r}: {reason}"), reason, 0, 0.0)
+            self._remove(name, reason)
 
     def status(self) -> Mapping[str, int]:
-        """Counts: in flight, kept, bytes kept."""
-        kept = sum(task.future.done() for task in self._tasks.values())
-        return {"in_flight": len(self._tasks) - kept, "kept": kept, "kept_bytes": self._kept_bytes}
+        """Return counts: in flight, kept, bytes kept."""
+        finished = sum(task.future.done() for task in self._tasks.values())
+        return {"in_flight": len(self._tasks) - finished, "kept": finished, "kept_bytes": self._kept_bytes}
 
     def _check_new(self, name: str) -> None:
         if self._closed:
@@ -173,14 +173,11 @@ class RolloutTasks:
 
     def _check_expected(self, name: str) -> None:
         if name not in self._tasks or self._tasks[name].future.done():
-            why = (
-                self._over.get(name)
-                or f"rollout {name!r} is {'completed' if name in self._tasks else 'not expected here'}"
-            )
-            raise RolloutTaskError(why)
+            state = "completed" if name in self._tasks else "not expected here"
+            raise RolloutTaskError(self._over.get(name) or f"rollout {name!r} is {state}")
 
-    def _settle(self, name: str, result: Any, why: str, size: int, keep_s: float) -> None:
-        """Give a future that waits its result; then keep it for a while, or let go of it."""
+    def _settle(self, name: str, result: Any, reason: str, size: int, keep_s: float) -> None:
+        """Set a future's result; then keep it for ``keep_s``, or remove it with ``reason`` for late callbacks."""
         task = self._tasks[name]
         task.timer.cancel()
         if task.keep:
@@ -194,9 +191,9 @@ class RolloutTasks:
             else:
                 task.future.set_result(result)
         if not task.keep:
-            self._remove(name, why)
+            self._remove(name, reason)
 
-    def _remove(self, name: str, why: str) -> None:
+    def _remove(self, name: str, reason: str) -> None:
         task = self._tasks.pop(name, None)
         if task is None:
             return
@@ -204,12 +201,12 @@ class RolloutTasks:
         self._kept_bytes -= task.size
         if not task.future.done():
             task.future.cancel()
-        self._over[name] = why
+        self._over[name] = reason
         while len(self._over) > FORGOTTEN:
             self._over.popitem(last=False)
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """An exception that nobody asks for is no news: who waited has gone."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Mark an exception as retrieved: asyncio would log it if the waiter has gone."""
     if not future.cancelled():
         future.exception()

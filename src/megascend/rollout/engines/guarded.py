@@ -1,8 +1,8 @@
-"""A program that ends, with all that it has started, when this process is gone, however that ended.
+"""Programs that end, with all their children, when this process ends in any way.
 
-A watcher that is a child of this process is not enough: Ray, for one, ends an actor by killing it and its direct children
-(SIGKILL), a watcher among them, and an engine's workers, which are children of a child, would stay. So :mod:`guard` starts the
-watcher: it is nobody's child, and there before the program is.
+A watcher that is a child of this process is not enough: Ray, for example, ends an actor by killing it and its direct children
+(SIGKILL), including the watcher, and an engine's workers, which are grandchildren, would survive. So :mod:`guard` starts an
+orphaned watcher before it starts the program.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ GUARD = Path(__file__).with_name("guard.py")
 
 
 class GuardedProcess:
-    """A program in a session of its own.
+    """A program in a new session, with a watcher.
 
     Args:
         command: the program and its arguments.
-        output: where it writes to; default: where this process does.
-        environment: all of its variables; default: this process's, without what makes it a rank.
-        descriptors: that it inherits.
+        output: of the program; default: this process's output.
+        environment: complete; default: this process's, without the variables of a rank.
+        descriptors: to inherit.
 
     Attributes:
-        process: it has the program's number and exit code, and leads its process group.
+        process: has the program's pid and exit code, and leads its process group.
     """
 
     def __init__(
@@ -41,26 +41,27 @@ class GuardedProcess:
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        watched, self._held = os.pipe()  # not inherited: it is closed when this process is gone
+        # The write end is not inherited, so it closes when this process ends.
+        read_end, self._write_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-IS", str(GUARD), str(os.getpid()), str(watched), *command],
+                [sys.executable, "-IS", str(GUARD), str(os.getpid()), str(read_end), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 env=child_environment() if environment is None else environment,
-                pass_fds=(watched, *descriptors),
+                pass_fds=(read_end, *descriptors),
                 start_new_session=True,
             )
         except BaseException:
-            os.close(self._held)
+            os.close(self._write_end)
             raise
         finally:
-            os.close(watched)
+            os.close(read_end)
 
     def release(self) -> None:
-        """Have the guard end what is left of the program, without waiting for it. May be called twice."""
-        held, self._held = self._held, -1
-        if held >= 0:
+        """Make the watcher end what is left of the program, without waiting. May be called twice."""
+        write_end, self._write_end = self._write_end, -1
+        if write_end >= 0:
             with contextlib.suppress(OSError):
-                os.close(held)
+                os.close(write_end)

@@ -1,6 +1,6 @@
-"""The local engine: transformers on this machine, for laptops, examples and tests. A real engine, but not a fast one.
+"""Local engine: transformers on this machine, for laptops, examples and tests. Complete, but not fast.
 
-Its model is in this process, or in one of its own that reads calls as lines of JSON from a pipe and writes answers to another:
+Its model runs in this process, or in a child that reads calls as lines of JSON from a pipe and writes answers to another:
 ``python -m megascend.rollout.engines.local NAME MODEL SETTINGS REQUESTS ANSWERS``.
 """
 
@@ -33,10 +33,10 @@ KILL_AFTER_S = 10.0
 
 
 class LocalEngine(RemoteEngine):
-    """A model of transformers that samples and takes updates.
+    """Engine of a transformers model, with weight updates.
 
-    Requests that wait are sampled together. An update is received while that goes on and takes effect between two tokens; what
-    the responses under way have in the cache is then computed again. Adapters are not loaded: push the merged model.
+    Waiting requests are sampled together. An update is received during sampling and takes effect between two tokens; the KV cache
+    of running responses is then recomputed. Adapters are not supported: push the merged model.
     """
 
     unreadable = EngineError
@@ -54,9 +54,9 @@ class LocalEngine(RemoteEngine):
         """
         Args:
             model: directory of a Hugging Face checkpoint, whose weights are of version 0.
-            own_process: sample in a process of its own, else on a thread of this one.
-            timeout_s: deadline of a request, and of the first answer to anything.
-            control_timeout_s: deadline of everything else.
+            own_process: sample in a child process, otherwise on a thread of this one.
+            timeout_s: deadline of a request, and of the first call.
+            control_timeout_s: deadline of other calls.
             settings: of :class:`megascend.rollout.engines.local_model.LocalModel`: precision, device, seed, rows.
         """
         self.name = name
@@ -64,12 +64,12 @@ class LocalEngine(RemoteEngine):
         self.control_s = self.commit_s = control_timeout_s
         self._answered = False
         self._host = (
-            ModelProcess(name, Path(model), settings) if own_process else ModelHere(name, Path(model), settings)
+            ModelProcess(name, Path(model), settings) if own_process else ModelInProcess(name, Path(model), settings)
         )
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         if not self._answered:
-            # Its process imports transformers and loads the model first, which takes minutes on a busy machine.
+            # The child first imports transformers and loads the model, which takes minutes on a busy machine.
             timeout_s = max(timeout_s, self.answer_s)
         try:
             answer = await asyncio.wait_for(self._host.call(call, arguments), timeout_s)
@@ -82,8 +82,8 @@ class LocalEngine(RemoteEngine):
         await self._host.close()
 
 
-class ModelHere:
-    """The model in this process."""
+class ModelInProcess:
+    """Model in this process."""
 
     def __init__(self, name: str, model: Path, settings: Mapping[str, Any]) -> None:
         from megascend.rollout.engines.local_model import LocalModel
@@ -92,7 +92,7 @@ class ModelHere:
         self._model: InferenceEngine = LocalModel(model, name=name, **settings)
 
     async def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Make a call of the contract, with JSON for arguments and result."""
+        """Run a call of the contract, with JSON for arguments and result."""
         try:
             run = read_call(call, arguments)
         except WireError as error:
@@ -104,7 +104,7 @@ class ModelHere:
 
 
 class ModelProcess:
-    """The model in a process of its own, which ends with this one."""
+    """Model in a child process, which ends with this one."""
 
     def __init__(self, name: str, model: Path, settings: Mapping[str, Any]) -> None:
         self._name = name
@@ -112,7 +112,7 @@ class ModelProcess:
         answer_end, answers = os.pipe()
         command = [sys.executable, "-m", "megascend.rollout.engines.local", name, str(model), json.dumps(settings)]
         try:
-            # An interactive Ctrl-C is for the trainer, which ends this process when it has saved.
+            # In a new session: an interactive Ctrl-C is for the trainer, which ends the child when it has saved.
             self._guarded = GuardedProcess([*command, str(requests), str(answers)], descriptors=(requests, answers))
         finally:
             os.close(requests)
@@ -129,7 +129,7 @@ class ModelProcess:
     async def call(self, call: str, arguments: dict[str, Any]) -> Any:
         """Send a call and wait for its answer."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # answered, whoever still waits for it
+        future.set_running_or_notify_cancel()  # cannot be cancelled: the child answers it in any case
         with self._lock:
             number = self._count = self._count + 1
             self._waiting[number] = future
@@ -163,7 +163,7 @@ class ModelProcess:
         return EngineLostError(f"{self._name}: its process {self.process.pid} {ending}")
 
     async def close(self) -> None:
-        """Give up calls under way and end the process. May be called twice."""
+        """Abandon running calls and end the process. May be called twice."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -185,7 +185,7 @@ def error_to_json(error: BaseException) -> list[str]:
 
 
 def error_from_json(error: Sequence[str]) -> Exception:
-    """Return the error of :func:`error_to_json`; an EngineError if it is none of megascend's or weightwire's."""
+    """Rebuild an error from :func:`error_to_json`; an EngineError if its class is not megascend's or weightwire's."""
     module, name, message = error
     for errors, base in ((megascend.errors, MegascendError), (weightwire.errors, WireError)):
         kind = getattr(errors, name, None)
@@ -195,12 +195,12 @@ def error_from_json(error: Sequence[str]) -> Exception:
 
 
 def serve(call: Callable[[str, dict[str, Any]], Any], requests: IO[str], answers: IO[str]) -> None:
-    """Make the calls that come as lines, side by side, until there are no more."""
+    """Read calls as lines and run them concurrently, until the end of the input."""
     lock = threading.Lock()
 
-    def answer(number: int, done: Future[Any]) -> None:
-        error = done.exception()
-        line = [number, None, done.result()] if error is None else [number, error_to_json(error), None]
+    def answer(number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        line = [number, None, future.result()] if error is None else [number, error_to_json(error), None]
         with lock, contextlib.suppress(BrokenPipeError, ValueError):
             answers.write(json.dumps(line) + "\n")
             answers.flush()
@@ -225,11 +225,11 @@ def main() -> None:
         os.fdopen(arguments.answers, "w", encoding="utf-8") as answers,
     ):
         try:
-            call = ModelHere(arguments.name, arguments.model, arguments.settings).call
+            call = ModelInProcess(arguments.name, arguments.model, arguments.settings).call
         except MegascendError as error:
             call = partial(_refuse, error)
         serve(call, requests, answers)
-        os._exit(0)  # what is being sampled is for nobody any more
+        os._exit(0)  # nobody waits for running samples any more
 
 
 async def _refuse(problem: MegascendError, call: str, arguments: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The model of the local engine: requests are sampled in batches on a thread, and weights change between two tokens."""
+"""Model of the local engine: samples requests in batches on a thread, and changes weights between two tokens."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from weightwire.errors import ManifestError
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
+from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class LocalModel(InferenceEngine):
-    """A causal language model of transformers that answers requests and takes new weights, in this process."""
+    """A causal language model of transformers in this process, with weight updates."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class LocalModel(InferenceEngine):
         Args:
             model: directory of a Hugging Face checkpoint.
             name: for messages.
-            seed: of the samples of requests that have no seed of their own.
-            rows: most responses that are sampled at a time.
+            seed: of the samples of requests without a seed.
+            rows: maximum number of responses in a batch.
 
         Raises:
             CheckpointError: transformers cannot load it.
@@ -83,7 +84,7 @@ class LocalModel(InferenceEngine):
                 f"{self.name}: {len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed {limit} positions"
             )
         future: Future[list[Completion]] = Future()
-        future.set_running_or_notify_cancel()  # sampled to its end, whoever still waits for it
+        future.set_running_or_notify_cancel()  # cannot be cancelled: its batch is sampled to the end
         self._requests.put((make_rows(prompt, sampling, n, next(self._seeds)), future))
         return await asyncio.wrap_future(future)
 
@@ -97,21 +98,21 @@ class LocalModel(InferenceEngine):
         return await asyncio.to_thread(compute)
 
     def _work(self) -> None:
-        """Until None comes: sample what waits, as one batch."""
+        """Sample waiting requests as one batch, until None arrives."""
         while (first := self._requests.get()) is not None:
             batch, stop = [first], False
             while sum(len(rows) for rows, _ in batch) < self._rows:
                 try:
-                    more = self._requests.get_nowait()
+                    request = self._requests.get_nowait()
                 except queue.Empty:
                     break
-                if more is None:
+                if request is None:
                     stop = True
                     break
-                batch.append(more)
+                batch.append(request)
             try:
                 sample(self._model, [row for rows, _ in batch for row in rows], self._step)
-            except Exception as error:  # noqa: BLE001  whoever asked is told, and the next request may be fine
+            except Exception as error:  # noqa: BLE001  passed to the callers; the next batch may succeed
                 for _, future in batch:
                     future.set_exception(EngineError(f"{self.name}: sampling failed: {type(error).__name__}: {error}"))
             else:
@@ -122,7 +123,7 @@ class LocalModel(InferenceEngine):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
-        """Around each forward pass: wait out a pause, and hold the weights still."""
+        """Context of each forward pass: wait for the end of a pause, and keep the weights unchanged."""
         with self._resumed:
             while (remaining := self._paused_until - time.monotonic()) > 0:
                 self._resumed.wait(remaining)
@@ -151,7 +152,7 @@ class LocalModel(InferenceEngine):
             with self._weights:
                 pass
 
-        await asyncio.to_thread(wait_for_step)  # a forward pass that is under way ends first
+        await asyncio.to_thread(wait_for_step)  # a running forward pass ends first
 
     async def resume(self) -> None:
         self._resume()
@@ -168,12 +169,12 @@ class LocalModel(InferenceEngine):
         await asyncio.to_thread(self._receiver.verify, seal, timeout_s)
 
     async def commit(self, update: str) -> None:
-        """See :class:`InferenceEngine`: between two tokens."""
+        """See :class:`InferenceEngine`. Weights change between two tokens."""
 
         def commit() -> None:
             before = {name: parameter.data for name, parameter in self._model.named_parameters()}
             with self._weights:
-                self._receiver.commit(update, self._load, lambda: self._put(before))
+                self._receiver.commit(update, self._load, lambda: self._set_parameters(before))
             self._receiver.settle(update)
 
         await asyncio.to_thread(commit)
@@ -182,34 +183,35 @@ class LocalModel(InferenceEngine):
         await asyncio.to_thread(self._receiver.drop, update)
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        """Raise EngineError: adapters are not loaded."""
+        """Raise EngineError: adapters are not supported."""
         self._require_no_adapter(name)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._put({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
+        self._set_parameters({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
 
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make tensors the memory of the parameters of their names."""
+    def _set_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the memory of the parameters by tensors of the same names."""
         for name, parameter in self._model.named_parameters():
             parameter.data = tensors[name]
 
     def _check(self, manifest: Manifest) -> None:
-        """Raise ManifestError unless a manifest holds the model's tensors, all of them and no others."""
+        """Raise ManifestError unless a manifest has exactly the model's tensors; tied ones may be included."""
         if manifest.adapter is not None:
             raise ManifestError("local engine: adapters are not loaded; push the model with the adapter merged")
         parameters = dict(self._model.named_parameters())
         tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - parameters.keys()
-        given = {spec.name: spec for spec in manifest.tensors}
-        missing, unknown = sorted(parameters.keys() - given.keys()), sorted(given.keys() - parameters.keys() - tied)
+        offered = {spec.name: spec for spec in manifest.tensors}
+        missing, unknown = sorted(parameters.keys() - offered.keys()), sorted(offered.keys() - parameters.keys() - tied)
         if missing or unknown:
             raise ManifestError(
                 f"local engine: not the model's tensors; missing: {missing[:3]}, unknown: {unknown[:3]}"
             )
         for name, parameter in parameters.items():
-            wanted = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            if (given[name].dtype, given[name].shape) != wanted:
+            expected = spec_of(name, parameter)
+            if offered[name] != expected:
                 raise ManifestError(
-                    f"local engine: {name} is {given[name].dtype} {given[name].shape}, not {wanted[0]} {wanted[1]}"
+                    f"local engine: {name} is {offered[name].dtype} {offered[name].shape}, not {expected.dtype} "
+                    f"{expected.shape}"
                 )
 
     def _require_no_adapter(self, adapter: str | None) -> None:
@@ -219,7 +221,7 @@ class LocalModel(InferenceEngine):
             )
 
     async def close(self) -> None:
-        """Finish what is being sampled and end the thread. May be called twice."""
+        """Complete the requests being sampled, and end the thread. May be called twice."""
         self._receiver.close()
         self._resume()
         self._requests.put(None)
@@ -227,10 +229,10 @@ class LocalModel(InferenceEngine):
 
 
 def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model of a directory, for inference.
+    """Load a transformers model from a directory, for inference.
 
     Raises:
-        CheckpointError: transformers cannot load it, or would draw some of its weights at random.
+        CheckpointError: transformers cannot load it, or would initialize some of its weights randomly.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -239,16 +241,16 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
     make_known_to_transformers(model)
     loader: Any = AutoModelForCausalLM
     try:
-        found, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
+        loaded, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"local engine: transformers cannot load {model}: {error}") from error
-    for what in ("missing_keys", "mismatched_keys"):
-        if report[what]:
-            raise CheckpointError(f"local engine: {model}: {what.replace('_', ' ')}: {sorted(report[what])[:3]}")
-    if depends_on_length(found):
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report[problem]:
+            raise CheckpointError(f"local engine: {model}: {problem.replace('_', ' ')}: {sorted(report[problem])[:3]}")
+    if depends_on_length(loaded):
         raise CheckpointError(
             f"local engine: {model} has RoPE of kind longrope or dynamic, which transformers turns by the longest response of a "
             "batch: log-probabilities of shorter ones would be wrong; use another rollout engine"
         )
-    restore_padding_rows(found, tensor_headers(model))
-    return found.to(device).eval().requires_grad_(False)
+    restore_padding_rows(loaded, tensor_headers(model))
+    return loaded.to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Choose GPUs for the vLLM servers that run beside a trainer on one host, and vLLM's options for them. Pure."""
+"""Choose GPUs and vLLM options for vLLM servers on the trainer's host. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BESIDE_TRAINER = 0.35
-"""Share of a GPU's memory for all engines on it if the trainer is there, too."""
-ALONE = 0.7
-"""The same without the trainer. The rest is for the graphs, and for a second copy of the weights, which waits for its commit."""
+"""Share of a GPU's memory for all engines on it if the trainer uses it, too."""
+EXCLUSIVE = 0.7
+"""The same without the trainer. The rest is for CUDA graphs, and for a second, staged copy of the weights."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Placement:
     Attributes:
         gpu: its name in ``CUDA_VISIBLE_DEVICES``.
         memory: share of its memory that the engine may take.
-        with_trainer: rank 0 of the trainer is on it, too.
+        with_trainer: shared with rank 0 of the trainer.
     """
 
     gpu: str
@@ -27,11 +27,11 @@ class Placement:
     with_trainer: bool
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that show the engine this GPU alone."""
+        """Return the variables that restrict the engine to this GPU."""
         return {VISIBLE: self.gpu}
 
     def options(self) -> list[str]:
-        """Return vLLM's options that keep it within its share."""
+        """Return vLLM's options for its share of memory."""
         return [f"--gpu-memory-utilization={self.memory:.3g}"]
 
 
@@ -39,7 +39,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
     """Return the names of this process's GPUs, as ``CUDA_VISIBLE_DEVICES`` of a child has them.
 
     Args:
-        count: of the GPUs that this process sees (``torch.cuda.device_count()``).
+        count: of the GPUs visible to this process (``torch.cuda.device_count()``).
     """
     if VISIBLE not in environment:
         return [str(index) for index in range(count)]
@@ -47,7 +47,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def place_engines(gpus: Sequence[str], trainers: int, engines: int) -> list[Placement]:
-    """Give each engine a GPU that no trainer process uses, or, where there is none, that of the trainer's rank 0.
+    """Assign each engine a GPU that no trainer process uses or, if there is none, that of the trainer's rank 0.
 
     On the GPU of rank 0, which sends the weights, an engine can copy them from the sender's memory.
 
@@ -61,8 +61,8 @@ def place_engines(gpus: Sequence[str], trainers: int, engines: int) -> list[Plac
     if not gpus:
         return []
     free = list(gpus[trainers:])
-    alone, total = free or [gpus[0]], BESIDE_TRAINER if not free else ALONE
-    names = [alone[number % len(alone)] for number in range(engines)]
+    candidates, total = free or [gpus[0]], EXCLUSIVE if free else BESIDE_TRAINER
+    names = [candidates[number % len(candidates)] for number in range(engines)]
     return [Placement(name, total / names.count(name), not free) for name in names]
 
 

@@ -1,12 +1,12 @@
-"""SGLang over its HTTP interface.
+"""Client of an SGLang server over its HTTP interface.
 
-SGLang cannot keep received weights beside those in force, and its workers join no group of ours. So this object receives for it,
-in host memory, and verifies; a commit writes the tensors into a directory that SGLang can read, pauses it, has it load them
-(``/update_weights_from_disk``) and resumes it. If that fails, it loads the directory that was in force, and is resumed then; if
-that fails too it stays paused, and this object says so.
+SGLang cannot stage weights, and its workers do not join our groups. So this object receives for it, in host memory, and verifies;
+a commit writes the tensors to a directory that SGLang can read, pauses it, makes it load them (``/update_weights_from_disk``) and
+resumes it. If that fails, it reloads the directory of the old weights, and is then resumed; if that fails too it stays paused,
+and this object reports it.
 
-What this cannot do: nothing on SGLang's side ends a pause when the process that holds it is killed. The next ``begin_update``
-of another one does.
+Limitation: SGLang does not end a pause when the process that requested it is killed. The next ``begin_update`` of another one
+does.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ LOAD_S = 1800.0
 
 
 class SglangEngine(InferenceEngine):
-    """One SGLang server.
+    """Client of one SGLang server.
 
     Args:
         address: ``http://HOST:PORT``.
-        model: directory of the checkpoint that the server was started from, as the server reads it: what is loaded again if the
-            first update fails.
-        directory: where versions are written: on a disk, or in memory (``/dev/shm``), that the server reads under the same path.
-            It holds the version in force and, during a commit, the next one.
+        model: directory of the checkpoint from which the server was started, as the server reads it; reloaded if the first update
+            fails.
+        directory: for weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
+            contains the active version and, during a commit, the next one.
         api_key: the server's ``--api-key``.
-        generate_timeout_s: deadline of a request, its waiting in the server's queue included.
+        generate_timeout_s: deadline of a request, including time in the server's queue.
 
     Raises:
-        ConfigError: the address is none, or there is no such checkpoint.
+        ConfigError: the address is malformed, or the checkpoint does not exist.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SglangEngine(InferenceEngine):
     ) -> None:
         self._server = EngineServer("SGLang", address)
         if not (Path(model) / "config.json").is_file():
-            raise ConfigError(f"no checkpoint at {model}: it is what SGLang goes back to if an update fails")
+            raise ConfigError(f"no checkpoint at {model}, which SGLang reloads if an update fails")
         self.name = self._server.name
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._generate_timeout_s = generate_timeout_s
@@ -77,7 +77,7 @@ class SglangEngine(InferenceEngine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
-        """See :class:`InferenceEngine`. ``first_version`` is the one in force when the request was sent."""
+        """See :class:`InferenceEngine`. ``first_version`` is the one active when the request was sent."""
         before = self._versions["model"]
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -89,7 +89,7 @@ class SglangEngine(InferenceEngine):
             params["sampling_seed"] = sampling.seed
         request = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "lora_path": adapter}
         answer = await self._serving("/generate", request)
-        return [self._completion(one, before) for one in (answer if isinstance(answer, list) else [answer])]
+        return [self._completion(output, before) for output in (answer if isinstance(answer, list) else [answer])]
 
     def _completion(self, answer: dict[str, Any], before: int) -> Completion:
         try:
@@ -125,15 +125,15 @@ class SglangEngine(InferenceEngine):
         return await self._ask(path, request, self._generate_timeout_s)
 
     async def receivers(self) -> int:
-        """One: this object, whatever the number of the server's workers."""
+        """Return 1: this object, for any number of the server's workers."""
         return 1
 
     async def locations(self) -> list[Location | None]:
-        """This process: it receives, and loads through the server."""
+        """Return the memory of this process, which receives on behalf of the server."""
         return [self._receiver.location()]
 
     async def begin_update(self, offer: Offer) -> None:
-        """See :class:`InferenceEngine`. Adapters go by :meth:`load_adapter`.
+        """See :class:`InferenceEngine`. Adapters need :meth:`load_adapter`.
 
         Raises:
             UpdateError: the offer is of an adapter.
@@ -142,31 +142,31 @@ class SglangEngine(InferenceEngine):
             raise UpdateError(f"{self.name}: adapters are loaded from directories: write it, and call load_adapter()")
         async with self._changing:
             if self._pause is None and self._not_serving is None:
-                await self._ask("/continue_generation", {}, CONTROL_S)  # whatever an owner that is gone has left
+                await self._ask("/continue_generation", {}, CONTROL_S)  # end a pause left by a previous owner
             self._receiver.open(offer)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
         await asyncio.to_thread(self._receiver.verify, seal, timeout_s)
 
     async def commit(self, update: str) -> None:
-        """See :class:`InferenceEngine`. The server answers nothing while it loads; what it has in its cache is dropped.
+        """See :class:`InferenceEngine`. The server does not answer while it loads; its cache is flushed.
 
         Raises:
-            CommitError: it failed, and the weights from before were loaded again.
-            NotServingError: that failed too. The server stays paused until a commit succeeds.
+            CommitError: it failed, and the old weights were reloaded.
+            NotServingError: the reload failed too. The server stays paused until a commit succeeds.
         """
         await asyncio.shield(asyncio.ensure_future(self._commit(update)))
 
     async def _commit(self, update: str) -> None:
         async with self._changing:
-            found = self._receiver.status()["update"]
-            if found is None:
+            status = self._receiver.status()["update"]
+            if status is None:
                 raise UpdateError(f"{self.name}: {update:.120} is not under way: none is")
-            target = self._directory / f"version-{found['version']}"
+            target = self._directory / f"version-{status['version']}"
             await asyncio.to_thread(self._receiver.commit, update, lambda tensors: self._write(tensors, target))
             await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
             try:
-                await self._load(target, found["version"])
+                await self._load(target, status["version"])
             except EngineError as error:
                 shutil.rmtree(target, ignore_errors=True)
                 self._receiver.forget("model")
@@ -177,7 +177,7 @@ class SglangEngine(InferenceEngine):
                 await self._continue()
                 raise
             previous, self._in_force = self._in_force, target
-            self._versions["model"], self._not_serving = found["version"], None
+            self._versions["model"], self._not_serving = status["version"], None
             await self._continue()
             if previous != self._model:
                 await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
@@ -211,7 +211,7 @@ class SglangEngine(InferenceEngine):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
         save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
-        honour_umask(target / "model.safetensors")  # the server may be another user's
+        honour_umask(target / "model.safetensors")  # the server may run as another user
 
     async def drop(self, update: str) -> None:
         self._receiver.drop(update)
@@ -238,7 +238,7 @@ class SglangEngine(InferenceEngine):
                 await self._ask("/continue_generation", {}, CONTROL_S)
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        """See :class:`InferenceEngine`. The server is paused meanwhile, and its cache dropped: it knows adapters by name."""
+        """See :class:`InferenceEngine`. The server is paused meanwhile, and its cache flushed: it identifies adapters by name."""
         async with self._changing:
             await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
             try:
@@ -254,11 +254,11 @@ class SglangEngine(InferenceEngine):
                 await self._continue()
 
     async def version(self, target: str = "model") -> int:
-        """See :class:`InferenceEngine`: as this object has set it."""
+        """See :class:`InferenceEngine`. The version is the one set by this object."""
         return self._versions.get(target, 0)
 
     async def close(self) -> None:
-        """Drop what is open, and end a pause."""
+        """Drop the open update, and end a pause."""
         self._receiver.close()
         with contextlib.suppress(EngineLostError):
             await self.resume()

@@ -1,6 +1,6 @@
-"""vLLM, started by ``python -m weightwire.vllm`` in an environment of its own, over HTTP.
+"""Client of a vLLM server (``python -m weightwire.vllm``) over HTTP.
 
-Requests are signed with the job's key, and answers are verified: neither side talks to a stranger.
+Requests are signed with the job's key, and answers are verified, so that both sides are authenticated.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ REINSTALL = "its receiver is not of this version: install ./receiver there again
 PREFIX = "/weightwire/"
 ATTEMPTS = 3
 _SENT_ONCE = {"generate", "load_adapter"}
-"""Calls that are not repeated when the connection breaks: responses may have been sampled, an adapter's version counted up. All
-others change nothing, or nothing more when repeated."""
+"""Calls that are not repeated when the connection breaks: responses may have been sampled, an adapter's version incremented. All
+others are idempotent."""
 NPU = "npu"
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server.
+    """Client of one vLLM server.
 
-    An object may be used from several event loops; connections are not kept.
+    May be used from several event loops; connections are not reused.
 
     Args:
         address: ``http://HOST:PORT``.
         key: the job's key, the server's; default: from the environment (:func:`weightwire.keys.load_key`).
-        owner: what the engine calls this trainer; default: host and process. A trainer that starts again under the same name has
-            its engine back.
-        lease_s: the engine may be claimed by others when this owner has been silent for so long.
-        take_over: claim the engine also from a living owner.
-        generate_timeout_s: deadline of a request for responses, its waiting in the engine's queue included.
+        owner: name of this trainer; default: host and process. A trainer that restarts under the same name gets its engine back.
+        lease_s: others may claim the engine when this owner has been silent for so many seconds.
+        take_over: claim the engine even from a live owner.
+        generate_timeout_s: deadline of a request for responses, including time in the engine's queue.
 
     Raises:
-        ConfigError: the address is none.
-        SecretKeyError: there is no key.
+        ConfigError: the address is malformed.
+        SecretKeyError: the key is missing.
     """
 
     kind = "vLLM"
@@ -78,21 +77,21 @@ class VllmEngine(RemoteEngine):
     async def locations(self) -> list[Location | None]:
         info = await self.info()
         if "locations" not in info:
-            raise EngineError(f"{self.name} names no locations; {REINSTALL}")
-        return [Location.from_json(each) for each in info["locations"]]
+            raise EngineError(f"{self.name} reports no locations; {REINSTALL}")
+        return [Location.from_json(data) for data in info["locations"]]
 
     async def version(self, target: str = "model") -> int:
         return (await self.info())["versions"].get(target, 0)
 
     async def info(self) -> dict[str, Any]:
-        """Return versions in force, number of workers, owner, whether it is paused, receives, or does not serve and why."""
+        """Return the engine's state: active versions, workers, owner, open update, pause, and why it does not serve."""
         return await self.ask("info", {}, self.control_s)
 
     async def claim(self) -> None:
-        """Become the engine's owner, or renew that.
+        """Become the engine's owner, or renew the claim.
 
         Raises:
-            OwnerError: another one is; the message names it.
+            OwnerError: the engine has another owner; the message names it.
         """
         await self.ask("claim", {"lease_s": self._lease_s, "take_over": self._take_over}, self.control_s)
 
@@ -105,15 +104,15 @@ class VllmEngine(RemoteEngine):
         await super().pause(lease_s)
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
-        """See :class:`InferenceEngine`. Responses that are being generated end with the adapter that they began with."""
+        """See :class:`InferenceEngine`. Running responses end with the adapter version that they began with."""
         await self.claim()
         await super().load_adapter(name, directory, version)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the server answers, which takes as long as it needs to load the model.
+        """Wait until the server answers, after loading its model.
 
         Raises:
-            EngineTimeoutError: it did not within ``timeout_s`` seconds.
+            EngineTimeoutError: it did not answer within ``timeout_s`` seconds.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -127,14 +126,14 @@ class VllmEngine(RemoteEngine):
             await asyncio.sleep(0.5)
 
     async def close(self) -> None:
-        """Give up ownership; an engine that is gone has none."""
+        """Release ownership; a no-op if the engine is gone."""
         with contextlib.suppress(EngineLostError):
             await self.ask("release", {}, self.control_s)
 
     # --- HTTP ---
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer of a route; what may be repeated is, if the connection broke."""
+        """Call a route and return its answer; idempotent calls are repeated if the connection breaks."""
         left = 1 if call in _SENT_ONCE else ATTEMPTS
         while True:
             left -= 1
@@ -170,10 +169,10 @@ class VllmEngine(RemoteEngine):
 
 
 class VllmAscendEngine(VllmEngine):
-    """One server of vllm-ascend: vLLM on NPUs, started in the same way, with the same routes; weights travel over HCCL.
+    """Client of one vllm-ascend server: vLLM on NPUs, started in the same way, with the same routes; weights are sent over HCCL.
 
-    Its workers keep received weights on the NPU, where HCCL puts them. With ``WEIGHTWIRE_STAGING=cpu`` in its environment they
-    receive into host memory instead, over ``gloo``, where there is no HCCL between trainer and engine.
+    Its workers stage received weights on the NPU. With ``WEIGHTWIRE_STAGING=cpu`` in its environment they receive into host
+    memory instead, over ``gloo``, for systems without HCCL between trainer and engine.
     """
 
     kind = "vLLM Ascend"
@@ -182,7 +181,7 @@ class VllmAscendEngine(VllmEngine):
         """See :class:`InferenceEngine`.
 
         Raises:
-            EngineError: the server's workers are not on NPUs: a vLLM that has not found vllm-ascend starts on the CPU.
+            EngineError: the server's workers are not on NPUs: vLLM starts on the CPU if it does not find vllm-ascend.
         """
         device = (await self.info())["device"]
         if device != NPU:

@@ -1,4 +1,4 @@
-"""Starts vLLM's server in an environment of its own, and ends it."""
+"""Start and stop vLLM's server in a separate Python environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.guarded import GuardedProcess
 
 MODULE = "weightwire.vllm"
-TRAINERS_OWN = (
+TRAINER_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "HCCL_HOST_SOCKET_PORT_RANGE",
     "HCCL_IF_BASE_PORT",
@@ -29,35 +29,35 @@ TRAINERS_OWN = (
     "TORCHDYNAMO_DISABLE",
     "WEIGHTWIRE_KEY",
 )
-"""Variables that are set for a trainer and would slow an engine down, take its ports, or show its key."""
-INTERPRETERS_OWN = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that belong to this process's interpreter: another one would import this one's torch."""
+"""Variables that are set for a trainer and would slow an engine down, occupy its ports, or expose the key."""
+INTERPRETER_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables of this process's interpreter, with which another one would import this one's torch."""
 PROBE = "from weightwire.vllm.contract import device_type; print(device_type())"
 PROBE_S = 120.0
 RAY_ADDRESS = "RAY_ADDRESS"
-"""Where a process finds the Ray cluster that it belongs to; without it, it joins whatever this machine shows or starts one."""
+"""Address of a process's Ray cluster; without it Ray joins any cluster on this machine, or starts one."""
 PORT_TAKEN = "Address already in use"
 TAIL = 3000
-"""Characters of its log that an error shows."""
+"""Characters of the log's end in an error."""
 
 
 class VllmProcess:
-    """A server of vLLM on this machine, with processes of its own that end with it. A context manager.
+    """A vLLM server on this machine and its worker processes. A context manager.
 
-    They end, too, when this process is gone without having closed it, as one that was killed.
+    They also end if this process is killed without closing it.
 
     Args:
-        python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` makes one).
+        python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` creates one).
         model: a Hugging Face checkpoint directory.
-        key_file: of the job's key, mode 0600; a server without weightwire's parts needs none.
-        log: file that its output goes to.
-        options: further options of vLLM.
-        environment: further variables, beside those of :func:`engine_environment`.
+        key_file: of the job's key, mode 0600; not needed for a server without weightwire.
+        log: file for the output.
+        options: additional options of vLLM.
+        environment: additional variables, beside those of :func:`engine_environment`.
         port: default: a free one.
-        module: that is run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
+        module: to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
 
     Raises:
-        ConfigError: there is no such interpreter.
+        ConfigError: the interpreter does not exist.
     """
 
     def __init__(
@@ -95,25 +95,25 @@ class VllmProcess:
 
     @property
     def address(self) -> str:
-        """``http://127.0.0.1:PORT``; settled when it listens."""
+        """Return ``http://127.0.0.1:PORT``; final once the server listens."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Of the server, which leads a process group of its own."""
+        """Process id of the server, which leads its process group."""
         return self._process.pid
 
     def check(self) -> None:
-        """Raises EngineLostError if the server has ended, with the end of its log."""
+        """Raise EngineLostError, with the end of the log, if the server has ended."""
         if (code := self._process.poll()) is not None:
             tail = self._log.read_text(errors="replace", encoding="utf-8")[-TAIL:]
             raise EngineLostError(f"vLLM has ended with code {code}; the end of {self._log}:\n{tail}")
 
     def wait_until_listening(self, timeout_s: float) -> None:
-        """Return when the server takes connections: its model is loaded then. If its port was taken meanwhile, it gets another.
+        """Wait until the server accepts connections, after loading its model. If its port was taken meanwhile, use another.
 
         Raises:
-            EngineLostError: it has ended.
+            EngineLostError: the server has ended.
             EngineError: it does not listen after ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
@@ -124,7 +124,7 @@ class VllmProcess:
                 if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
                     raise
                 self._guarded.release()
-                self._guarded = self._start()  # somebody was faster
+                self._guarded = self._start()  # another process took the port first
             with socket.socket() as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -156,16 +156,16 @@ class VllmProcess:
 
 
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of a process of an engine's interpreter: this process's, without what is the trainer's own.
+    """Return the environment of an engine's process: this process's, without the trainer's variables.
 
-    It is no rank (:func:`megascend.distributed.launch.child_environment`), and an interpreter of another environment does not
-    search this one's packages. A process that is in a Ray cluster hands its address on. What an engine on a CPU needs is set by
-    ``weightwire.vllm``, which knows the device of its vLLM.
+    The variables of a rank are removed (:func:`megascend.distributed.launch.child_environment`), and those that would make an
+    interpreter of another environment search this one's packages. The address of this process's Ray cluster is added.
+    ``weightwire.vllm`` sets the variables for engines on a CPU, since it knows the device of its vLLM.
 
     Args:
         environment: default: this process's.
     """
-    dropped = {*TRAINERS_OWN, *(() if Path(python).absolute() == Path(sys.executable) else INTERPRETERS_OWN)}
+    dropped = {*TRAINER_VARIABLES, *(() if Path(python).absolute() == Path(sys.executable) else INTERPRETER_VARIABLES)}
     inherited = child_environment(environment)
     return ray_address(sys.modules.get("ray")) | {
         name: value for name, value in inherited.items() if name not in dropped
@@ -176,12 +176,12 @@ def vllm_device(python: str | Path) -> str:
     """Return the type of device that the vLLM of an interpreter is built for: ``cpu``, ``cuda`` or ``npu``. Takes a second.
 
     Raises:
-        ConfigError: there is no such interpreter, or no vLLM with weightwire in its environment.
+        ConfigError: the interpreter does not exist, or its environment lacks vLLM or weightwire.
     """
     require_interpreter(python)
     command, environment = [str(python), "-c", PROBE], engine_environment(python)
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -192,23 +192,23 @@ def vllm_device(python: str | Path) -> str:
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{python} has not told the device of its vLLM within {PROBE_S:g} s") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{python} did not report the device of its vLLM within {PROBE_S:g} s") from None
+    if completed.returncode:
+        last = (completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"])[-1]
         raise ConfigError(
             f"{python} has no vLLM that takes weights ({last}): install vLLM, and weightwire beside it (pip install ./receiver)"
         )
-    return done.stdout.split()[-1]
+    return completed.stdout.split()[-1]
 
 
 def require_interpreter(python: str | Path) -> None:
-    """Raise ConfigError unless there is an interpreter."""
+    """Raise ConfigError unless the interpreter exists."""
     if not os.access(python, os.X_OK):
         raise ConfigError(f"no interpreter at {python}: bash scripts/vllm_env.sh makes vLLM's environment")
 
 
 def ray_address(ray: Any | None) -> dict[str, str]:
-    """``RAY_ADDRESS`` of the cluster that this process has joined, which Ray itself sets for jobs only; nothing without one.
+    """Return ``RAY_ADDRESS`` of this process's cluster, which Ray sets only for jobs; empty without a cluster.
 
     Args:
         ray: the module, if it has been imported.
@@ -219,7 +219,7 @@ def ray_address(ray: Any | None) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port that nothing listened on a moment ago: vLLM cannot tell which one the system gave it."""
+    """Find a free port: vLLM cannot report one that the system chose. Another process may take it first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
