@@ -222,7 +222,8 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
 )
 def test_who_has_most_connections_makes_room(connection_codes, expected) -> None:
     open_connections = [
-        connections.OpenConnection(code[0], code[1] == "-", number) for number, code in enumerate(connection_codes.split())
+        connections.OpenConnection(code[0], code[1] == "-", number)
+        for number, code in enumerate(connection_codes.split())
     ]
     assert connections.choose_victim(open_connections) == expected
 
