@@ -70,7 +70,9 @@ def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
 def test_an_unknown_name_and_a_missing_package_are_found_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"unknown tracker 'wandbb', did you mean wandb\? Available: tensorboard, wandb"):
+    with pytest.raises(
+        ConfigError, match=r"unknown tracker 'wandbb', did you mean wandb\? Available: tensorboard, wandb"
+    ):
         check_packages(config(tmp_path, "wandbb"))
     monkeypatch.setattr(registry, "is_installed", lambda name: False)
     for name, extra in (("tensorboard", "track"), ("wandb", "wandb"), ("mlflow", "mlflow")):
