@@ -105,7 +105,7 @@ def test_a_run_of_the_megatron_engine_is_resumed_with_this_one(megascend, model:
         (moved, 4, ()),
         (moved, 8, (*FSDP, "--resume", "auto")),
     ):
-        values = settings(model, output, steps, "checkpoint.every=4")
+        values = settings(model, output, steps, "checkpoint.every=4", "schedule.total_steps=8")
         done = megascend("train", RUN_FILE, *values, *more, *two, cwd=ROOT, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stderr
     assert "engine: megatron -> fsdp" in done.stdout + done.stderr

@@ -77,9 +77,14 @@ def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> lis
 @contextlib.contextmanager
 def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A command in a process group of its own, as a shell starts it; the group is gone after the block."""
+    as_in_a_terminal = [
+        "env",
+        "--default-signal=INT",
+        *command,
+    ]  # a shell ignores SIGINT for what it runs in the background
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=file, env=environment(), start_new_session=True
+            as_in_a_terminal, cwd=folder, stdout=file, stderr=file, env=environment(), start_new_session=True
         )
     try:
         yield process
