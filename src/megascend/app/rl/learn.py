@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Learned:
-    """What learning from a batch gave, the same on every rank.
+    """Result of learning from a batch, the same on every rank.
 
     Attributes:
         result: of ``forward_backward``.
