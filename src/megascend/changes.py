@@ -48,7 +48,7 @@ def patch(owner: Any, name: str, value: Any, why: str) -> Any:
         What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.
     """
     before = vars(owner).get(name, ABSENT)
-    changed(f"{place(owner)}.{name}", why)
+    changed(f"{owner_name(owner)}.{name}", why)
     setattr(owner, name, value)
     return before
 
@@ -71,7 +71,7 @@ def patched(owner: Any, name: str, value: Any, why: str) -> Iterator[None]:
         restore(owner, name, before)
 
 
-def place(owner: Any) -> str:
+def owner_name(owner: Any) -> str:
     """Return the name of an attribute's owner in the list: a module, a class, or the objects of a class."""
     if isinstance(owner, ModuleType):
         return owner.__name__

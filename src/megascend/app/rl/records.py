@@ -68,7 +68,7 @@ class RlRecord(MetricsRecord):
     pause_s: float
 
     def summary(self) -> str:
-        """The figures of a step in one short line."""
+        """Format the figures of a step in one short line."""
         mismatch = "" if self.mismatch is None else f"  mismatch {self.mismatch:.1e}"
         evaluated = "" if self.eval_reward is None else f"  evaluation {self.eval_reward:.3f}"
         skipped = "  SKIPPED" if self.skipped else ""
