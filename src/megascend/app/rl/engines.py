@@ -62,7 +62,7 @@ def check_addresses(engines: Sequence[str]) -> None:
 
 
 def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
-    """Connect to the engine at ``address``, the ``index``-th of the run."""
+    """Build the client of engine ``address``, the ``index``-th of the run."""
     if address == "local":
         from megascend.rollout.engines.local import LocalEngine
 
