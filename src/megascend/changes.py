@@ -1,4 +1,4 @@
-"""What megascend has changed in this process, line by line, for ``Runtime.changes``, ``megascend doctor`` and the log.
+"""Ledger of what megascend changed in this process, for ``Runtime.changes``, ``megascend doctor`` and the log.
 
 One ledger for all packages: what is changed here is the process's, and whoever changes it may know no Runtime. Every attribute
 of others' modules, classes and objects is set through :func:`patch` or :func:`patched`; other changes are told to
@@ -16,12 +16,12 @@ from typing import Any
 _ledger: dict[str, None] = {}  # a dict keeps the order
 
 ABSENT = object()
-"""Stands for the value of an attribute that was not there."""
+"""Value of an attribute that does not exist."""
 
 
-def changed(what: str, why: str = "") -> None:
-    """List a change of the process. One that is made again, for another model, is listed once."""
-    line = f"{what}: {why}" if why else what
+def changed(subject: str, why: str = "") -> None:
+    """List a change of the process; a change repeated for another model is listed once."""
+    line = f"{subject}: {why}" if why else subject
     if line not in _ledger:
         _ledger[line] = None
         logging.getLogger(__name__).debug("changed: %s", line)
@@ -39,7 +39,7 @@ def listed() -> list[str]:
 
 
 def patch(owner: Any, name: str, value: Any, why: str) -> Any:
-    """Set an attribute of somebody else's module, class or object, and list it.
+    """Set an attribute of a foreign module, class or object, and list it.
 
     Args:
         why: what the new value does that the old one did not; a few words.
@@ -48,7 +48,7 @@ def patch(owner: Any, name: str, value: Any, why: str) -> Any:
         What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.
     """
     before = vars(owner).get(name, ABSENT)
-    changed(f"{place(owner)}.{name}", why)
+    changed(f"{owner_name(owner)}.{name}", why)
     setattr(owner, name, value)
     return before
 
@@ -63,7 +63,7 @@ def restore(owner: Any, name: str, before: Any) -> None:
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any, why: str) -> Iterator[None]:
-    """:func:`patch` until the block ends."""
+    """Apply :func:`patch` within the context."""
     before = patch(owner, name, value, why)
     try:
         yield
@@ -71,8 +71,8 @@ def patched(owner: Any, name: str, value: Any, why: str) -> Iterator[None]:
         restore(owner, name, before)
 
 
-def place(owner: Any) -> str:
-    """How the list names whose attribute it is: a module, a class, or the objects of a class."""
+def owner_name(owner: Any) -> str:
+    """Return the name of an attribute's owner in the list: a module, a class, or the objects of a class."""
     if isinstance(owner, ModuleType):
         return owner.__name__
     kind = owner if isinstance(owner, type) else type(owner)

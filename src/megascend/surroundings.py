@@ -59,11 +59,11 @@ def home() -> Path:
 
 def _known_home() -> Path | None:
     try:
-        known = Path.home()
+        path = Path.home()
     except RuntimeError:
         return None
-    there = next(folder for folder in (known, *known.absolute().parents) if folder.exists())
-    return known if os.access(there, os.W_OK | os.X_OK) else None
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return path if os.access(existing, os.W_OK | os.X_OK) else None
 
 
 def name_user(environment: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascend.config import DATA_COLUMNS, Data
-from megascend.data.columns import FORMS, OF_CHATS, parse_record
+from megascend.data.columns import CHAT_COLUMNS, FORMS, parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.errors import ConfigError, DataError
@@ -487,7 +487,7 @@ def test_a_column_that_is_not_read_is_named_once() -> None:
 
 
 def test_the_settings_know_every_column() -> None:
-    read = {name for must, may in FORMS.values() for name in (*must, *may)} | set(OF_CHATS)
+    read = {name for must, may in FORMS.values() for name in (*must, *may)} | set(CHAT_COLUMNS)
     assert read == set(DATA_COLUMNS)
 
 

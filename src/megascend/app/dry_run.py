@@ -41,7 +41,7 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a run that has not begun.
+    """Plan of a run that has not started: statistics, steps, memory and disk.
 
     Attributes:
         config: with the steps that ``epochs`` comes to.
@@ -190,7 +190,7 @@ def plan_steps(
     """
     lengths = samples.learned.lengths.tolist()
     steps = min(config.steps, PLANNED)
-    most = largest = largest_samples = longest = taken = padded = 0
+    most = largest = largest_samples = longest = total = padded = 0
     idle = packed = False
     for batch in islice(samples.batches(config, objective), steps):
         members = objective.members(batch)
@@ -204,8 +204,8 @@ def plan_steps(
                 if tokens > largest:
                     largest, largest_samples = tokens, count
                 longest, padded = max(longest, top), padded + tokens
-            taken += sum(batch_lengths[i] for i in share)
-    return StepPlan(steps, budget, most, largest, largest_samples, longest, 1 - taken / padded, packed, idle)
+            total += sum(batch_lengths[i] for i in share)
+    return StepPlan(steps, budget, most, largest, largest_samples, longest, 1 - total / padded, packed, idle)
 
 
 def _micro_batches(

@@ -84,7 +84,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def keeping_errors(self, step: Callable[[], int]) -> Iterator[None]:
-        """Keep the error that leaves the block, unless an inner block has; ``step`` tells which step was being worked on."""
+        """Record the error that leaves the block, unless an inner block did; ``step`` returns the current step."""
         try:
             yield
         except BaseException as error:
@@ -136,21 +136,21 @@ class EventLog:
 
 
 def finite(value: Any) -> Any:
-    """The same value with None in the place of numbers that are not finite, which JSON has no words for."""
+    """Replace numbers that are not finite, which JSON cannot represent, by None."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def agent() -> str:
-    """The process that started this one: the same for all attempts of a run under torchrun."""
+    """Return host and id of the process that started this one: the same for all attempts of a run under torchrun."""
     return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def command(launch: Launch) -> list[str]:
-    """The command line that started the run: that of the launcher, if there is one."""
+    """Return the command line that started the run: the launcher's, if there is one."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -163,7 +163,7 @@ def command(launch: Launch) -> list[str]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The JSON objects in a file of one a line, and what is to be said about the rest of it. A missing file has none."""
+    """Return the objects of a JSON Lines file, and remarks on lines that cannot be read. A missing file has none."""
     try:
         text = path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _cut_off(path: Path) -> bool:
-    """True if a file does not end with a line break."""
+    """Return True if a file does not end with a line break."""
     size = path.stat().st_size
     if not size:
         return False

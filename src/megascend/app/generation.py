@@ -25,7 +25,7 @@ PROBE = "answerofaprobe"
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """What the model made of a prompt.
+    """Answer of the model to a prompt.
 
     Attributes:
         prompt: for people; of a conversation, its messages.
@@ -139,4 +139,8 @@ def _tokens(prompt: Prompt, template: ChatTemplate | None, tokenizer: PreTrained
 
 
 def _title(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    )

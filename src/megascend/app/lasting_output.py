@@ -98,16 +98,16 @@ class LastingOutput:
                     self._put(name, _text(buffer, encoding=stream.encoding, **how))
 
     def restore(self) -> None:
-        """Put back what :meth:`install` has replaced."""
-        for name, (ours, before) in self._replaced.items():
-            ours.flush()
-            if getattr(sys, name) is ours:
+        """Restore what :meth:`install` replaced."""
+        for name, (stream, before) in self._replaced.items():
+            stream.flush()
+            if getattr(sys, name) is stream:
                 setattr(sys, name, before)
         self._replaced = {}
 
     @staticmethod
     def losses() -> Iterator[tuple[str, str]]:
-        """Yield each stream that has dropped something, and why; each once."""
+        """Yield each stream that dropped output and the reason, once."""
         for name in ("stdout", "stderr"):
             buffer = getattr(getattr(sys, name), "buffer", None)
             file = getattr(buffer, "raw", buffer)
@@ -135,5 +135,5 @@ def _occupy(number: int) -> bool:
 
 
 def _text(buffer: Any, **how: Any) -> io.TextIOWrapper:
-    """A text stream; a character that the locale's encoding lacks is escaped, and ends no run either."""
+    """Wrap a buffer as a text stream; characters that its encoding lacks are escaped, so that they cannot end the run."""
     return io.TextIOWrapper(buffer, errors="backslashreplace", **how)

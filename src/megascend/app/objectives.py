@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LearningObjective(Protocol):
-    """How the samples of a run become batches, and batches a loss."""
+    """Learning objective: turns samples into batches, and batches into a loss."""
 
     @property
     def loss(self) -> str | Loss:

@@ -28,7 +28,7 @@ def require_extra(package: str, setting: str) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """What one part of the picture shows.
+    """One panel of the plot.
 
     Attributes:
         key: of a row of metrics.jsonl.
@@ -58,7 +58,7 @@ def plot_metrics(
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) -> Figure:
-    """The picture of a run, two panels a line, or three where there are more than four."""
+    """Draw the figure of a run, two panels a row, or three if there are more than four."""
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,23 +77,23 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
 
 
 def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None:
-    """One figure over the steps."""
+    """Draw one panel over the steps."""
     steps, values = [row["step"] for row in rows], column(rows, panel.key)
     measured = [row for row in rows if panel.beside is not None and row.get(panel.beside[0]) is not None]
-    beside = column(measured, panel.beside[0]) if panel.beside is not None else []
-    logarithmic = panel.decades and spans_decades([*values, *beside])
+    second_values = column(measured, panel.beside[0]) if panel.beside is not None else []
+    logarithmic = panel.decades and spans_decades([*values, *second_values])
     if panel.smoothed and len(rows) >= SMOOTHED_FROM:
         reach = len(rows) // SMOOTHED_FROM
         means = smoothed([math.log(value) for value in values], reach) if logarithmic else smoothed(values, reach)
-        shown = [math.exp(mean) for mean in means] if logarithmic else means
+        curve = [math.exp(mean) for mean in means] if logarithmic else means
         axes.plot(steps, values, color=panel.colour, linewidth=0.8, alpha=0.35, label="each step")
-        axes.plot(steps, shown, color=panel.colour, linewidth=1.6, label="smoothed")
+        axes.plot(steps, curve, color=panel.colour, linewidth=1.6, label="smoothed")
     else:
         marker = "." if len(rows) < MARKED_BELOW else None
         axes.plot(steps, values, color=panel.colour, linewidth=1.4, marker=marker, label="each step")
     if panel.beside is not None and measured:
         where = [row["step"] for row in measured]
-        axes.plot(where, beside, "o-", color=BESIDE, markersize=3, label=panel.beside[1])
+        axes.plot(where, second_values, "o-", color=BESIDE, markersize=3, label=panel.beside[1])
     if len(axes.lines) > 1:
         axes.legend(frameon=False, fontsize=9)
     axes.set_title(panel.label, loc="left", fontsize=11)
@@ -111,24 +111,24 @@ def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """A figure of all rows; NaN where it is not known."""
+    """Return one metric of all rows; NaN where it is missing."""
     return [math.nan if row.get(key) is None else float(row[key]) for row in rows]
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Means over ``reach`` steps on either side, fewer at the ends, as many on both; NaN stays and does not count. Pure."""
+    """Return means over ``reach`` steps on either side, fewer at the ends, symmetric; NaN stays and does not count. Pure."""
     means = []
     for index, value in enumerate(values):
         near = min(reach, index, len(values) - 1 - index)
-        around = [each for each in values[index - near : index + near + 1] if each == each]
+        around = [other for other in values[index - near : index + near + 1] if other == other]
         means.append(sum(around) / len(around) if value == value else math.nan)
     return means
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether all values are above 0 and the largest is a hundred times the smallest or more."""
-    known = [value for value in values if value == value]
-    return bool(known) and min(known) > 0 and max(known) >= 100 * min(known)
+    """Check whether all values are positive and span two decades or more."""
+    finite = [value for value in values if value == value]
+    return bool(finite) and min(finite) > 0 and max(finite) >= 100 * min(finite)
 
 
 SMOOTHED_FROM = 40

@@ -44,7 +44,7 @@ CHECKPOINT_BYTES = 14
 
 @dataclass(frozen=True)
 class RunPlan(Generic[AnyConfig]):
-    """What the checks of a run have computed. Pickles without torch.
+    """Plan of a run, as computed by its checks. Pickles without torch.
 
     Attributes:
         config: the settings of the run file.
@@ -65,7 +65,7 @@ class RunPlan(Generic[AnyConfig]):
 
     @cached_property
     def layout(self) -> SequenceLayout:
-        """How the run's samples lie on the ranks; of context parallel ranks, the first. Imports torch."""
+        """Return the layout of sequences on a rank (the first of context parallel ones). Imports torch."""
         from megascend.batch.micro_batch import SequenceLayout
 
         config, topology = self.config, self.topology
@@ -78,13 +78,13 @@ class RunPlan(Generic[AnyConfig]):
 
     @cached_property
     def limits(self) -> Limits:
-        """The smallest of the limits that the settings and the model give a sample, and which one it is."""
+        """Return the tightest limit on a sample among settings and model, and the name of its source."""
         from megascend.data.samples import Limits
 
         shape, layout, batching = self.info.shape, self.layout, self.config.batching
         multiple = layout.padded_length(1)
         budget = None if batching.micro_batch_tokens == "auto" else batching.budget
-        known = [
+        sources = [
             (
                 None if budget is None else budget // multiple * multiple,
                 f"batching.micro_batch_tokens: {budget}, padding included",
@@ -92,7 +92,7 @@ class RunPlan(Generic[AnyConfig]):
             (batching.max_length, f"batching.max_length: {batching.max_length}"),
             (shape.max_position, f"the model's context; max_position_embeddings: {shape.max_position}"),
         ]
-        limits = [(length, setting) for length, setting in known if length is not None]
+        limits = [(length, setting) for length, setting in sources if length is not None]
         if not limits:
             raise ConfigError(
                 "batching.micro_batch_tokens: auto, and the model does not say how long samples may be: set batching.max_length"
@@ -223,21 +223,21 @@ def check_processes(platform: str, nproc: int) -> None:
 
 
 def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
-    """Read the data of a run; where some of it is wrong, find what else is, as the ranks would."""
+    """Read the data of a run; on a problem, encode it too, to report all problems that the ranks would find."""
     from megascend.data.files import check_files
     from megascend.data.findings import joined
 
     findings = [check_files(path, data, setting) for path, data, setting in config.data_sources()]
-    if not any(each.problems for each in findings):
+    if not any(finding.problems for finding in findings):
         return
     from megascend.app.run_samples import RunSamples
 
     with contextlib.suppress(CheckpointError):  # then what reading has found is all that can be said of the data
         RunSamples.prepare(config, run_plan.tokenizer, run_plan.limits)
     problems = []
-    for each in findings:
+    for finding in findings:
         try:
-            each.raise_problems()
+            finding.raise_problems()
         except DataError as error:
             problems.append(error)
     raise joined(problems)
@@ -262,13 +262,13 @@ def check_rollouts(config: RlConfig) -> None:
 def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
     """Return what is missing, in a sentence; None if there is room. What an earlier run has left counts as free."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
-    needed = disk_needed(config, info.parameter_count)
+    required = disk_needed(config, info.parameter_count)
     free = free_bytes(config.output) + sum(path.stat().st_size for path in earlier)
-    if needed <= free:
+    if required <= free:
         return None
     return (
-        f"output: {config.output} has {in_words(free)} free, and checkpoints and export will take about {in_words(needed)}: make "
-        "room, choose another output, or lower checkpoint.keep_last"
+        f"output: {config.output} has {in_words(free)} free, and checkpoints and export will take about {in_words(required)}: "
+        "make room, choose another output, or lower checkpoint.keep_last"
     )
 
 
@@ -280,17 +280,17 @@ def disk_needed(config: TrainerConfig, parameters: int) -> int:
     if config.lora is not None:
         return 0
     weight_bytes = 4 if config.precision == "fp32" else 2
-    kept = config.checkpoint.keep_last + 1 if config.checkpoint.every else 1
+    checkpoints = config.checkpoint.keep_last + 1 if config.checkpoint.every else 1
     if config.checkpoint.every and config.checkpoint.keep_every:
-        kept += config.steps // config.checkpoint.keep_every
-    exports = config.export + (kept if config.checkpoint.hf else 0)
-    return parameters * (kept * CHECKPOINT_BYTES + exports * weight_bytes)
+        checkpoints += config.steps // config.checkpoint.keep_every
+    exports = config.export + (checkpoints if config.checkpoint.hf else 0)
+    return parameters * (checkpoints * CHECKPOINT_BYTES + exports * weight_bytes)
 
 
 def free_bytes(path: Path) -> int:
     """Return what is free on the disk on which a path is, or will be."""
     path = path.resolve()
-    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.is_dir())).free
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
 
 
 def in_words(count: int) -> str:

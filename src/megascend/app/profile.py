@@ -88,7 +88,7 @@ class StepProfiler:
             self._session.step()
 
     def finish(self) -> None:
-        """The run has no further step; says so if some were still to be recorded."""
+        """End recording with the run; warn if steps were still to be recorded."""
         if self._recorded:
             logger.warning("profile: the run has ended before the steps that were to be recorded; there is no trace")
         self.close()
@@ -128,20 +128,20 @@ class StepProfiler:
             logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", problem)
 
     def _write(self, session: Any, steps: range) -> int:
-        """The size of the trace in bytes; where it is within the limit, both files are there."""
+        """Write both files if the trace is within the limit; return its size in bytes."""
         make_directory(self._folder)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=self._folder) as scratch:
-            whole = Path(scratch) / "trace.json"
-            session.export_chrome_trace(str(whole))
-            size = whole.stat().st_size
+            full_trace = Path(scratch) / "trace.json"
+            session.export_chrome_trace(str(full_trace))
+            size = full_trace.stat().st_size
             if size > self._limit:
                 return size
             trace, table = (self._folder / f"{name}-rank-{self._rank}.{end}" for name, end in FILES)
-            events = json.loads(whole.read_bytes())["traceEvents"]
+            events = json.loads(full_trace.read_bytes())["traceEvents"]
             text = f"steps {steps.start} to {steps.stop - 1}: {render(events, len(steps), self._seconds)}"
             with (
                 replacing(trace) as fresh,
-                whole.open("rb") as source,
+                full_trace.open("rb") as source,
                 gzip.open(fresh, "wb", compresslevel=5) as packed,
             ):
                 shutil.copyfileobj(source, packed)

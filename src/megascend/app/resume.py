@@ -1,4 +1,4 @@
-"""Where a run begins: at the beginning, or from a checkpoint. Decided by rank 0, carried out by all."""
+"""Start of a run: from step 1 or from a checkpoint, decided by rank 0 and carried out by all."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
 from megascend.io.paths import why_not_writable
+from megascend.tracking.built_in import flattened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartPoint:
-    """How a run begins.
+    """Start of a run.
 
     Attributes:
         candidates: checkpoints to resume from, the best first; empty: at the beginning.
@@ -270,6 +271,8 @@ def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str
     """Return settings that are not as in the checkpoint, as ``key: old -> new``. Pure."""
     now = flattened(config.model_dump(mode="json"))
     before = flattened(_with_defaults(saved, type(config))) if saved is not None else now
+    # An empty section counts as absent: filling it is reported by its keys alone.
+    before, now = ({key: value for key, value in flat.items() if value != {}} for flat in (before, now))
     keys = sorted(now.keys() | before.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
@@ -280,11 +283,3 @@ def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str
         return kind(**saved).model_dump(mode="json")
     except ConfigError:
         return {"engine": "megatron", "plugins": []} | saved
-
-
-def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

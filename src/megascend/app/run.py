@@ -46,7 +46,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class World(Generic[AnyConfig]):
-    """What is known of a run before its model is built.
+    """Context of a run before its model is built.
 
     Attributes:
         plan: what the checks of the settings have computed.
@@ -82,7 +82,7 @@ class Run(Generic[AnyConfig]):
 
 
 class Training(ABC, Generic[AnyConfig]):
-    """What one kind of run does. :func:`run` calls these methods in their order, on every rank.
+    """One kind of run. :func:`run` calls these methods in their order, on every rank.
 
     Attributes:
         progress_keys: of :meth:`progress`; a checkpoint without them is of another kind of run.
@@ -151,7 +151,7 @@ class Training(ABC, Generic[AnyConfig]):
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. The same on every rank.
+    """Result of a run, the same on every rank.
 
     Attributes:
         steps: optimizer steps done, skipped ones included.

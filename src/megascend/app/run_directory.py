@@ -110,11 +110,11 @@ def write_config(config: TrainerConfig) -> None:
 
 def refuse_earlier_run(output: Path) -> None:
     """Raise ConfigError if a directory holds a run."""
-    held = run_files(output)
-    if held:
+    files = run_files(output)
+    if files:
         advice = "resume it with --resume auto, " if Retention(output / CHECKPOINTS).steps() else ""
         raise ConfigError(
-            f"output: {output} holds an earlier run ({', '.join(held)}); {advice}choose another with --set output=PATH, or "
+            f"output: {output} holds an earlier run ({', '.join(files)}); {advice}choose another with --set output=PATH, or "
             "replace it with --overwrite"
         )
 
@@ -125,10 +125,10 @@ def run_files(output: Path) -> list[str]:
     Nothing, where no run has taken a step: errors alone are of attempts that never began, and one that has failed in its first
     step may be tried again.
     """
-    held = [name for name in RUN_FILES if (output / name).exists()]
-    if held == [ERRORS] or (set(held) <= set(WITHOUT_STEPS) and failed_in_step_1(output)):
+    files = [name for name in RUN_FILES if (output / name).exists()]
+    if files == [ERRORS] or (set(files) <= set(WITHOUT_STEPS) and failed_in_step_1(output)):
         return []
-    return held
+    return files
 
 
 def failed_in_step_1(output: Path) -> bool:

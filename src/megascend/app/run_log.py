@@ -222,7 +222,7 @@ def rows_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
 
 
 class StepClock:
-    """How far a run and its present step have come, and how long they still take. Local: no rank asks another.
+    """Progress and remaining time of a run and its current step. Local: no communication between ranks.
 
     Args:
         steps: of the whole run.

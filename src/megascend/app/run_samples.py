@@ -39,18 +39,18 @@ def check_apart(sources: Sequence[tuple[Path, Data, str]]) -> None:
         {real(file) for file in files_of(path, data.split, data.config_name, Findings(setting))}
         for path, data, setting in sources
     )
-    both = sorted(learned & held_out)
-    if both:
+    shared = sorted(learned & held_out)
+    if shared:
         (path, data, _), (other, _, setting) = sources
         raise DataError(
-            f"{setting}: {other} lies in data.path: {path} (split {data.split}), so the run would train on {both[0]}: move it, "
+            f"{setting}: {other} lies in data.path: {path} (split {data.split}), so the run would train on {shared[0]}: move it, "
             "or name another split with validation.split"
         )
 
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What a run learns, and what its validation loss is measured on.
+    """Training and validation samples of a run.
 
     Attributes:
         held_out: None without a validation set.
@@ -103,7 +103,7 @@ class RunSamples:
             )
 
     def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
-        """The stream of global batches, as numbers of samples or pairs."""
+        """Return the stream of global batches, as indices of samples or pairs."""
         units = range(objective.units(self.learned))
         data, learned = config.data, self.learned
         return batches(
@@ -134,11 +134,11 @@ class RunSamples:
                 )
 
     def drawn(self, config: RunConfig, objective: LearningObjective) -> set[int]:
-        """The numbers that come up in the steps of this run."""
+        """Return the indices drawn in the steps of this run."""
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
 
     def describe(self) -> str:
         """Return how many samples there are, or pairs of them."""
-        each, unit = (2, "pairs") if self.learned.has_pairs else (1, "samples")
-        held = "" if self.held_out is None else f" and {len(self.held_out) // each} held out"
-        return f"{len(self.learned) // each} {unit}{held}"
+        members, unit = (2, "pairs") if self.learned.has_pairs else (1, "samples")
+        suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
+        return f"{len(self.learned) // members} {unit}{suffix}"

@@ -96,11 +96,11 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
 # --- Megatron ---
 
 
-def compare(found: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Hold the backend's log-probabilities and logits against transformers': every sample alone, and all in one micro batch."""
+def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Compare log-probabilities and logits with transformers', for each sample alone and for all in one micro batch."""
     import megascend
 
-    samples = [megascend.Sample.causal(ids.tolist()) for ids in found["samples"]]
+    samples = [megascend.Sample.causal(ids.tolist()) for ids in reference["samples"]]
     lengths = [len(sample) for sample in samples]
     batching = megascend.Batching(micro_batch_tokens=sum(lengths), max_length=max(lengths))
     try:
@@ -111,26 +111,26 @@ def compare(found: dict[str, Any], folder: Path) -> dict[str, Any]:
             batching=batching,
             self_check=False,
         ) as backend:
-            alone = [part for sample in samples for part in scores(backend, [sample])]
-            together = scores(backend, samples)
+            separate = [part for sample in samples for part in scores(backend, [sample])]
+            batched = scores(backend, samples)
     except Exception as error:  # noqa: BLE001  mcore-bridge raises anything; the report carries it
         return {"megatron_problem": described(error)}
-    expected = [(logits, ids[1:]) for logits, ids in zip(found["logits"], found["samples"], strict=True)]
+    expected = [(logits, ids[1:]) for logits, ids in zip(reference["logits"], reference["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return {
         "largest_logit": largest,
-        "margin": found["margin"],
-        "rounding": found["rounding"],
-        "full": found["full"],
-        "default": found["default"],
+        "margin": reference["margin"],
+        "rounding": reference["rounding"],
+        "full": reference["full"],
+        "default": reference["default"],
         "lengths": lengths,
-        "alone": [difference(mine, theirs) / largest for mine, theirs in zip(alone, expected, strict=True)],
-        "together": [difference(mine, theirs) / largest for mine, theirs in zip(together, expected, strict=True)],
+        "alone": [difference(mine, theirs) / largest for mine, theirs in zip(separate, expected, strict=True)],
+        "together": [difference(mine, theirs) / largest for mine, theirs in zip(batched, expected, strict=True)],
     }
 
 
 def scores(backend: Any, samples: list[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Logits [n, vocabulary] and log-probabilities of the targets [n] of every sample, from one micro batch."""
+    """Return logits [n, vocabulary] and log-probabilities of the targets [n] of every sample, from one micro batch."""
     result = backend.forward(samples, logits=True)
     return list(zip(result.logits, result.logprobs, strict=True))
 

@@ -47,7 +47,7 @@ def with_first_budget(config: RunConfig, longest_unit: int) -> RunConfig:
 
 
 class TokenBudget:
-    """The budget of a run, and what a checkpoint keeps of it.
+    """Token budget of a run and its state in checkpoints.
 
     Attributes:
         tokens: found or kept; None where the run file has a number.
@@ -147,8 +147,8 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
     """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
-    of_step = -(-config.data.global_batch_size * sides // topology.data)
-    tokens = sum(layout.padded_length(int(length)) for length in lengths[:of_step])
+    samples_of_step = -(-config.data.global_batch_size * sides // topology.data)
+    tokens = sum(layout.padded_length(int(length)) for length in lengths[:samples_of_step])
     if topology.pipeline > 1:
         tokens //= PIPELINE_FILL * topology.pipeline
     return max(tokens, samples.longest_unit(layout))
@@ -235,13 +235,15 @@ class BudgetSearch:
         (self.fitted if fits else self.failed).append((tokens, peak))
 
     def next(self) -> int | None:
-        """Return what this rank would try next; None: it is content."""
+        """Return the next budget that this rank would try; None if it needs no further trial."""
         if len(self.fitted) + len(self.failed) >= TRIALS:
             return None
         if not self.fitted:
-            worst, peak = min(self.failed)
+            smallest_failed, peak = min(self.failed)
             share = (self.limit - self.before) / (peak - self.before)
-            return None if worst <= self.smallest else self._rounded(worst * max(0.0, min(share, 0.9)))
+            return (
+                None if smallest_failed <= self.smallest else self._rounded(smallest_failed * max(0.0, min(share, 0.9)))
+            )
         (before, peak_before), (tokens, peak) = ((0, self.before), *self.fitted)[-2:]
         slope = (peak - peak_before) / (tokens - before)
         reach = self.largest

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. The same on every rank.
+    """Result of a run, the same on every rank.
 
     Attributes:
         steps: optimizer steps done, skipped ones included.

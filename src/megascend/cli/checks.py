@@ -29,7 +29,7 @@ LOOKING_AT = "megascend doctor looks at: "
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, what was found, and what to do if that is not right."""
+    """Result of one check: what was looked at, what was found, and what to do if that is not right."""
 
     name: str
     status: Status
@@ -40,14 +40,14 @@ class Check:
 
 @dataclass(frozen=True)
 class HelperOutcome:
-    """How a helper process ended: its JSON answer, or why there is none."""
+    """Outcome of a helper process: its JSON answer, or why there is none."""
 
     answer: dict[str, Any] | None
     problem: str = ""
 
 
 def run_checks(timeout: float) -> list[Check]:
-    """All checks, in the order in which one explains the next."""
+    """Run all checks, in the order in which one explains the next."""
     torch, npu = check_torch(timeout), check_npu(timeout)
     checks = [check_python(), *check_versions(), torch, *npu]
     if torch.status == "fail":
@@ -107,7 +107,7 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
 
 
 def explain_import_failure(text: str) -> tuple[str, str]:
-    """What a failed import's traceback comes down to, and what to do about it."""
+    """Summarize a failed import's traceback and suggest a remedy."""
     from megascend.platforms.npu import ASCEND_LIBRARY, WITHOUT_CANN
 
     lines = text.strip().splitlines() or ["unknown error"]
@@ -125,13 +125,13 @@ def explain_import_failure(text: str) -> tuple[str, str]:
 
 
 def check_python() -> Check:
-    """The interpreter, and where it runs."""
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Check("python", "ok", found)
+    """Report the Python version and the machine."""
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("python", "ok", version)
 
 
 def check_versions() -> list[Check]:
-    """Installed packages against the version table, one line each."""
+    """Check installed packages against the version table, one line each."""
     from megascend.bootstrap.versions import check_versions as findings
 
     return [
@@ -147,7 +147,7 @@ def check_versions() -> list[Check]:
 
 
 def check_torch(timeout: float) -> Check:
-    """Does torch import, and which devices does it see?"""
+    """Check that torch imports, and list the devices it sees."""
     code = (
         "import json, torch\n"
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
@@ -155,15 +155,15 @@ def check_torch(timeout: float) -> Check:
     )
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:
-        found, hint = explain_import_failure(outcome.problem)
-        return Check("torch import", "fail", found, hint)
+        summary, hint = explain_import_failure(outcome.problem)
+        return Check("torch import", "fail", summary, hint)
     devices = outcome.answer["devices"]
-    found = f"{len(devices)} x {devices[0]}" if devices else "no CUDA device"
-    return Check("torch import", "ok", found, values=outcome.answer)
+    summary = f"{len(devices)} x {devices[0]}" if devices else "no CUDA device"
+    return Check("torch import", "ok", summary, values=outcome.answer)
 
 
 def check_npu(timeout: float) -> list[Check]:
-    """What the platform ``npu`` needs, one line each, where torch_npu is installed."""
+    """Check the requirements of the platform ``npu``, one line each, if torch_npu is installed."""
     if not is_installed("torch_npu"):
         return [Check("torch_npu", "skip", "not installed")]
     code = (
@@ -183,18 +183,20 @@ def check_npu(timeout: float) -> list[Check]:
         name = looked_at[-1] if looked_at else "torch_npu"
         return [Check(name, "fail", *explain_import_failure(problem))]
     checks = [
-        Check(each["name"], "fail" if each["problem"] else "ok", each["found"] or "not ready", each["problem"])
-        for each in outcome.answer["findings"]
+        Check(
+            finding["name"], "fail" if finding["problem"] else "ok", finding["found"] or "not ready", finding["problem"]
+        )
+        for finding in outcome.answer["findings"]
     ]
     if outcome.answer["simulated"]:
-        what = "the npu device is SIMULATED on this machine's CPU and memory"
+        summary = "the npu device is SIMULATED on this machine's CPU and memory"
         hint = "numbers and refusals mean something here, speed and memory use do not; no card was checked"
-        checks.insert(0, Check("simulated device", "warn", what, hint, {"simulated": True}))
+        checks.insert(0, Check("simulated device", "warn", summary, hint, {"simulated": True}))
     return checks
 
 
 def check_platform(timeout: float) -> Check:
-    """Which platform ``auto`` takes here, and why not the others."""
+    """Report the platform that ``auto`` selects here, and why the others are unavailable."""
     code = (
         "import json\n"
         "from megascend.errors import PlatformError\n"
@@ -216,7 +218,7 @@ def check_platform(timeout: float) -> Check:
 
 
 def check_bootstrap(timeout: float) -> Check:
-    """The bootstrap, and the import of Megatron-Core and mcore-bridge after it."""
+    """Run the bootstrap, and import Megatron-Core and mcore-bridge after it."""
     code = (
         "import json, time\n"
         "start = time.monotonic()\n"
@@ -230,12 +232,12 @@ def check_bootstrap(timeout: float) -> Check:
     if outcome.answer is None:
         return Check("bootstrap", "fail", *explain_import_failure(outcome.problem))
     answer = outcome.answer
-    found = f"stack {answer['stack']} on {answer['platform']}, Megatron-Core imported in {answer['seconds']:.1f} s"
-    return Check("bootstrap", "ok", found, values=answer)
+    summary = f"stack {answer['stack']} on {answer['platform']}, Megatron-Core imported in {answer['seconds']:.1f} s"
+    return Check("bootstrap", "ok", summary, values=answer)
 
 
 def check_collectives(timeout: float) -> Check:
-    """All-reduce between two processes of this machine over Gloo: what every object collective relies on."""
+    """Run an all-reduce between two local processes over Gloo, on which every object collective relies."""
     with tempfile.TemporaryDirectory(prefix="megascend-doctor-") as folder:
         arguments = ["-m", "megascend.cli.probe_collectives", str(Path(folder) / "store"), "2"]
         ranks = [start_python([*arguments, str(rank)], OMP_NUM_THREADS="1") for rank in range(2)]
@@ -247,17 +249,17 @@ def check_collectives(timeout: float) -> Check:
             return Check("collectives", "fail", f"rank {rank}: {last}", hint)
     answer = outcomes[0].answer or {}
     latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]
-    found = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
+    summary = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
     if latency > 20_000 or bandwidth < 0.05:
-        return Check("collectives", "warn", found, "much slower than usual: is the machine overloaded?", answer)
-    return Check("collectives", "ok", found, values=answer)
+        return Check("collectives", "warn", summary, "much slower than usual: is the machine overloaded?", answer)
+    return Check("collectives", "ok", summary, values=answer)
 
 
 def check_threads(environment: Any) -> Check:
-    """Cores this process may use, and the thread setting that decides how ranks share them."""
+    """Report the cores this process may use, and the thread setting that decides how ranks share them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = environment.get("OMP_NUM_THREADS")
-    found, values = (
+    summary, values = (
         f"{cores} cores, OMP_NUM_THREADS={setting or 'not set'}",
         {"cores": cores, "omp_num_threads": setting},
     )
@@ -265,38 +267,38 @@ def check_threads(environment: Any) -> Check:
         hint = (
             f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
         )
-        return Check("threads", "warn", found, hint, values)
-    return Check("threads", "ok", found, values=values)
+        return Check("threads", "warn", summary, hint, values)
+    return Check("threads", "ok", summary, values=values)
 
 
 def check_memory() -> Check:
-    """Main memory; a rank needs about half a GiB before it holds any model."""
+    """Check main memory; a rank needs about half a GiB before it holds any model."""
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} GiB of {memory.total / GIB:.1f} GiB free"
+    summary = f"{memory.available / GIB:.1f} GiB of {memory.total / GIB:.1f} GiB free"
     values = {"available_bytes": memory.available, "total_bytes": memory.total}
     if memory.available < 2 * GIB:
-        return Check("memory", "warn", found, "each rank takes about 0.5 GiB before it holds a model", values)
-    return Check("memory", "ok", found, values=values)
+        return Check("memory", "warn", summary, "each rank takes about 0.5 GiB before it holds a model", values)
+    return Check("memory", "ok", summary, values=values)
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
-    """Shared memory: NCCL, HCCL and data loaders use it; containers often get 64 MiB."""
+    """Check shared memory: NCCL, HCCL and data loaders use it; containers often get 64 MiB."""
     if not path.is_dir():
         return Check("shared memory", "warn", f"no {path}", "NCCL, HCCL and data loader workers need it")
     usage = shutil.disk_usage(path)
-    found, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
+    summary, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
     if usage.free < GIB:
         hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
-        return Check("shared memory", "warn", found, hint, values)
-    return Check("shared memory", "ok", found, values=values)
+        return Check("shared memory", "warn", summary, hint, values)
+    return Check("shared memory", "ok", summary, values=values)
 
 
 def check_disk(path: Path) -> Check:
-    """Free disk where the command runs."""
+    """Check free disk in the working directory."""
     free = shutil.disk_usage(path).free
-    found, values = f"{free / GIB:.1f} GiB free here", {"free_bytes": free}
+    summary, values = f"{free / GIB:.1f} GiB free here", {"free_bytes": free}
     if free < 5 * GIB:
-        return Check("disk", "warn", found, "a checkpoint with optimizer state takes 14 bytes a parameter", values)
-    return Check("disk", "ok", found, values=values)
+        return Check("disk", "warn", summary, "a checkpoint with optimizer state takes 14 bytes a parameter", values)
+    return Check("disk", "ok", summary, values=values)

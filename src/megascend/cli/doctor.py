@@ -53,7 +53,7 @@ def doctor_command(
 
 
 def render_json(checks: list[Check]) -> str:
-    """The checks as one JSON object."""
+    """Format the checks as one JSON object."""
     return json.dumps(
         {
             "ok": all(check.status != "fail" for check in checks),
@@ -67,7 +67,7 @@ def render_json(checks: list[Check]) -> str:
 
 
 def render_table(checks: list[Check]) -> str:
-    """The checks as plain text to paste into an issue; a hint stands under the line it belongs to."""
+    """Format the checks as plain text to paste into an issue; a hint follows the line it belongs to."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -87,12 +87,12 @@ def render_table(checks: list[Check]) -> str:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Say in a line what this host can train on, and what of it is missing."""
+    """Summarize in a line what this host can train on and what is missing."""
     from megascend.bootstrap import engines
 
-    found = {check.name: check for check in checks}
+    results = {check.name: check for check in checks}
     failed = [check.name for check in checks if check.status == "fail"]
-    device = _device(found)
+    device = _device(results)
     if not failed:
         return f"ready to train on {device}"
     broken = f"{len(failed)} failed: {', '.join(failed)}"
@@ -104,14 +104,14 @@ def verdict(checks: list[Check]) -> str:
     return broken
 
 
-def _device(found: dict[str, Check]) -> str:
-    """Return what training runs on by default, in words; of a CPU also which devices are not there."""
-    if "simulated device" in found:
+def _device(results: dict[str, Check]) -> str:
+    """Describe the default training device; for a CPU, say that no GPU or NPU is usable."""
+    if "simulated device" in results:
         return "a simulated device"
-    chosen = found["platform"].values.get("chosen") if "platform" in found else None
-    if chosen == "cuda" and "torch import" in found:
-        return f"{found['torch import'].found} (platform cuda)"
+    chosen = results["platform"].values.get("chosen") if "platform" in results else None
+    if chosen == "cuda" and "torch import" in results:
+        return f"{results['torch import'].found} (platform cuda)"
     if chosen != "cpu":
         return f"this host (platform {chosen})" if chosen else "this host"
-    cores = found["threads"].values.get("cores") if "threads" in found else None
+    cores = results["threads"].values.get("cores") if "threads" in results else None
     return f"this host's CPU{f' ({cores} cores)' if cores else ''}; it has no GPU or NPU that torch can use, and needs none"

@@ -28,7 +28,7 @@ LAYOUT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": Fals
 
 @dataclass(frozen=True)
 class Style:
-    """How learned text is told from other text.
+    """Marking of learned text, by colours or brackets.
 
     Attributes:
         colour: by colours; else by marks.
@@ -40,10 +40,10 @@ class Style:
 
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
-        """Colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
-        wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+        """Use colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
+        allowed = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         encoding = (stream.encoding or "").lower().replace("-", "")
-        return cls(wanted and stream.isatty(), encoding.startswith("utf"))
+        return cls(allowed and stream.isatty(), encoding.startswith("utf"))
 
     @property
     def legend(self) -> str:
@@ -59,23 +59,27 @@ class Style:
         return ("⟦", "⟧") if self.unicode else ("[[", "]]")
 
     def piece(self, text: str, weight: float) -> str:
-        """Text of tokens with this weight; one that is neither 0 nor 1 is written beside it."""
-        beside = f"{weight:g} x " if weight not in (0.0, 1.0) else ""
+        """Format the text of tokens by their weight; a weight other than 0 and 1 precedes it."""
+        prefix = f"{weight:g} x " if weight not in (0.0, 1.0) else ""
         if self.colour:
             code = "32;1" if weight else "2"  # bold green, dim
             # Line by line: some terminals and pagers end colours with the line.
-            return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in (beside + text).split("\n"))
+            return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in (prefix + text).split("\n"))
         opening, closing = self._marks
-        return f"{opening}{beside}{text}{closing}" if weight else text
+        return f"{opening}{prefix}{text}{closing}" if weight else text
 
     def visible(self, text: str) -> str:
-        """Line breaks and tabs with a sign; other control characters, which could command the terminal, as escapes."""
+        """Mark line breaks; escape control characters, which could command the terminal, except tabs."""
         newline = "↵\n" if self.unicode else "\\n\n"
-        shown = "".join(
-            newline if each == "\n" else each if each == "\t" or each.isprintable() else repr(each)[1:-1]
-            for each in text
+        marked = "".join(
+            newline
+            if character == "\n"
+            else character
+            if character == "\t" or character.isprintable()
+            else repr(character)[1:-1]
+            for character in text
         )
-        return shown if self.unicode else shown.encode("ascii", "backslashreplace").decode()
+        return marked if self.unicode else marked.encode("ascii", "backslashreplace").decode()
 
 
 def report(dry: DryRun, style: Style) -> Iterator[str]:
@@ -172,12 +176,12 @@ def size(bytes_: int) -> str:
 
 def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
-    each, unit = (2, "pairs") if dry.config.dpo is not None else (1, "samples")
+    members, unit = (2, "pairs") if dry.config.dpo is not None else (1, "samples")
     figures = (unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
     table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
     for name, part in (("learned", dry.learned), ("held out", dry.held_out)):
         if part is not None:
-            numbers = (part.samples // each, part.tokens, part.supervised)
+            numbers = (part.samples // members, part.tokens, part.supervised)
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
             share = f"({part.supervised / part.tokens:.0%})"
             table.add_row(name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths))

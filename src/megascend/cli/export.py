@@ -83,27 +83,27 @@ def export_command(
 
 
 def find_adapter(path: Path) -> Path:
-    """The adapter in peft's format that ``path`` stands for: itself, or a run directory's."""
+    """Return the adapter in peft's format at ``path``: the directory itself, or that of a run."""
     from megascend.errors import CheckpointError
 
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").is_file():
             return folder
-    found = "holds no adapter_config.json" if path.exists() else "does not exist"
+    problem = "holds no adapter_config.json" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"--adapter {path} {found}; expected what peft's save_pretrained writes, or the directory of a finished run with lora"
+        f"--adapter {path} {problem}; expected what peft's save_pretrained writes, or the directory of a finished run with lora"
     )
 
 
 def read_settings(adapter: Path) -> Lora:
-    """The adapter's rank and targets; refuses what is more than plain LoRA."""
+    """Return the adapter's rank and targets; reject anything beyond plain LoRA."""
     from megascend.lora import peft_format
 
     return peft_format.read(adapter)[0]
 
 
 def other_base(adapter: Path, model: Path) -> str | None:
-    """What the adapter says it was trained on, where that is not ``model`` by its path or, if it is gone, by its name."""
+    """Return the adapter's recorded base model if it differs from ``model`` in path or, if that is gone, in name."""
     try:
         named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -116,7 +116,7 @@ def other_base(adapter: Path, model: Path) -> str | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The Hugging Face checkpoint that ``path`` stands for."""
+    """Return the Hugging Face checkpoint at ``path``: the directory itself, or a run's export."""
     from megascend.errors import CheckpointError
 
     if (path / "config.json").is_file():

@@ -134,15 +134,15 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> 
 
 
 def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
-    """The error that started it: one of ours if any worker recorded one, else the failure that the launcher saw first.
+    """Return the root cause: a MegascendError if a worker recorded one, else the launcher's first failure.
 
     A rank that dies makes its peers fail too (a closed connection, SIGTERM from the launcher), often within the same
     moment, and the launcher reports a single one; what each worker recorded lies in ``folder``.
     """
     for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
-        ours = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
-        if ours is not None:
-            return ours
+        error = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
+        if error is not None:
+            return error
     rank, worker = failure.get_first_failure()
     message: Any = worker.message  # what the worker recorded, or a sentence of the launcher's if it recorded nothing
     if isinstance(message, dict):
@@ -157,7 +157,7 @@ def _message(recorded: Any) -> str:
 
 
 def _our_error(message: str) -> MegascendError | None:
-    """``"ConfigError: text"`` back to ``ConfigError("text")``; None if the class is not of our hierarchy."""
+    """Parse ``"ConfigError: text"`` to ``ConfigError("text")``; None if the class is no MegascendError."""
     name, _, text = message.partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MegascendError):
@@ -205,7 +205,7 @@ class StopLaunch:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupted = False
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopLaunch:
@@ -222,8 +222,8 @@ class StopLaunch:
         """Tell each worker once. Those that are still starting do not handle signals yet: they end."""
         # SIGTERM for SIGINT: from a terminal the workers have had that themselves, and would take another one for impatience.
         if self.received:
-            new = workers() - self._told
-            self._told |= new
+            new = workers() - self._notified
+            self._notified |= new
             send(signal.SIGTERM if self.received is signal.SIGINT else self.received, new)
 
     def exit(self) -> None:

@@ -61,17 +61,17 @@ def report_error(error: MegascendError | SimnpuError) -> None:
 
 
 def describe_usage_error(error: Any) -> str:
-    """What is wrong with a command line, in one line."""
-    said = " ".join(error.format_message().split()).replace("Value error, ", "")
+    """Describe a command-line error in one line."""
+    message = " ".join(error.format_message().split()).replace("Value error, ", "")
     problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which name the value
-    given = f" (got {problems[0]['input']!r})" if problems and "input" in problems[0] else ""
+    value = f" (got {problems[0]['input']!r})" if problems and "input" in problems[0] else ""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "megascend"
-    return f"UsageError: {said.rstrip('.')}{given}; see {command} --help"
+    return f"UsageError: {message.rstrip('.')}{value}; see {command} --help"
 
 
-def show_version(wanted: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the installed version and stop, if ``--version`` was given."""
-    if not wanted:
+    if not requested:
         return
     from importlib.metadata import PackageNotFoundError, version
 

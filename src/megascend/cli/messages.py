@@ -15,9 +15,9 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
     Idempotent. A program of the user's own configures the logger ``megascend`` as it likes.
     """
     logger = logging.getLogger("megascend")
-    if any(isinstance(handler, _Shown) for handler in logger.handlers):
+    if any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         return
-    handler = _Shown()
+    handler = _StderrHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RankFormatter(environment))
     logger.addHandler(handler)
@@ -42,18 +42,18 @@ class RankFormatter(logging.Formatter):
 
 
 def prefix(environment: Mapping[str, str]) -> str:
-    """``[rank N] `` in a world of several, else nothing."""
+    """Return ``[rank N] `` if there are several ranks, else the empty string."""
     return f"[rank {environment.get('RANK', '?')}] " if several_ranks(environment) else ""
 
 
 def several_ranks(environment: Mapping[str, str]) -> bool:
-    """Whether this is one process of a world of several. What is no number is an error that somebody else reports."""
+    """Check whether the world size exceeds 1; an invalid value counts as 1 here, and is reported elsewhere."""
     size = environment.get("WORLD_SIZE", "1")
     return size.isdecimal() and int(size) > 1
 
 
-class _Shown(logging.StreamHandler):
-    """Known by its class, so that it is added once. Writes to what is stderr then: a test may have had another one."""
+class _StderrHandler(logging.StreamHandler):
+    """Handler that writes to the current ``sys.stderr``, which tests replace; its class marks it, so that it is added once."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -65,10 +65,10 @@ class ModelSize:
             )
 
     def _check_experts(self) -> None:
-        given = {"--experts": self.experts, "--experts-per-token": self.experts_per_token}
+        options = {"--experts": self.experts, "--experts-per-token": self.experts_per_token}
         if ARCHITECTURES[self.arch] is not _experts:
             moe = ", ".join(name for name, settings in ARCHITECTURES.items() if settings is _experts)
-            for option, value in given.items():
+            for option, value in options.items():
                 if value is not None:
                     raise ConfigError(
                         f"{option} {value}, but --arch {self.arch} has no experts: leave it out, or use {moe}"
@@ -154,13 +154,13 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
 
 
 def byte_characters() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte (GPT-2, openai/gpt-2 src/encoder.py).
+    """Return the printable character by which byte-level BPE writes each byte (GPT-2, openai/gpt-2 src/encoder.py).
 
     Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
@@ -198,7 +198,7 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
 
 
 def _name_tokenizer_class(path: Path) -> None:
-    """transformers 5 writes a class name that transformers 4 lacks; both know this one."""
+    """Set a class name that transformers 4 and 5 both know; transformers 5 writes one that transformers 4 lacks."""
     values = json.loads(path.read_text(encoding="utf-8"))
     values["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

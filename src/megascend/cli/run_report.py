@@ -89,7 +89,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class SaveCounts:
-    """How the saves of all attempts went. ``stall_s``: seconds that training stood still for each, on rank 0."""
+    """Counts of the saves of all attempts. ``stall_s``: seconds that training stood still for each, on rank 0."""
 
     begun: int
     completed: int
@@ -99,7 +99,7 @@ class SaveCounts:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All that the files of a run tell.
+    """Contents of a run's files.
 
     Attributes:
         steps: how many the run is to make, or None if nothing tells.
@@ -134,12 +134,12 @@ class RunReport:
 
     @property
     def last_good(self) -> CheckpointEntry | None:
-        """The checkpoint that ``--resume auto`` will resume from, as far as was looked."""
-        whole = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
+        """Return the checkpoint that ``--resume auto`` will resume from, as far as the files were checked."""
+        intact = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
         for path in Retention(self.directory / CHECKPOINTS).candidates():
             match = NAME.fullmatch(path.name)
-            if match and int(match[1]) in whole:
-                return whole[int(match[1])]
+            if match and int(match[1]) in intact:
+                return intact[int(match[1])]
         return None
 
 
@@ -162,9 +162,9 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
     metrics, cut = read_lines(directory / "metrics.jsonl")
     last: dict[tuple[Any, ...], dict[str, Any]] = {}  # what a process said last is what ended it
     for path in sorted((directory / ERRORS).glob("*.json")):
-        found, bad = read_lines(path)
-        last |= {(path.name, record.get("host"), record.get("pid"), record.get("since")): record for record in found}
-        remarks += bad
+        records, problems = read_lines(path)
+        last |= {(path.name, record.get("host"), record.get("pid"), record.get("since")): record for record in records}
+        remarks += problems
     errors = list(last.values())
     starts = [event for event in events if event.get("event") == "start"]
     return RunReport(
@@ -185,32 +185,32 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
 
 
 def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any]]) -> list[Attempt]:
-    """The attempts, in the order of their beginning, from the lines of the event_log and the errors of the ranks. Pure."""
+    """Build the attempts, in order of their start, from the lines of the event log and the errors of the ranks. Pure."""
     parts: list[list[dict[str, Any]]] = []
     for event in events:
         if event.get("event") == "start":
             parts.append([event])
         elif parts:
             parts[-1].append(event)
-    kept: list[list[RankError]] = [[] for _ in parts]
+    attempt_errors: list[list[RankError]] = [[] for _ in parts]
     early: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
             # A shell starts several runs: a rank's second error is of the next one.
             same = [of for of in early if of[:2] == (str(record.get("agent")), _number(record.get("attempt")))]
-            again = sum(any(found.get("rank") == record.get("rank") for found in early[of]) for of in same)
+            again = sum(any(earlier.get("rank") == record.get("rank") for earlier in early[of]) for of in same)
             early.setdefault((str(record.get("agent")), _number(record.get("attempt")), again), []).append(record)
         else:
-            kept[index].append(_rank_error(record))
-    drafts = [_attempt(part, found) for part, found in zip(parts, kept, strict=True)]
+            attempt_errors[index].append(_rank_error(record))
+    drafts = [_attempt(part, part_errors) for part, part_errors in zip(parts, attempt_errors, strict=True)]
     drafts += [_never_started(records) for records in early.values()]
     drafts.sort(key=lambda values: values["started"] or values["ended"] or 0.0)
     return [Attempt(number=number, **values) for number, values in enumerate(drafts, 1)]
 
 
 def _attempt_of(record: dict[str, Any], starts: Sequence[dict[str, Any]]) -> int | None:
-    """Which start an error belongs to, or None if its attempt never came to start."""
+    """Return the index of the start that an error belongs to, or None if its attempt never started."""
     if record.get("started") is False:
         return None
     fitting = [
@@ -275,7 +275,7 @@ def _never_started(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def blame(
     errors: Sequence[RankError], world_size: int | None
 ) -> tuple[Outcome, tuple[RankError, ...], tuple[int, ...]]:
-    """How an attempt ended, by the errors of its ranks: the outcome, the errors with the cause first, and ranks without one.
+    """Derive an attempt's outcome from its ranks' errors: outcome, errors with the cause first, ranks without an error.
 
     An error that only says that another rank is missed is a cause if there is none of another kind. Pure.
     """
@@ -283,16 +283,16 @@ def blame(
         return "no end", (), ()
     ordered = sorted(errors, key=lambda error: (error.error in SECONDARY, error.time, error.rank))
     silent = sorted(set(range(world_size or 0)) - {error.rank for error in errors})
-    gone = {int(rank) for error in errors for rank in re.findall(r"[Rr]ank (\d+) is gone", error.message)}
+    missing = {int(rank) for error in errors for rank in re.findall(r"[Rr]ank (\d+) is gone", error.message)}
     if ordered[0].error in SECONDARY and silent:
-        return "lost", tuple(ordered), tuple(rank for rank in silent if rank in gone) or tuple(silent)
+        return "lost", tuple(ordered), tuple(rank for rank in silent if rank in missing) or tuple(silent)
     if any(error.error == "KeyboardInterrupt" for error in errors):
         return "interrupted", tuple(ordered), tuple(silent)
     return "error", tuple(ordered), tuple(silent)
 
 
 def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
-    """The saves of all attempts, from the lines of the event_log. Pure."""
+    """Count the saves of all attempts, from the lines of the event log. Pure."""
     kinds = [event.get("event") for event in events]
     return SaveCounts(
         begun=kinds.count("save"),
@@ -303,16 +303,16 @@ def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
 
 
 def checkpoints_in(directory: Path, verify: bool) -> list[CheckpointEntry]:
-    """The checkpoints in a directory, each with what is wrong with it."""
+    """List the checkpoints in a directory with their problems."""
     if not directory.is_dir():
         return []
-    found = []
+    entries = []
     for path in sorted(directory.iterdir()):
         match = NAME.fullmatch(path.name)
         if match and path.is_dir():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            found.append(CheckpointEntry(int(match[1]), path.name, size, tuple(_problems(path, verify))))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+            entries.append(CheckpointEntry(int(match[1]), path.name, size, tuple(_problems(path, verify))))
+    return sorted(entries, key=lambda checkpoint: checkpoint.step)
 
 
 def _problems(checkpoint: Path, verify: bool) -> list[str]:

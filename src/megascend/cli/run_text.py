@@ -1,4 +1,4 @@
-"""What ``megascend doctor --run`` prints: a :class:`RunReport` in words, and what to do next."""
+"""Text of ``megascend doctor --run``: a :class:`RunReport` in words, and the next steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGE = 300
 
 
 def render_run(report: RunReport) -> str:
-    """The report as plain text."""
+    """Format the report as plain text."""
     colour = typer.colors.GREEN if report.ok else typer.colors.RED
     lines = [typer.style(f"{report.directory}: {headline(report)}", fg=colour), ""]
     for attempt in report.attempts:
@@ -40,7 +40,7 @@ def render_run(report: RunReport) -> str:
 
 
 def render_run_json(report: RunReport) -> str:
-    """The report as one JSON object."""
+    """Format the report as one JSON object."""
     last = report.metrics[-1] if report.metrics else None
     good = report.last_good
     values = asdict(report)
@@ -58,20 +58,20 @@ def render_run_json(report: RunReport) -> str:
 
 
 def entry(label: str, paragraphs: list[str]) -> list[str]:
-    """Paragraphs beside a label, wrapped; nothing if there are none."""
+    """Format wrapped paragraphs beside a label; an empty list if there are none."""
     lines = [line for text in paragraphs for line in wrapped(text)]
     return [f"{label if index == 0 else '':<{LABEL}}{line}" for index, line in enumerate(lines)]
 
 
 def wrapped(text: str) -> list[str]:
-    """A paragraph in lines; paths and commands stay whole, to be copied."""
+    """Wrap a paragraph; paths and commands are not broken, so that they can be copied."""
     if text.startswith("  "):
         return [text]
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def headline(report: RunReport) -> str:
-    """How the run stands, in a line."""
+    """Summarize the state of the run in a line."""
     if not report.attempts:
         return "the run began, but its event log (events.jsonl) is missing"
     last = report.attempts[-1]
@@ -85,20 +85,20 @@ def headline(report: RunReport) -> str:
     if last.outcome == "no end":
         if still_running(last):
             return "running"
-        done = f" after step {report.metrics[-1]['step']}{of}" if report.metrics else " before the end of step 1"
-        return f"ended without an error message{done}, or is running on another machine"
+        progress = f" after step {report.metrics[-1]['step']}{of}" if report.metrics else " before the end of step 1"
+        return f"ended without an error message{progress}, or is running on another machine"
     if last.outcome == "interrupted":
         return f"interrupted at once in step {last.step}{of}"
     return f"failed {when(last.step, report.steps, of)}"
 
 
 def when(step: int | None, steps: int | None, of: str = "") -> str:
-    """In which step of how many a run failed; one after the last is none, but the time of export and picture."""
+    """Name the step in which a run failed; a step beyond the last stands for the export and the plot after it."""
     return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{of}"
 
 
 def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> list[str]:
-    """When an attempt started, and how it ended.
+    """Describe the start and the end of an attempt.
 
     Args:
         last: no other has been started since.
@@ -133,27 +133,29 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
 
 
 def error_lines(attempt: Attempt) -> list[str]:
-    """Which ranks failed or are gone: the cause first."""
+    """Describe the ranks that failed or are gone, the cause first."""
     if not attempt.errors:
         return []
-    first, others = attempt.errors[0], attempt.errors[1:]
+    first, rest = attempt.errors[0], attempt.errors[1:]
     if attempt.outcome == "lost":
-        gone, several = ranks_named(attempt.silent), len(attempt.silent) > 1
+        ranks, several = ranks_named(attempt.silent), len(attempt.silent) > 1
         return [
-            f"{gone} left no error: killed (out of memory? SIGKILL?) or lost {'their machines' if several else 'its machine'}",
-            f"rank {first.rank} ({first.host}) says: {said(first)}",
+            f"{ranks} left no error: killed (out of memory? SIGKILL?) or lost {'their machines' if several else 'its machine'}",
+            f"rank {first.rank} ({first.host}) says: {error_text(first)}",
         ]
-    lines = [f"rank {first.rank} ({first.host}) failed{' first' if others or attempt.silent else ''}: {said(first)}"]
-    if others:
-        kinds = sorted({error.error for error in others})
-        lines.append(f"then {ranks_named([error.rank for error in others])}: {', '.join(kinds)}")
+    lines = [
+        f"rank {first.rank} ({first.host}) failed{' first' if rest or attempt.silent else ''}: {error_text(first)}"
+    ]
+    if rest:
+        kinds = sorted({error.error for error in rest})
+        lines.append(f"then {ranks_named([error.rank for error in rest])}: {', '.join(kinds)}")
     if attempt.silent:
         lines.append(f"{ranks_named(attempt.silent)} left no error: ended by the launcher, or killed")
     return lines
 
 
 def steps_lines(report: RunReport) -> list[str]:
-    """How far training has come."""
+    """Describe the training progress."""
     if not report.metrics:
         return ["none done"]
     last = report.metrics[-1]
@@ -168,7 +170,7 @@ def steps_lines(report: RunReport) -> list[str]:
 
 
 def checkpoint_lines(report: RunReport) -> list[str]:
-    """Which checkpoints there are, and in what state."""
+    """List the checkpoints and their state."""
     good, lines = report.last_good, []
     if not report.checkpoints:
         lines.append("none")
@@ -197,7 +199,7 @@ def checkpoint_lines(report: RunReport) -> list[str]:
 
 
 def saves_lines(report: RunReport) -> list[str]:
-    """How many saves went well, what was wrong with the others, and what they cost."""
+    """Describe completed saves, failures and the time that training stalled."""
     saves = report.saves
     if not saves.begun and not saves.failures:
         return []
@@ -212,7 +214,7 @@ def saves_lines(report: RunReport) -> list[str]:
 
 
 def next_steps(report: RunReport) -> list[str]:
-    """What to do now."""
+    """List what to do next."""
     if not report.attempts:
         return ["look at the output of the command that started it"]
     last, good = report.attempts[-1], report.last_good
@@ -221,11 +223,11 @@ def next_steps(report: RunReport) -> list[str]:
     if still_running(last):
         return ["nothing: it is running"]
     steps = [text for text in (cause(report, last), space(report)) if text]
-    begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
-    begun = begun or bool(report.metrics or report.checkpoints)
+    has_begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
+    has_begun = has_begun or bool(report.metrics or report.checkpoints)
     if good is not None:
         steps.append(f"resume after step {good.step}{_where(report)}:")
-    elif begun:
+    elif has_begun:
         steps.append(f"there is no complete checkpoint: start over{_where(report)}:")
     else:
         steps.append("start it again")
@@ -234,10 +236,10 @@ def next_steps(report: RunReport) -> list[str]:
 
 
 def cause(report: RunReport, attempt: Attempt) -> str:
-    """What to look at before the run is started again."""
+    """Name what to look at before the run is restarted."""
     if attempt.outcome in ("lost", "no end"):
-        who = ranks_named(attempt.silent) if attempt.silent else "the run"
-        return f"find out what killed {who}: the scheduler's log; on its machine, dmesg for the out-of-memory killer"
+        victim = ranks_named(attempt.silent) if attempt.silent else "the run"
+        return f"find out what killed {victim}: the scheduler's log; on its machine, dmesg for the out-of-memory killer"
     if not attempt.errors or attempt.outcome == "interrupted":
         return ""
     error = attempt.errors[0]
@@ -250,7 +252,7 @@ def cause(report: RunReport, attempt: Attempt) -> str:
 
 
 def space(report: RunReport) -> str:
-    """A warning if the disk has no room for another checkpoint."""
+    """Return a warning if the disk has no room for another checkpoint."""
     largest = max((checkpoint.size_bytes for checkpoint in report.checkpoints), default=0)
     if largest and report.free_bytes < 2 * largest:
         return (
@@ -261,7 +263,7 @@ def space(report: RunReport) -> str:
 
 
 def command_to_go_on(report: RunReport, option: str) -> str:
-    """The command that started the last attempt, changed so that the run resumes or starts over."""
+    """Return the command that started the last attempt, changed so that the run resumes or starts over."""
     recorded = next((list(a.command) for a in reversed(report.attempts) if a.command), [])
     words = without_options(short_program(recorded))
     if "train" not in words or not any("megascend" in word for word in words):
@@ -272,7 +274,7 @@ def command_to_go_on(report: RunReport, option: str) -> str:
 
 
 def short_program(words: list[str]) -> list[str]:
-    """``/usr/bin/python /usr/bin/torchrun ...`` as it was typed: ``torchrun ...``."""
+    """Shorten ``/usr/bin/python /usr/bin/torchrun ...`` to ``torchrun ...``, as it was typed."""
     if len(words) > 1 and Path(words[0]).name.startswith("python"):
         rest = words[1:]
         while rest and rest[0] in ("-u", "-P", "-s", "-E", "-I"):
@@ -287,8 +289,8 @@ def short_program(words: list[str]) -> list[str]:
 
 
 def without_options(words: list[str]) -> list[str]:
-    """Without ``--overwrite`` and ``--resume``."""
-    kept: list[str] = []
+    """Remove ``--overwrite`` and ``--resume``."""
+    remaining: list[str] = []
     skip = False
     for word in words:
         if skip:
@@ -296,12 +298,12 @@ def without_options(words: list[str]) -> list[str]:
         elif word == "--resume":
             skip = True
         elif word != "--overwrite" and not word.startswith("--resume="):
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def still_running(attempt: Attempt) -> bool:
-    """True if rank 0's process is alive on this machine."""
+    """Return True if rank 0's process is alive on this machine."""
     if attempt.outcome != "no end" or attempt.process is None:
         return False
     return process_lives(*attempt.process, attempt.started or 0.0) is True
@@ -312,30 +314,30 @@ def _where(report: RunReport) -> str:
     return f", in {directory}" if directory and directory != os.getcwd() else ""
 
 
-def said(error: RankError) -> str:
-    """An error as its rank saw it, in a few lines."""
+def error_text(error: RankError) -> str:
+    """Format an error as its rank saw it, shortened."""
     text = " ".join(error.message.split()).removeprefix(f"rank {error.rank}: ")
     text = text if len(text) <= MESSAGE else f"{text[:MESSAGE].rstrip()}... (the rest is in errors/)"
     return f"{error.error}: {text}" if text else error.error
 
 
 def ranks_named(ranks: list[int] | tuple[int, ...]) -> str:
-    """``rank 1``, or ``ranks 1, 2``."""
+    """Format ranks as ``rank 1`` or ``ranks 1, 2``."""
     names = listed([str(rank) for rank in sorted(ranks)])
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def listed(names: list[str], limit: int = 12) -> str:
-    """Names with commas, the last ones left out where there are many."""
+    """Join names with commas; beyond ``limit`` only count them."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def figure(value: object) -> str:
-    """A number of metrics.jsonl; null stands for one that was not finite."""
+    """Format a number of metrics.jsonl, where null stands for one that was not finite."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite"
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds since the epoch as local time."""
+    """Format seconds since the epoch as local time."""
     return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -94,11 +94,11 @@ def serve_command(
     from megascend.errors import ConfigError
     from megascend.serve.server import check_address, check_packages, keys_of
 
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": model, "name": name, "host": host, "port": port, "storage": storage, "precision": precision, "engine": engine,
         "durable": durable,
     }  # fmt: skip
-    values = {key: value for key, value in given.items() if value is not None} | ({"vllm": vllm} if vllm else {})
+    values = {key: value for key, value in arguments.items() if value is not None} | ({"vllm": vllm} if vllm else {})
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
     values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
     show_messages()
@@ -114,17 +114,17 @@ def serve_command(
             check_service(settings, nproc or 1)
             check_address(settings)
         check_packages()
-        keys, made = keys_of(settings, dict(os.environ))
+        keys, generated_key = keys_of(settings, dict(os.environ))
         if under_torchrun(nproc):
-            serve_process(settings.model_dump_json(), keys, made)
+            serve_process(settings.model_dump_json(), keys, generated_key)
             return
         try:
-            start_ranks(serve_process, settings.model_dump_json(), keys, made, client, nproc=nproc or 1)
+            start_ranks(serve_process, settings.model_dump_json(), keys, generated_key, client, nproc=nproc or 1)
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def serve_process(settings: str, keys: dict[str, str], made: str | None, client: str | None = None) -> None:
+def serve_process(settings: str, keys: dict[str, str], generated_key: str | None, client: str | None = None) -> None:
     """Serve as one rank, in order to the end: arguments as those of :func:`~megascend.serve.server.serve_rank`."""
     from megascend.app.lasting_output import LastingOutput
     from megascend.app.stop_signals import ALWAYS, stopping
@@ -134,7 +134,7 @@ def serve_process(settings: str, keys: dict[str, str], made: str | None, client:
     for number in stopping():
         if number not in ALWAYS:  # uvicorn handles those two
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    serve_rank(settings, keys, made, client)
+    serve_rank(settings, keys, generated_key, client)
 
 
 # --- the demo ---

@@ -110,7 +110,7 @@ class ChatTemplate:
         return template
 
     def marks_turns(self, tools: Tools = None) -> bool:
-        """True if the template has ``{% generation %}`` blocks."""
+        """Return True if the template has ``{% generation %}`` blocks."""
         return bool(GENERATION.search(self.source(tools)))
 
     def rendering(
@@ -196,8 +196,8 @@ class ChatTemplate:
             )
         except Exception:  # noqa: BLE001, whatever it is, the template does not take a list
             return False
-        found = re.search(f"{PROBE[0]}(.*){PROBE[1]}", str(rendered[0]), re.DOTALL)
-        return found is not None and "type" not in found[1]
+        match = re.search(f"{PROBE[0]}(.*){PROBE[1]}", str(rendered[0]), re.DOTALL)
+        return match is not None and "type" not in match[1]
 
     # --- what the assistant writes ---
 
@@ -255,10 +255,12 @@ class ChatTemplate:
                     )
 
     @staticmethod
-    def _check_words(conversation: Rendering, turns: Sequence[int], found: Sequence[tuple[int, list[Span]]]) -> None:
+    def _check_words(
+        conversation: Rendering, turns: Sequence[int], turn_spans: Sequence[tuple[int, list[Span]]]
+    ) -> None:
         """Raise DataError if words or calls of the assistant that the template writes stand outside of its blocks."""
-        every = [span for _, spans in found for span in spans]
-        blocks = dict(found) if len(found) == len(turns) else dict.fromkeys(turns, every)
+        every = [span for _, spans in turn_spans for span in spans]
+        blocks = dict(turn_spans) if len(turn_spans) == len(turns) else dict.fromkeys(turns, every)
         rendered, positions = conversation.text, conversation.positions
         unproven = 0
         for index in turns:
@@ -355,9 +357,13 @@ class ChatTemplate:
             calls = message.get("tool_calls", [])
             missing = conversation.positions.is_left_out(index, "call")
             if missing is None:
-                others = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
-                fewer = [message | {"tool_calls": rest} if rest else _without(message, "tool_calls") for rest in others]
-                missing = any(changes_nothing([*messages[:index], each, *messages[index + 1 :]]) for each in fewer)
+                reduced = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
+                fewer = [
+                    message | {"tool_calls": rest} if rest else _without(message, "tool_calls") for rest in reduced
+                ]
+                missing = any(
+                    changes_nothing([*messages[:index], candidate, *messages[index + 1 :]]) for candidate in fewer
+                )
             if missing:
                 names = ", ".join(repr(call.get("function", call)["name"]) for call in calls)
                 raise DataError(
@@ -379,9 +385,9 @@ class ChatTemplate:
             if not left_out and not is_cut:
                 continue
             if role in ("system", "user", "assistant"):
-                which = f"the beginning of its words, before ..{words!r}" if is_cut else f"its words (..{words!r})"
+                missing = f"the beginning of its words, before ..{words!r}" if is_cut else f"its words (..{words!r})"
                 raise DataError(
-                    f"message {index} ({role}): the chat template does not write {which}; is it the "
+                    f"message {index} ({role}): the chat template does not write {missing}; is it the "
                     "template of a model for images, or one without that role? Name another one with data.chat_template"
                 )
             silent[role] = None

@@ -40,7 +40,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
 }
 """Columns that each form must have, and those that it may have."""
-OF_CHATS = ("tools", "chat_template_kwargs")
+CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 KNOWN = "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', or 'text'"
 
 
@@ -54,30 +54,30 @@ def parse_record(
         raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")
     values = {key: value for key, value in record.items() if value is not None}
     if columns:
-        missing = [theirs for theirs in columns.values() if theirs not in record]
+        missing = [column for column in columns.values() if column not in record]
         if missing:
             raise DataError(
                 f"{source}: no {', '.join(map(repr, missing))} (data.columns); found: {', '.join(map(str, record)) or 'nothing'}"
             )
-        read = {theirs: ours for ours, theirs in columns.items()}
-        values = {read.get(key, ""): value for key, value in values.items() if key in read}
+        names = {column: name for name, column in columns.items()}
+        values = {names.get(key, ""): value for key, value in values.items() if key in names}
     forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
     if len(forms) != 1:
-        found = ", ".join(sorted(map(str, record))) or "nothing"
+        keys = ", ".join(sorted(map(str, record))) or "nothing"
         advice = "; say which to read with data.columns: {NAME: COLUMN}" if forms else ""
-        raise DataError(f"{source}: expected exactly one of the keys {KNOWN}, found: {found}{advice}")
+        raise DataError(f"{source}: expected exactly one of the keys {KNOWN}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]
-    chat = () if form == "text" else OF_CHATS
+    chat = () if form == "text" else CHAT_COLUMNS
     if findings is not None:
-        known = set(columns.values()) if columns else {*must, *may, *chat}
+        read_columns = set(columns.values()) if columns else {*must, *may, *chat}
         for key in record:
-            if key not in known:
+            if key not in read_columns:
                 findings.remark(f"{key!r} is not read", source)
     document = _PARSERS[form](values, source)
     if findings is not None:
         if document.text is None and document.messages is None and not isinstance(document.chosen, tuple):
-            for key in OF_CHATS:
+            for key in CHAT_COLUMNS:
                 if values.get(key):
                     findings.remark(f"{key!r} is not read: only conversations of messages have a chat template", source)
         else:
@@ -87,7 +87,7 @@ def parse_record(
 
 
 def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = False) -> str:
-    """A string column; ``empty``: it may be missing or blank."""
+    """Return a string column; ``empty``: it may be missing or blank."""
     text = values.get(name, "" if empty else None)
     if not isinstance(text, str) or not (empty or text.strip()):
         kind = "a string" if empty else "a string that is not empty"
@@ -123,11 +123,17 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
             **_chat(values, source),
         )
     before, weights = parse_messages(prompt, f"{source}: prompt", learned=False) if prompt else ((), None)
-    answer, own = parse_messages(completion, f"{source}: completion")
+    answer, answer_weights = parse_messages(completion, f"{source}: completion")
     messages = (*before, *answer)
     plain = tuple(float(message["role"] == "assistant") for message in messages)
-    both = None if weights is own is None else (*(weights or plain[: len(before)]), *(own or plain[len(before) :]))
-    return Document(source, messages=messages, loss_weights=both, prompt_messages=len(before), **_chat(values, source))
+    loss_weights = (
+        None
+        if weights is answer_weights is None
+        else (*(weights or plain[: len(before)]), *(answer_weights or plain[len(before) :]))
+    )
+    return Document(
+        source, messages=messages, loss_weights=loss_weights, prompt_messages=len(before), **_chat(values, source)
+    )
 
 
 def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
@@ -159,25 +165,25 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
         return Document(source, prompt=prompt, chosen=chosen, rejected=rejected, **_chat(values, source))
     if not all(lists):
         raise DataError(f"{source}: 'chosen' and 'rejected' must be both strings or both lists of messages")
-    both = [_side(side, values.get("prompt"), f"{source}: {name}") for name, side in sides.items()]
-    if both[0] == both[1]:
+    conversations = [_side(side, values.get("prompt"), f"{source}: {name}") for name, side in sides.items()]
+    if conversations[0] == conversations[1]:
         raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
-    return Document(source, chosen=both[0], rejected=both[1], **_chat(values, source))
+    return Document(source, chosen=conversations[0], rejected=conversations[1], **_chat(values, source))
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """A whole conversation: the prompt comes first, unless the conversation begins with a user's or system's message itself."""
+    """Return a whole conversation: the prompt comes first, unless it begins with a user's or system's message."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
-    whole = role not in ("assistant", "tool", *CALLS, *RESULTS)
+    is_complete = role not in ("assistant", "tool", *CALLS, *RESULTS)
     prompt = from_sharegpt(prompt, where)
     before: list[Any] = []
-    if not whole:
+    if not is_complete:
         before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         if not prompt:
             raise DataError(f"{where} begins with the {role}'s message, and there is no 'prompt'")
     messages, weights = parse_messages([*before, *side], where, learned=False)
-    if whole and prompt and not _holds(messages, prompt, where):
+    if is_complete and prompt and not _holds(messages, prompt, where):
         raise DataError(
             f"{where} begins with the {role}'s message, and what 'prompt' says is not in it: begin with the assistant's message, "
             "or leave the prompt out (data.columns)"
@@ -192,10 +198,10 @@ def _side(side: list[Any], prompt: Any, where: str) -> Messages:
 
 
 def _holds(messages: Messages, prompt: Any, where: str) -> bool:
-    """True if a conversation has the messages of ``prompt``, or the text, or a message whose text is a part of it."""
+    """Return True if a conversation has the messages of ``prompt``, or the text, or a message whose text is a part of it."""
     if isinstance(prompt, list):
-        wanted, _ = parse_messages(prompt, f"{where}: prompt")
-        return all(message in messages for message in wanted)
+        prompt_messages, _ = parse_messages(prompt, f"{where}: prompt")
+        return all(message in messages for message in prompt_messages)
     contents = [str(message.get("content", "")).strip() for message in messages[:-1]]
     return any(text and (text in str(prompt) or str(prompt).strip() in text) for text in contents)
 
@@ -206,7 +212,7 @@ def _conversation(messages: Any, where: str, values: Mapping[str, Any], source: 
 
 
 def _chat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What the chat template gets beside the messages."""
+    """Return the chat template's variables other than the messages."""
     options = decoded(values.get("chat_template_kwargs") or {})
     if not isinstance(options, dict):
         raise DataError(f"{source}: 'chat_template_kwargs' must be an object, found {options!r:.60}")

@@ -115,7 +115,7 @@ def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """What a line of JSONL says."""
+    """Parse a line of JSONL."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -133,8 +133,8 @@ def _decode(content: bytes, source: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        which = " (it looks like UTF-16)" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise DataError(f"{source}: not UTF-8 text{which} (byte {error.start}: {error.reason})") from None
+        guess = " (it looks like UTF-16)" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        raise DataError(f"{source}: not UTF-8 text{guess} (byte {error.start}: {error.reason})") from None
 
 
 # --- tables ---
@@ -253,7 +253,7 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
 
 
 def read_template(path: Path | None) -> str | None:
-    """The chat template at ``data.chat_template``."""
+    """Return the chat template at ``data.chat_template``."""
     if path is None:
         return None
     try:

@@ -69,14 +69,14 @@ class Findings:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """A DataError that leaves the block becomes a problem, or one for each line that begins with its source."""
+        """Turn a DataError raised in the block into a problem, or into one for each line that begins with its source."""
         try:
             yield
         except DataError as error:
             message = str(error)
             match = SOURCE.fullmatch(message)
-            for each in re.split(rf"\n(?={re.escape(match[1])}: )", message) if match else [message]:
-                self.problem(each)
+            for line in re.split(rf"\n(?={re.escape(match[1])}: )", message) if match else [message]:
+                self.problem(line)
 
     def raise_problems(self, of: str | None = None) -> None:
         """Raise DataError with all problems, if any; ``of``: what has them, by default the data that the setting names."""
@@ -103,8 +103,8 @@ class Findings:
 
 def joined(errors: Sequence[DataError]) -> DataError:
     """Return one error that says what several do, of training and of validation data."""
-    first, *others = map(str, errors)
-    return DataError("\n  and ".join([first, *(each.replace("\n", "\n  ") for each in others)]))
+    first, *rest = map(str, errors)
+    return DataError("\n  and ".join([first, *(message.replace("\n", "\n  ") for message in rest)]))
 
 
 def _count(kinds: dict[str, Kind], key: str, text: str, source: str) -> bool:
@@ -120,8 +120,8 @@ def _line(kind: Kind) -> str:
     if kind.count == 1 or not kind.sources:
         times = f"{kind.count} times: " if kind.count > 1 else ""
         return f"{times}{': '.join([*kind.sources, kind.text])}"
-    first, *others = kind.sources
+    first, *rest = kind.sources
     file = re.match(r".*(?=[:\[])", first, re.DOTALL)
-    short = [each.removeprefix(file[0]) if file else each for each in others]
+    short = [source.removeprefix(file[0]) if file else source for source in rest]
     places = ", ".join([*short, ".."] if kind.count > len(kind.sources) else short)
     return f"{first} and {kind.count - 1} more{f' ({places})' if places else ''}: {kind.text}"

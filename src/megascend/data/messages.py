@@ -35,16 +35,16 @@ MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "a
 """Names of speakers that other formats have, and no chat template learns as the assistant or reads as the user."""
 
 
-def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
+def parse_messages(values: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
     """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any has one.
 
     ``where`` begins every error, ``file:line: messages``; with ``learned`` none of the assistant's messages may be empty.
     """
-    found = decoded(found)
-    if not isinstance(found, list) or not found:
-        raise DataError(f"{where} must be a list that is not empty, found {found!r:.60}")
+    values = decoded(values)
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{where} must be a list that is not empty, found {values!r:.60}")
     messages: list[Message] = []
-    given: list[float | None] = []
+    message_weights: list[float | None] = []
     problems: list[str] = []
 
     def attempt(check: Callable[[], Any]) -> Any:
@@ -54,31 +54,31 @@ def parse_messages(found: Any, where: str, *, learned: bool = True) -> tuple[Mes
             problems.append(str(error))
             return None
 
-    for index, raw in enumerate(found):
-        place = f"{where}[{index}]"
-        message = attempt(lambda raw=raw, place=place: parse_message(raw, place))
+    for index, raw in enumerate(values):
+        location = f"{where}[{index}]"
+        message = attempt(lambda raw=raw, location=location: parse_message(raw, location))
         if message is None:
             continue
-        weight = attempt(lambda raw=raw, place=place: _loss_weight(raw, place))
+        weight = attempt(lambda raw=raw, location=location: _loss_weight(raw, location))
         if weight and message["role"] != "assistant":
             advice = "; to learn all of a conversation set data.train_on_prompt: true" if learned else ""
             problems.append(
-                f"{place}: only the assistant's messages can carry loss, this one is the {message['role']}'s{advice}"
+                f"{location}: only the assistant's messages can carry loss, this one is the {message['role']}'s{advice}"
             )
         if learned and weight != 0 and is_empty_answer(message):
-            problems.append(f"{place}: {EMPTY_ANSWER}")
-        if _continues_calls(messages, raw, message, weight, given):
+            problems.append(f"{location}: {EMPTY_ANSWER}")
+        if _continues_calls(messages, raw, message, weight, message_weights):
             messages[-1] = messages[-1] | {"tool_calls": [*messages[-1]["tool_calls"], *message["tool_calls"]]}
             continue
         messages.append(message)
-        given.append(weight)
+        message_weights.append(weight)
     if problems:
         raise DataError("\n".join(problems))
-    if all(weight is None for weight in given):
+    if all(weight is None for weight in message_weights):
         return tuple(messages), None
     weights = (
         float(message["role"] == "assistant") if weight is None else weight
-        for message, weight in zip(messages, given, strict=True)
+        for message, weight in zip(messages, message_weights, strict=True)
     )
     return tuple(messages), tuple(weights)
 
@@ -102,7 +102,7 @@ def is_empty_answer(message: Message) -> bool:
 
 
 def _continues_calls(
-    messages: list[Message], raw: Any, message: Message, weight: float | None, given: list[float | None]
+    messages: list[Message], raw: Any, message: Message, weight: float | None, weights: list[float | None]
 ) -> bool:
     """Check whether a message of tool calls alone follows another one: parallel calls, of which each had a message."""
     return (
@@ -110,15 +110,15 @@ def _continues_calls(
         and raw.get("role") in CALLS
         and bool(messages)
         and set(messages[-1]) == set(message) == {"role", "tool_calls"}
-        and given[-1] == weight
+        and weights[-1] == weight
     )
 
 
-def parse_message(found: Any, where: str) -> Message:
-    """One message, without its loss weight and without keys whose value is null."""
-    if not isinstance(found, dict):
-        raise DataError(f"{where} must be an object with 'role' and 'content', got {found!r:.60}")
-    message = {key: value for key, value in found.items() if value is not None and key not in LOSS}
+def parse_message(raw: Any, where: str) -> Message:
+    """Return one message, without its loss weight and without keys whose value is null."""
+    if not isinstance(raw, dict):
+        raise DataError(f"{where} must be an object with 'role' and 'content', got {raw!r:.60}")
+    message = {key: value for key, value in raw.items() if value is not None and key not in LOSS}
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{where} must have a string 'role', found {role!r:.60}")
@@ -148,20 +148,20 @@ def parse_message(found: Any, where: str) -> Message:
 
 def _role(role: str, where: str) -> str:
     """Return a role as it is."""
-    known = (*ROLES, *CALLS, *RESULTS)
-    if role in known:
+    roles = (*ROLES, *CALLS, *RESULTS)
+    if role in roles:
         return role
     plain = role.strip().lower()
-    meant = (
-        plain if plain in known else MISTAKEN.get(plain) or next(iter(get_close_matches(plain, ROLES, 1, 0.8)), None)
+    suggestion = (
+        plain if plain in roles else MISTAKEN.get(plain) or next(iter(get_close_matches(plain, ROLES, 1, 0.8)), None)
     )
-    if meant is not None:
-        raise DataError(f"{where}: the role {role!r} is unknown, did you mean {meant!r}?")
+    if suggestion is not None:
+        raise DataError(f"{where}: the role {role!r} is unknown, did you mean {suggestion!r}?")
     return role
 
 
 def _content(message: Message, where: str) -> dict[str, Any]:
-    """``{"content": ...}``, a string or a list of text parts; empty where there is none and need not be."""
+    """Return ``{"content": ...}``, a string or a list of text parts; empty where there is none and need not be."""
     content = message.get("content")
     if content is None and ("tool_calls" in message or "reasoning_content" in message):
         return {}
@@ -174,21 +174,21 @@ def _content(message: Message, where: str) -> dict[str, Any]:
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            found = f"a part of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
+            description = f"a part of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
             raise DataError(
-                f'{where}: content[{number}] is {found}; only text can be trained on: {{"type": "text", "text": ...}}'
+                f'{where}: content[{number}] is {description}; only text can be trained on: {{"type": "text", "text": ...}}'
             )
         parts.append({"type": "text", "text": part["text"]})
     return {"content": parts}
 
 
-def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, but for arguments: objects, as templates write them as JSON and would quote a string."""
-    found = decoded(found)
-    if not isinstance(found, list):
-        raise DataError(f"{where}: 'tool_calls' must be a list, found {found!r:.60}")
+def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form, with arguments as objects: templates write them as JSON and would quote a string."""
+    raw = decoded(raw)
+    if not isinstance(raw, list):
+        raise DataError(f"{where}: 'tool_calls' must be a list, found {raw!r:.60}")
     calls = []
-    for number, call in enumerate(found):
+    for number, call in enumerate(raw):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise DataError(f"{where}: tool_calls[{number}] must name a function, found {call!r:.60}")
@@ -205,7 +205,7 @@ def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
 
 
 def with_arguments_as_text(message: Message) -> Message:
-    """A message whose tool calls have their arguments written as JSON."""
+    """Return a message with the arguments of its tool calls serialized as JSON."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -217,24 +217,24 @@ def with_arguments_as_text(message: Message) -> Message:
 
 
 def _loss_weight(message: Message, where: str) -> float | None:
-    given = [message[key] for key in LOSS if message.get(key) is not None]
-    if not given:
+    weights = [message[key] for key in LOSS if message.get(key) is not None]
+    if not weights:
         return None
-    if any(not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0 for value in given):
-        raise DataError(f"{where}: 'loss' and 'weight' are true, false or a number from 0 on, found {given[0]!r:.60}")
-    if len({float(value) for value in given}) > 1:
-        raise DataError(f"{where}: 'loss' says {given[0]!r} and 'weight' says {given[1]!r}: leave one out")
-    return float(given[0])
+    if any(not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0 for value in weights):
+        raise DataError(f"{where}: 'loss' and 'weight' are true, false or a number from 0 on, found {weights[0]!r:.60}")
+    if len({float(value) for value in weights}) > 1:
+        raise DataError(f"{where}: 'loss' says {weights[0]!r} and 'weight' says {weights[1]!r}: leave one out")
+    return float(weights[0])
 
 
-def parse_tools(found: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...] | None:
     """Return the functions that a conversation may call, in OpenAI's form; None where there are none."""
-    found = decoded(found)
-    if found is None or found in ([], ""):
+    value = decoded(value)
+    if value is None or value in ([], ""):
         return None
-    if not isinstance(found, list) or not all(isinstance(decoded(tool), dict) for tool in found):
-        raise DataError(f"{where} must be a list of objects (JSON schemas of functions), found {found!r:.60}")
-    return tuple(_wrapped(decoded(tool)) for tool in found)
+    if not isinstance(value, list) or not all(isinstance(decoded(tool), dict) for tool in value):
+        raise DataError(f"{where} must be a list of objects (JSON schemas of functions), found {value!r:.60}")
+    return tuple(_wrapped(decoded(tool)) for tool in value)
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
@@ -246,10 +246,10 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-def tool_remarks(found: Any, document: Document) -> list[str]:
+def tool_remarks(raw_tools: Any, document: Document) -> list[str]:
     """Return remarks on a document's tools and calls that are trained on all the same; ``found``: the tools as in the data."""
     remarks = []
-    tools, raw = document.tools or (), decoded(found)
+    tools, raw = document.tools or (), decoded(raw_tools)
     if isinstance(raw, list) and [decoded(tool) for tool in raw] != list(tools):
         remarks.append('tools are put into the form {"type": "function", "function": ...}')
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
@@ -289,21 +289,21 @@ TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 """Keys of a JSON schema that say of which type a value is."""
 
 
-def from_sharegpt(found: Any, where: str) -> Any:
-    """``{"from": "human", "value": ...}`` as ``{"role": "user", "content": ...}``; messages of another form as they are."""
-    found = conversation_or_text(found)
-    if not isinstance(found, list) or not any(isinstance(message, dict) and "from" in message for message in found):
-        return found
+def from_sharegpt(raw: Any, where: str) -> Any:
+    """Convert ``{"from": "human", "value": ...}`` to ``{"role": "user", "content": ...}``; leave other forms as they are."""
+    raw = conversation_or_text(raw)
+    if not isinstance(raw, list) or not any(isinstance(message, dict) and "from" in message for message in raw):
+        return raw
     messages, problems = [], []
-    for index, message in enumerate(found):
+    for index, message in enumerate(raw):
         if not isinstance(message, dict) or "from" not in message:
             problems.append(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
             continue
         role, value = message["from"], message.get("value")
-        rest = {key: each for key, each in message.items() if key not in ("from", "value")}
+        rest = {key: entry for key, entry in message.items() if key not in ("from", "value")}
         if not isinstance(role, str) or role not in (*SHAREGPT_ROLES, *CALLS):
-            known = ", ".join([*SHAREGPT_ROLES, *CALLS])
-            problems.append(f"{where}[{index}]: 'from' is {role!r:.60}; known: {known}")
+            speakers = ", ".join([*SHAREGPT_ROLES, *CALLS])
+            problems.append(f"{where}[{index}]: 'from' is {role!r:.60}; known: {speakers}")
             continue
         messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": value} | rest)
     if problems:
@@ -312,7 +312,7 @@ def from_sharegpt(found: Any, where: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What a string that holds a JSON list or object says; anything else as it is. Tables have no other way to hold lists."""
+    """Parse a string that holds a JSON list or object, the form of lists in tables; return anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -322,18 +322,18 @@ def decoded(value: Any) -> Any:
 
 
 def conversation_or_text(value: Any) -> Any:
-    """As :func:`decoded` for lists of messages. Another list is a text that happens to be JSON, an answer with tool calls say."""
-    found = decoded(value)
-    is_conversation = isinstance(found, list) and all(
-        isinstance(message, dict) and ("role" in message or "from" in message) for message in found
+    """Apply :func:`decoded` to lists of messages. Any other list is text that happens to be JSON."""
+    parsed = decoded(value)
+    is_conversation = isinstance(parsed, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
     )
-    return found if found and is_conversation else value
+    return parsed if parsed and is_conversation else value
 
 
 def without_nulls(value: Any) -> Any:
     """``value`` without the keys whose value is None, at any depth: Arrow gives every object all keys of all others."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
+        return [without_nulls(entry) for entry in value]
     return value

@@ -70,7 +70,7 @@ class Batches(Generic[T]):
 
     @property
     def epochs(self) -> float:
-        """How often the data has been gone through."""
+        """Return the number of passes over the data, with the fraction of the present one."""
         return self._epoch + self._position / len(self._samples)
 
     def state_dict(self) -> dict[str, Any]:

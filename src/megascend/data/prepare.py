@@ -115,8 +115,8 @@ def prepare_samples(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
         ) from error
     if not len(store):
-        said = "".join(f"; {line}" for line in store.remarks)
-        raise DataError(f"no training samples: {path} holds no token to predict{said}")
+        remarks = "".join(f"; {line}" for line in store.remarks)
+        raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
     if store.has_pairs and not store.all_pairs:
         raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
     return store
@@ -124,10 +124,10 @@ def prepare_samples(
 
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
     documents = iterate_documents(path, data.split, data.columns or None, findings, data.config_name)
-    said = time.monotonic()
+    reported = time.monotonic()
     for number, document in enumerate(documents):
-        if time.monotonic() - said > PROGRESS_S:
-            said = time.monotonic()
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
             print(f"{path}: {number} documents turned into tokens so far", flush=True)
         with findings.collecting():
             yield number, encoder.encode(document, number)
@@ -135,7 +135,7 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
 
 def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
     """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
-    read = [each for file in files for each in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    read = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     every = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if is_saved(path):
         read += [path / "dataset_dict.json"]
@@ -152,7 +152,7 @@ def digest_of(value: Any) -> str:
 
 
 def tokenizer_of(model: Path) -> list[list[str]]:
-    """What tells a tokenizer from others: digests of all files of the model that are not weights, and of its chat templates."""
+    """Return what identifies a tokenizer: digests of all files of the model that are not weights, and of its chat templates."""
     patterns = ("*", "additional_chat_templates/*")
     files = sorted(file for pattern in patterns for file in model.glob(pattern) if file.is_file())
     return [[file.name, digest(file, xxhash.xxh3_128)] for file in files if file.suffix not in WEIGHTS]

@@ -72,12 +72,12 @@ def pieces(sample: Sample, decode: Decode) -> list[SamplePiece]:
     """
     ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
     weights = [0.0, *sample.weights.tolist()]
-    found, start, before = [], 0, ""
+    result, start, before = [], 0, ""
     for weight, members in groupby(weights):
         count = len(list(members))
         # Decoded with all that is before them: alone, some tokenizers drop the space that a word begins with.
         upto = decode(ids[: start + count])
         text = upto[len(before) :] if upto.startswith(before) else decode(ids[start : start + count])
-        found.append(SamplePiece(text, weight, count))
+        result.append(SamplePiece(text, weight, count))
         start, before = start + count, upto
-    return found
+    return result

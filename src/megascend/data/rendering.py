@@ -32,7 +32,7 @@ THOUGHT_TAG = re.compile(r"\s*<think>")
 
 @dataclass(frozen=True)
 class Marking:
-    """How much is marked. A template that looks at how a text begins, or whether it is empty, takes fewer marks."""
+    """Kinds of text to mark. A template that looks at how a text begins, or whether it is empty, takes fewer marks."""
 
     beginnings: bool = True
     empty: bool = True
@@ -68,24 +68,24 @@ class MarkedText:
 
 @dataclass
 class WordPositions:
-    """Where a rendered text has the texts of its messages. Those that cannot be marked without changing it are not listed."""
+    """Positions of the messages' texts in a rendered text. Those that cannot be marked without changing it are not listed."""
 
     texts: list[MarkedText] = field(default_factory=list)
 
     def of(self, message: int, *parts: Part) -> list[int]:
-        """Offsets of a message's marks, ascending; those of the given parts, by default all."""
+        """Return the offsets of a message's marks, ascending; those of the given parts, by default all."""
         texts = [text for text in self.texts if text.message == message and (not parts or text.part in parts)]
         return sorted(at for text in texts for at in (*text.begins, *text.ends))
 
     def end_of(self, message: int, start: int) -> int | None:
-        """Where the last of a message's texts ends behind ``start``; each counts where it comes first, whatever repeats it."""
+        """Return the end of a message's last text behind ``start``; of repeated texts the first occurrence counts."""
         ends = [
             min((at for at in text.ends if at >= start), default=-1) for text in self.texts if text.message == message
         ]
         return max(ends) if ends and max(ends) >= 0 else None
 
     def is_left_out(self, message: int, part: Part) -> bool | None:
-        """Whether some text of a part is not in the rendered text, or not to its end; None where that is not known."""
+        """Check whether a text of a part is missing from the rendered text, or cut at its end; None if unknown."""
         texts = [text for text in self.texts if (text.message, text.part, text.is_empty) == (message, part, False)]
         return any(not text.ends for text in texts) if texts else None
 
@@ -95,7 +95,7 @@ class WordPositions:
         return any(text.has_beginning and text.ends and not text.begins for text in texts)
 
     def others_within(self, message: int, start: int, end: int) -> set[int]:
-        """Other messages with words or thoughts between two offsets."""
+        """Return the other messages with words or thoughts between two offsets."""
         return {
             text.message
             for text in self.texts
@@ -116,11 +116,11 @@ class WordPositions:
                 if len(text.begins) < len(ends) and not text.is_empty:
                     return None
                 spans += zip(text.begins, ends, strict=False)
-        kept, at = [], 0
+        pieces, at = [], 0
         for start, end in sorted(spans):
-            kept.append(rendered[at : max(at, start)])
+            pieces.append(rendered[at : max(at, start)])
             at = max(at, end)
-        return "".join("".join([*kept, rendered[at:]]).split())
+        return "".join("".join([*pieces, rendered[at:]]).split())
 
 
 class Rendering:
@@ -139,14 +139,14 @@ class Rendering:
 
     @cached_property
     def positions(self) -> WordPositions:
-        """Where the text has the texts of the messages."""
+        """Return the positions of the messages' texts in the rendered text."""
         used = {*self.text, *json.dumps(self.messages, ensure_ascii=False, default=str)}
         unused = (character for area in PRIVATE for code in range(*area) if (character := chr(code)) not in used)
         self._open, self._close = next(unused), next(unused)
         return WordPositions(self._marked_texts(range(len(self.messages))))
 
     def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
-        """The texts of some messages, marked together; where one keeps the others from being marked, half by half."""
+        """Mark the texts of some messages together; bisect if one message prevents marking the rest."""
         for marking in MARKINGS:
             if (positions := self._attempt(chosen, marking)) is not None:
                 return positions.texts
@@ -154,7 +154,7 @@ class Rendering:
         return self._marked_texts(chosen[:half]) + self._marked_texts(chosen[half:]) if half else []
 
     def _attempt(self, chosen: Sequence[int], marking: Marking) -> WordPositions | None:
-        """Positions by one way of marking; None if marks change the text."""
+        """Return the positions found with one kind of marking; None if the marks change the text."""
         positions = WordPositions()
         marked = [
             _Marker(index, marking, positions.texts, self._open, self._close).marked(message)
@@ -171,8 +171,8 @@ class Rendering:
             return None
         removed = 0
         for match in mark.finditer(text):
-            place = positions.texts[int(match[1]) // 2]
-            (place.ends if int(match[1]) % 2 else place.begins).append(match.start() - removed)
+            marked_text = positions.texts[int(match[1]) // 2]
+            (marked_text.ends if int(match[1]) % 2 else marked_text.begins).append(match.start() - removed)
             removed += len(match[0])
         return positions
 

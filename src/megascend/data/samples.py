@@ -37,7 +37,7 @@ SHARED_WITH_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sample of a run may be.
+    """Limits on the samples of a run.
 
     Attributes:
         length: longest sample, in tokens.
@@ -55,8 +55,8 @@ class Limits:
     multiple: int = 1
     packing: bool = True
 
-    def of_pair(self, lengths: Sequence[int]) -> int:
-        """Tokens that a pair of samples takes in a micro batch."""
+    def pair_tokens(self, lengths: Sequence[int]) -> int:
+        """Return the tokens that a pair of samples takes in a micro batch."""
         padded = [round_up(length, self.multiple) for length in lengths]
         return sum(padded) if self.packing else max(padded) * len(padded)
 
@@ -75,7 +75,7 @@ class Encoder:
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
     ) -> None:
-        """``findings`` gets what is left out or cut; ``on_too_long`` is for all but texts, which are cut into pieces."""
+        """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces."""
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
@@ -89,7 +89,7 @@ class Encoder:
                 return self._text(document.text, document.source)
             if document.is_pair:
                 return self._pair(document, number)
-            sample = self._one(document)
+            sample = self._single(document)
         except DataError as error:
             if str(error).startswith(document.source):
                 raise
@@ -107,17 +107,17 @@ class Encoder:
             self._findings.remark("texts of fewer than two tokens have nothing to predict", source)
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
-    def _one(self, document: Document) -> Sample | None:
+    def _single(self, document: Document) -> Sample | None:
         if document.messages is not None:
             tokens, weights = self._conversation(document, document.messages, document.loss_weights)
-            what = "conversation"
+            kind = "conversation"
         else:
             tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
-            what = "prompt with its completion"
-        return self._within_limit(tokens, weights, what, document.source)
+            kind = "prompt with its completion"
+        return self._within_limit(tokens, weights, kind, document.source)
 
     def _pair(self, document: Document, number: int) -> list[Sample]:
-        both = []
+        samples = []
         for side in (document.chosen, document.rejected):
             if isinstance(side, str):
                 tokens, weights = self._completion(document.prompt or "", side, document.source)
@@ -130,19 +130,19 @@ class Encoder:
             sample = self._within_limit(tokens, weights, "conversation of the pair", document.source)
             if sample is None:
                 return []
-            both.append(sample)
-        tokens, budget = self._limits.of_pair([len(sample) for sample in both]), self._limits.budget
+            samples.append(sample)
+        tokens, budget = self._limits.pair_tokens([len(sample) for sample in samples]), self._limits.budget
         if budget is not None and tokens > budget:
-            found = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
+            problem = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
             if self._on_too_long != "skip":
-                raise DataError(f"{found}: shorten or remove it, raise the limit, or set data.on_too_long: skip")
+                raise DataError(f"{problem}: shorten or remove it, raise the limit, or set data.on_too_long: skip")
             self._findings.remark(
                 "left out: the pair is longer than a micro batch (data.on_too_long: skip)", document.source
             )
             return []
-        for sample, chosen in zip(both, (True, False), strict=True):
+        for sample, chosen in zip(samples, (True, False), strict=True):
             sample.pair, sample.chosen = number, chosen
-        return both
+        return samples
 
     # --- tokens and weights ---
 
@@ -206,8 +206,8 @@ class Encoder:
 
     # --- limits ---
 
-    def _within_limit(self, tokens: list[int], weights: list[float], what: str, source: str) -> Sample | None:
-        """A sample, cut to the limit if it may be; None if it is to be skipped."""
+    def _within_limit(self, tokens: list[int], weights: list[float], kind: str, source: str) -> Sample | None:
+        """Return a sample, cut to the limit if allowed; None if it is skipped."""
         self._check_vocabulary(tokens)
         if not any(weights[1:]):
             raise DataError(
@@ -218,7 +218,7 @@ class Encoder:
             return Sample.causal(tokens, weights=weights)
         if self._on_too_long == "error":
             raise DataError(
-                f"the {what} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
+                f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
                 "the limit, or set data.on_too_long: truncate or skip"
             )
         tokens, weights = tokens[: limit + 1], weights[: limit + 1]
@@ -241,7 +241,7 @@ class Encoder:
 def build_samples(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, max_length: int, train_on_prompt: bool = False
 ) -> list[Sample]:
-    """Samples of all documents, in order.
+    """Yield the samples of all documents, in order.
 
     A conversation becomes one sample, with loss on the assistant's turns (on everything with ``train_on_prompt``). A
     text, closed by the end-of-sequence token, becomes as many samples of at most ``max_length`` as it needs; every
@@ -274,16 +274,16 @@ def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewh
     return weights
 
 
-def lies_within_a_token(offsets: Sequence[Span], places: Sequence[int]) -> bool:
-    """True if some token begins before one of ``places`` and ends behind it."""
+def lies_within_a_token(offsets: Sequence[Span], boundaries: Sequence[int]) -> bool:
+    """Return True if a token begins before one of ``boundaries`` and ends behind it."""
     tokens = [(first, last) for first, last in offsets if first < last]  # without special ones, which stand at (0, 0)
     firsts = [first for first, _ in tokens]
-    before = [bisect_left(firsts, place) - 1 for place in places]
-    return any(index >= 0 and tokens[index][1] > place for index, place in zip(before, places, strict=True))
+    before = [bisect_left(firsts, boundary) - 1 for boundary in boundaries]
+    return any(index >= 0 and tokens[index][1] > boundary for index, boundary in zip(before, boundaries, strict=True))
 
 
 def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text begins with the beginning of a sequence, and the tokenizer has put another one before it."""
+    """Check whether the text starts with a BOS token and the tokenizer has added a second one."""
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokens[:2]) == [bos, bos]
 
@@ -297,11 +297,11 @@ def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokens[1:] if begins_twice(tokens, tokenizer) else tokens
 
 
-def common_messages(one: Any, other: Any) -> int:
-    """How many messages two conversations begin with alike."""
+def common_messages(first: Any, second: Any) -> int:
+    """Return the length of the common prefix of two conversations, in messages."""
     count = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
+    for message, counterpart in zip(first, second, strict=False):
+        if message != counterpart:
             break
         count += 1
     return count
@@ -323,9 +323,9 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
     changed = ByteLevel()
     changed.__setstate__(json.dumps(_untrimmed(state)).encode())  # of any kind
-    own: Any = copy.deepcopy(tokenizer)
-    own.backend_tokenizer.post_processor = changed
-    return own
+    untrimmed: Any = copy.deepcopy(tokenizer)
+    untrimmed.backend_tokenizer.post_processor = changed
+    return untrimmed
 
 
 def _trims(state: Any) -> bool:

@@ -115,7 +115,7 @@ def files_of(path: Path, split: str | None, config_name: str | None, findings: F
                 f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
             )
         return [path]
-    names = sorted(each.name for each in path.iterdir() if each.is_dir() and is_saved(each))
+    names = sorted(child.name for child in path.iterdir() if child.is_dir() and is_saved(child))
     return [path / name for name in names if split == ALL or name == choose_split(path, split, names, findings.setting)]
 
 
@@ -126,8 +126,8 @@ def choose_split(path: Path, split: str | None, splits: Collection[str], setting
         return HELD_OUT if HELD_OUT in splits else next(iter(splits))
     if split is None or split not in splits:
         missing = "several splits, of which none is named 'validation'" if split is None else f"no split {split!r}"
-        way = f"; {option}: {ALL} reads every file" if option == "data.split" else ""
-        raise DataError(f"{path} has {missing} ({option}); it has {', '.join(splits)}{way}")
+        advice = f"; {option}: {ALL} reads every file" if option == "data.split" else ""
+        raise DataError(f"{path} has {missing} ({option}); it has {', '.join(splits)}{advice}")
     return split
 
 
@@ -149,9 +149,9 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
             chosen = _chosen_config(path, configs, config_name)
             _check_config(path, chosen, configs.get(chosen or "", {}))
             if text and not configs:
-                found = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
+                split_files = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
             else:
-                found = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
+                split_files = datasets.load_dataset_builder(str(root), name=chosen, cache_dir=cache).config.data_files
     except DataError:
         raise
     except Exception as error:  # datasets, YAML and the card's reader raise whatever they like about a folder
@@ -160,7 +160,7 @@ def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bo
             f"{path} ({setting}): datasets cannot tell its splits: {reason}; data.split: {ALL} reads every file"
         ) from error
     splits = {}
-    for name, files in dict(found or {}).items():
+    for name, files in dict(split_files or {}).items():
         # A name that fits two patterns of one split is listed twice, and would be learned twice.
         paths = dict.fromkeys(Path(file) for file in files)
         if paths:
@@ -181,7 +181,7 @@ def card_configs(root: Path) -> dict[str, dict[str, Any]]:
         values |= DatasetCard.load(root / CARD).data.to_dict()
     if (root / CARD_YAML).is_file():
         values |= yaml.safe_load((root / CARD_YAML).read_text(encoding="utf-8")) or {}
-    return {str(each["config_name"]): each for each in values.get("configs") or []}
+    return {str(config["config_name"]): config for config in values.get("configs") or []}
 
 
 def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: str | None) -> str | None:
@@ -190,7 +190,7 @@ def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: s
             listed = f"its card lists {', '.join(configs)}" if configs else "its card lists none"
             raise DataError(f"{path} has no config {name!r} (data.config_name); {listed}")
         return name
-    defaults = [each for each, values in configs.items() if each == "default" or values.get("default")]
+    defaults = [config for config, values in configs.items() if config == "default" or values.get("default")]
     if len(configs) > 1 and len(defaults) != 1:
         raise DataError(
             f"{path}: its card lists {len(configs)} configs: {', '.join(configs)}; name one with data.config_name"
@@ -216,14 +216,14 @@ def _quiet() -> Iterator[None]:
     import datasets
     from huggingface_hub.utils import logging
 
-    level, own = logging.get_verbosity(), datasets.utils.logging.get_verbosity()
+    level, datasets_level = logging.get_verbosity(), datasets.utils.logging.get_verbosity()
     logging.set_verbosity_error()
     datasets.utils.logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        datasets.utils.logging.set_verbosity(own)
+        datasets.utils.logging.set_verbosity(datasets_level)
 
 
 # --- other files of the folder ---
@@ -261,8 +261,8 @@ def _compare(
     findings: Findings,
 ) -> None:
     """Say which readable files of a folder the splits leave out, and why."""
-    others = {file: split for split, each in splits.items() if split not in names for file in each}
-    no_split = [file for file in readable if file not in set(files) and file not in others]
+    split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
+    no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
     records = [file for file in no_split if file.suffix in RECORD_SUFFIXES]
     if texts and records:
@@ -273,7 +273,7 @@ def _compare(
             "every file"
         )
     for file in readable:
-        if file in others and file not in set(files):
-            findings.remark(f"belongs to split {others[file]!r} and is not read", str(file))
+        if file in split_of_file and file not in set(files):
+            findings.remark(f"belongs to split {split_of_file[file]!r} and is not read", str(file))
     for file in no_split:
         findings.remark("is not read: datasets counts it to no split", str(file))

@@ -72,16 +72,16 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def supervised(self) -> np.ndarray:
-        """How many tokens of each sample have a weight in the loss, int64 [samples]. Reads all weights, block by block."""
-        found = np.zeros(len(self), dtype=np.int64)
+        """Return the number of tokens with a loss weight, int64 [samples]. Reads all weights, block by block."""
+        counts = np.zeros(len(self), dtype=np.int64)
         for first in range(0, len(self), BLOCK):
             rows = self._index[first : first + BLOCK]
             start, end = rows[0, 0], rows[-1, 0] + rows[-1, 1]
             weighted = (self._weights[start:end] > 0).astype(
                 np.int64
             )  # that of a first token, no target, is stored as 0
-            found[first : first + BLOCK] = np.add.reduceat(weighted, rows[:, 0] - start)
-        return found
+            counts[first : first + BLOCK] = np.add.reduceat(weighted, rows[:, 0] - start)
+        return counts
 
     @property
     def documents(self) -> np.ndarray:
@@ -131,7 +131,7 @@ def write_store(
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:
-    """A file's numbers, read when they are used; an empty file cannot be mapped."""
+    """Memory-map a file's numbers; return an empty array for an empty file, which cannot be mapped."""
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
@@ -160,7 +160,7 @@ class Part(Sequence[Sample]):
 
     @property
     def supervised(self) -> np.ndarray:
-        """How many tokens of each sample have a weight in the loss, int64 [samples]."""
+        """Return the number of tokens with a loss weight, int64 [samples]."""
         return self._store.supervised[self._indices]
 
     @overload
@@ -176,12 +176,12 @@ class Part(Sequence[Sample]):
 
 
 def whole(store: SampleStore) -> Part:
-    """All samples of a store."""
+    """Return all samples of a store."""
     return Part(store, np.ones(len(store), dtype=bool), store.fingerprint)
 
 
 def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[Part, Part]:
-    """Samples to learn, and those of the documents that are held out: at least one, drawn by the seed."""
+    """Split a store into training samples and those of held-out documents: at least one document, drawn by the seed."""
     documents = np.unique(store.documents)
     count = max(1, round(fraction * len(documents)))
     if count >= len(documents):
@@ -190,6 +190,8 @@ def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[Part, Part
             "to learn; set validation.path, or add data"
         )
     drawn = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
-    held = np.isin(store.documents, drawn)
+    is_held_out = np.isin(store.documents, drawn)
     name = f"{store.fingerprint} without {count} documents by seed {seed}"
-    return Part(store, ~held, name), Part(store, held, f"{store.fingerprint}, {count} documents by seed {seed}")
+    return Part(store, ~is_held_out, name), Part(
+        store, is_held_out, f"{store.fingerprint}, {count} documents by seed {seed}"
+    )

@@ -61,7 +61,7 @@ class AppendedTurns:
         return start, self._end_of_turn(index, start, end, head)
 
     def _first_head(self) -> Rendering:
-        """What stands before a conversation's first message, which is the assistant's: nothing can be rendered before it."""
+        """Render the generation prompt of a conversation that begins with the assistant: no message precedes it."""
         try:
             return self._render((), True)
         except DataError:
@@ -82,8 +82,8 @@ class AppendedTurns:
             return None
         anchor = anchors[-1]
         in_text, in_head = here.of(anchor, "words")[-1], before.of(anchor, "words")[-1]
-        own = (here.without_texts(text[:in_text], index), before.without_texts(head.text[:in_head], index))
-        if None in own or TAGS.sub("", str(own[0])) != TAGS.sub("", str(own[1])):
+        templates = (here.without_texts(text[:in_text], index), before.without_texts(head.text[:in_head], index))
+        if None in templates or TAGS.sub("", str(templates[0])) != TAGS.sub("", str(templates[1])):
             return None
         opening = head.text[in_head:]
         shared = self._common_beginning(opening, text[in_text:])
@@ -94,10 +94,10 @@ class AppendedTurns:
         bare = self._or_none(
             (*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]), False
         )
-        if bare is None or not (known := bare.positions.of(index, "words")) or not bare.positions.of(anchor, "words"):
+        if bare is None or not (words := bare.positions.of(index, "words")) or not bare.positions.of(anchor, "words"):
             return None
-        written = bare.text[bare.positions.of(anchor, "words")[-1] : known[0]]
-        return in_text + len(written) if opening.startswith(written) and text.startswith(written, in_text) else None
+        prefix = bare.text[bare.positions.of(anchor, "words")[-1] : words[0]]
+        return in_text + len(prefix) if opening.startswith(prefix) and text.startswith(prefix, in_text) else None
 
     def _end_by_words(self, index: int, start: int, head: Rendering, upto: Rendering) -> int | None:
         """Return the end of a turn that is written differently when others follow; None if that is not exact.
@@ -117,7 +117,7 @@ class AppendedTurns:
         return words + len(ending.rstrip() if "tool_calls" in messages[index] else ending.rpartition("\n")[0].rstrip())
 
     def _endings(self, index: int, rest: str, head: Rendering, upto: Rendering) -> Iterator[str]:
-        """What of ``rest``, which follows a turn's words, belongs to the turn, by several comparisons, cheap ones first."""
+        """Yield candidates for the part of ``rest``, the text after a turn's words, that is the turn's; cheap ones first."""
         messages = self._conversation.messages
         ends = [
             size for size in range(1, min(len(rest), len(upto.text), LONGEST_END)) if upto.text.endswith(rest[:size])
@@ -133,21 +133,21 @@ class AppendedTurns:
         if (at := upto.positions.end_of(index, 0)) is not None:
             yield self._common_beginning(rest, upto.text[at:])
 
-    def _common_beginning(self, one: str, other: str) -> str:
-        """What two texts begin with alike, without a special token or a tag of thoughts that is cut in either."""
+    def _common_beginning(self, first: str, second: str) -> str:
+        """Return the common prefix of two texts, without a special token or thought tag that is cut in either."""
         length = next(
-            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+            (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
         )
         cut = [
             match.start()
-            for text in (one, other)
+            for text in (first, second)
             for match in self._token.finditer(text)
             if match.start() < length < match.end()
         ]
-        return one[: min(cut, default=length)]
+        return first[: min(cut, default=length)]
 
     def _end_of_turn(self, index: int, start: int, end: int, head: Rendering) -> int:
-        """``end`` without what the model never generates: white space, text behind a last token, tokens that begin a turn."""
+        """Return ``end`` without what the model never generates: white space, text after the last token, opening tokens."""
         text = self._conversation.text[:end]
         words = self._conversation.positions.end_of(index, start)
         if words is not None and words <= end and "tool_calls" not in self._conversation.messages[index]:
@@ -167,7 +167,7 @@ class AppendedTurns:
     def _openers(self, index: int, head: Rendering) -> set[str]:
         """Return tokens that open turns: the assistant's behind the last message's end, others' last before their words."""
         words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
-        own = [match[0] for match in self._token.finditer(head.text, *words)][1:]
+        openers = [match[0] for match in self._token.finditer(head.text, *words)][1:]
         text, messages = self._conversation.text, self._conversation.messages
         begins = [
             begin
@@ -176,7 +176,7 @@ class AppendedTurns:
             for begin in marked.begins
         ]
         before = [list(self._token.finditer(text, max(0, begin - LONGEST_END), begin))[-1:] for begin in begins]
-        return {*own, *(match[0] for matches in before for match in matches)}
+        return {*openers, *(match[0] for matches in before for match in matches)}
 
     def _or_none(self, messages: Sequence[Message], prompt: bool) -> Rendering | None:
         try:

@@ -174,7 +174,7 @@ class Mlflow:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys."""
+    """Flatten nested settings to dotted keys; an empty section stays as the value ``{}``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -62,7 +62,7 @@ def check_addresses(engines: Sequence[str]) -> None:
 
 
 def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
-    """The engine ``address``, the ``index``-th of the run."""
+    """Build the client of engine ``address``, the ``index``-th of the run."""
     if address == "local":
         from megascend.rollout.engines.local import LocalEngine
 
@@ -85,16 +85,16 @@ def _owner(config: RlConfig) -> str:
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
-    """Token ids that end a response: the end of sequence, and those of ``names``."""
+    """Return the token ids that end a response: the end of sequence, and those of ``names``."""
     eos = tokenizer.eos_token_id  # type: ignore[attr-defined]
-    found = [] if eos is None else [eos]
+    tokens = [] if eos is None else [eos]
     for name in names:
         ids = tokenizer.encode(name, add_special_tokens=False)  # type: ignore[attr-defined]
         if len(ids) != 1:
             raise ConfigError(f"rollout.stop: {name!r} is {len(ids)} tokens of the model's tokenizer, not one")
-        found.append(ids[0])
-    if not found:
+        tokens.append(ids[0])
+    if not tokens:
         raise ConfigError(
             "rollout.stop: the tokenizer has no end-of-sequence token, so a token that ends responses must be named"
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(tokens))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Learned:
-    """What learning from a batch gave, the same on every rank.
+    """Result of learning from a batch, the same on every rank.
 
     Attributes:
         result: of ``forward_backward``.
@@ -58,7 +58,7 @@ def learn(
 
 
 def group_samples(group: Group, objective: Objective) -> list[Sample]:
-    """The responses of a group as samples, with advantages and the engine's own log-probabilities as the old ones.
+    """Convert the responses of a group to samples, with advantages and the engine's own log-probabilities as the old ones.
 
     A response of n tokens has n targets with a weight: 1 each, or 1 / n where every response counts alike.
     """
@@ -77,7 +77,7 @@ def group_samples(group: Group, objective: Objective) -> list[Sample]:
 
 
 def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
-    """A sample whose old log-probabilities are the trainer's, and whose advantages carry the truncated importance weights.
+    """Return a sample whose old log-probabilities are the trainer's and whose advantages carry the truncated importance weights.
 
     ``E_engine[min(pi / mu, c) f] ~ E_trainer[f]``, so that the loss sees samples as if the trainer itself had drawn them; its own
     ratio then starts at 1 (the decoupled objective of Fu et al. 2025, AReaL, arXiv:2505.24298, with truncated weights).

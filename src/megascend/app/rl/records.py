@@ -68,7 +68,7 @@ class RlRecord(MetricsRecord):
     pause_s: float
 
     def summary(self) -> str:
-        """The figures of a step in one short line."""
+        """Format the figures of a step in one short line."""
         mismatch = "" if self.mismatch is None else f"  mismatch {self.mismatch:.1e}"
         evaluated = "" if self.eval_reward is None else f"  evaluation {self.eval_reward:.3f}"
         skipped = "  SKIPPED" if self.skipped else ""
@@ -89,7 +89,7 @@ PANELS = (
 
 
 def group_figures(groups: Sequence[Group], step: int) -> dict[str, Any]:
-    """What a record says of the groups that a step learned from. Pure.
+    """Return the metrics of the groups that a step learned from. Pure.
 
     Args:
         step: steps done before it, which is the version of the trainer's weights.
@@ -106,7 +106,7 @@ def group_figures(groups: Sequence[Group], step: int) -> dict[str, Any]:
 
 
 def count_figures(before: Counts, now: Counts) -> dict[str, Any]:
-    """What a record says of the prompts since the step before. Pure."""
+    """Return the metrics of the prompts since the previous step. Pure."""
     graded = now.responses - before.responses
     return {
         "reward": (now.reward - before.reward) / graded if graded else math.nan,
@@ -116,13 +116,13 @@ def count_figures(before: Counts, now: Counts) -> dict[str, Any]:
     }
 
 
-def mismatch_figures(found: Mismatch | None) -> dict[str, Any]:
-    """What a record says of the mismatch. Pure."""
-    if found is None:
+def mismatch_figures(mismatch: Mismatch | None) -> dict[str, Any]:
+    """Return the metrics of the mismatch. Pure."""
+    if mismatch is None:
         return dict.fromkeys(("mismatch", "mismatch_max", "kl", "truncated"))
     return {
-        "mismatch": found.mean_abs,
-        "mismatch_max": found.max_abs,
-        "kl": found.kl_k3,
-        "truncated": found.truncated_share,
+        "mismatch": mismatch.mean_abs,
+        "mismatch_max": mismatch.max_abs,
+        "kl": mismatch.kl_k3,
+        "truncated": mismatch.truncated_share,
     }

@@ -36,7 +36,7 @@ class SharedRollouts:
         self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
 
     def on_rank_0(self, act: Callable[[RolloutCollector], T]) -> T:
-        """What ``act`` returns or raises on rank 0, on every rank."""
+        """Return or raise on every rank what ``act`` returns or raises on rank 0."""
 
         def produce() -> T:
             assert self._collector is not None
@@ -45,7 +45,7 @@ class SharedRollouts:
         return self._backend.from_rank_0(produce)
 
     def take(self, step: int, stop: Callable[[], bool]) -> list[Group] | None:
-        """The groups of the next step, or None once any rank is told to stop.
+        """Return the groups of the next step, or None once any rank received a stop signal.
 
         Raises:
             EngineError, DataError: as :meth:`RolloutCollector.take`, on every rank.
@@ -104,9 +104,9 @@ class SharedRollouts:
         return reward
 
     def counts(self) -> Counts:
-        """What became of the prompts so far."""
+        """Return the counts of prompts and responses so far."""
         return self.on_rank_0(lambda collector: collector.counts())
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`RolloutCollector.state_dict`, on rank 0; empty on all others. Not collective."""
+        """Return :meth:`RolloutCollector.state_dict` on rank 0, an empty dict on all others. Not collective."""
         return {} if self._collector is None else self._collector.state_dict()

@@ -37,7 +37,7 @@ def make_collector(
     reward: Reward,
     sources: Sequence[tuple[str, Prompt]] = (),
 ) -> RolloutCollector:
-    """The collector that a run's settings describe.
+    """Build the collector from a run's settings.
 
     Args:
         sources: prompts with file and line, for messages.

@@ -32,7 +32,7 @@ EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
 
 @dataclass(frozen=True)
 class RlResult:
-    """How a run ended. The same on every rank.
+    """Result of a run, the same on every rank.
 
     Attributes:
         steps: optimizer steps done, skipped ones included.
@@ -87,7 +87,7 @@ def train_rl(
 
 @dataclass
 class Totals:
-    """What the loop saves beside the model and the rollouts.
+    """Loop state in a checkpoint, besides model and rollouts.
 
     Attributes:
         seconds: in steps, waiting included.
