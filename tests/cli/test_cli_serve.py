@@ -19,7 +19,19 @@ DEADLINE_S = 240
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_server_outlives_its_reader_and_stops_in_order(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megascend", "serve", "--demo", "--storage", str(tmp_path), "--port", "0"]
+    command = [
+        "env",
+        "--default-signal=HUP",
+        sys.executable,
+        "-m",
+        "megascend",
+        "serve",
+        "--demo",
+        "--storage",
+        str(tmp_path),
+        "--port",
+        "0",
+    ]
     with open("/dev/full", "w", encoding="utf-8") as full_disk:
         server = subprocess.Popen(
             [*command, "--set", "platform=cpu"], stdout=subprocess.PIPE, stderr=full_disk, text=True, env=environment()
