@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 pytest.importorskip("mbridge", reason="no mbridge, which verl's own engine needs: bash scripts/verl_env.sh")
 
 from verl_runs import DEADLINE_S, ROOT, environment

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 import torch
 from safetensors.torch import load_file

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 from verl_runs import RAY, RL_DEADLINE_S, environment, grpo_command, logged_steps, python, write_prompts
 

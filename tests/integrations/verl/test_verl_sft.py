@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 from verl_runs import DEADLINE_S, environment, logged, python, sft_command, write_data
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
+pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
 from verl_runs import DEADLINE_S, RAY, RL_DEADLINE_S, ROOT, environment
 

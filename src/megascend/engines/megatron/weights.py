@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import some
 from megascend.huggingface.files import TensorHeader
 from megascend.kernels.reductions import names_with_nan, out_of_range
+
+LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")
+"""Prefix, index and remainder of the name of a layer's tensor."""
 
 
 class _Tracked:
@@ -92,7 +96,8 @@ def load(
         problem = str(error)
     except KeyError as error:
         problem = (
-            f"the checkpoint has no tensor {error}, which the model that config.json describes needs{_after(used)}; "
+            f"the checkpoint has no tensor {_absent(error.args[0], tensors)}, which the model that config.json describes "
+            f"needs{_after(used)}; "
             "correct config.json, or fetch the files again"
         )
     except (RuntimeError, ValueError, AssertionError) as error:
@@ -121,6 +126,18 @@ def load(
             f"{model_dir} holds tensors that this architecture has no place for: {some(unused)}. config.json and weights "
             "are of different models: correct config.json, or remove the tensors from the files"
         )
+
+
+def _absent(part: str, names: Iterable[str]) -> str:
+    """Return the names ending with ``part`` that one layer has and another lacks: mcore-bridge's KeyError has the ending alone."""
+    present = set(names)
+    layers: dict[str, set[str]] = {}
+    for name in present:
+        if match := LAYER.match(name):
+            layers.setdefault(match[1], set()).add(match[2])
+    endings = {match[3] for name in present if name.endswith(f".{part}") and (match := LAYER.match(name))}
+    expected = [f"{prefix}{index}{end}" for prefix, indices in layers.items() for index in indices for end in endings]
+    return some(sorted(set(expected) - present)) or repr(part)
 
 
 def _after(used: dict[str, None]) -> str:
