@@ -1,6 +1,6 @@
 """What programs that are not ours do on the device, and nobody here did: small stand-ins of their calls.
 
-The programs themselves run by `python scripts/npu_programs` (docs/simnpu.md has the results).
+The programs themselves run by `python scripts/npu_programs` (docs/npu-programs.md says how they went).
 """
 
 from __future__ import annotations
