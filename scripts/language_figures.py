@@ -108,8 +108,8 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def files(paths: Iterable[str]) -> Iterator[str]:
     """Yield the Python files under paths, relative to the repository."""
     for path in paths:
-        place = ROOT / path
-        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        root = ROOT / path
+        for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
             name = file.relative_to(ROOT).as_posix()
             if not name.startswith(NOT_OURS) and "/.venv" not in name:
                 yield name
@@ -147,7 +147,7 @@ def check_added(revision: str) -> int:
     """Print vague names and noun-clause docstrings on lines added since a revision; return the exit code."""
     lines = added_lines(revision)
     figures = count(name for name in files(FOLDERS) if name in lines)
-    findings = [each for each in figures.vague_names + figures.noun_clauses if each.line in lines[each.path]]
+    findings = [item for item in figures.vague_names + figures.noun_clauses if item.line in lines[item.path]]
     for finding in findings:
         print(finding)
     if findings:

@@ -287,8 +287,8 @@ class Group:
 
     def _halted(self) -> dict[int, str]:
         """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
-        others = ((rank, identity) for rank, identity in self._identities.items() if rank != self.rank)
-        states = {rank: identity.state() for rank, identity in others if not self._has_left(rank)}
+        peers = ((rank, identity) for rank, identity in self._identities.items() if rank != self.rank)
+        states = {rank: identity.state() for rank, identity in peers if not self._has_left(rank)}
         return {rank: state for rank, state in states.items() if state is not None}
 
     def _describe(self) -> str:

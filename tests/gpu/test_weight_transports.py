@@ -146,8 +146,8 @@ def test_the_next_update_uses_the_same_communicator() -> None:
     def on_member(meet: Any) -> list[Any]:
         first = meet()
         right = all_sizes("nccl", False, first) + all_sizes("nccl", False, next_group(first))
-        (kept,) = nccl.COMMUNICATORS._cached.values()
-        return [all(right), kept.made_in == first.name]
+        (communicator,) = nccl.COMMUNICATORS._cached.values()
+        return [all(right), communicator.made_in == first.name]
 
     assert run_meeting(on_member, 2) == [[True, True]] * 2
 

@@ -60,8 +60,8 @@ def test_the_next_update_uses_the_same_communicator() -> None:
     def on_member(meet: Any) -> list[Any]:
         first = meet()
         right = buckets("hccl", first) + buckets("hccl", next_group(first))
-        (kept,) = hccl.COMMUNICATORS._cached.values()
-        return [all(right), kept.made_in == first.name]
+        (communicator,) = hccl.COMMUNICATORS._cached.values()
+        return [all(right), communicator.made_in == first.name]
 
     assert run_meeting(on_member, 2) == [[True, True]] * 2
 

@@ -40,7 +40,7 @@ def test_rounding_is_that_of_the_parameters_and_leaves_them_alone(cancelled: flo
 
 
 def test_a_difference_counts_beyond_the_bound_and_beyond_the_slices_own_rounding() -> None:
-    apart = TrialResult(lengths=[3], alone=[3 * BOUND], together=[3 * BOUND], rounding=1e-6)
-    assert not apart.agrees
-    assert replace(apart, rounding=BOUND).agrees
-    assert not replace(apart, rounding=BOUND / 2).agrees
+    result = TrialResult(lengths=[3], alone=[3 * BOUND], together=[3 * BOUND], rounding=1e-6)
+    assert not result.agrees
+    assert replace(result, rounding=BOUND).agrees
+    assert not replace(result, rounding=BOUND / 2).agrees

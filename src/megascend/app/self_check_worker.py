@@ -124,8 +124,14 @@ def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
         "full": reference["full"],
         "default": reference["default"],
         "lengths": lengths,
-        "alone": [difference(mine, theirs) / largest for mine, theirs in zip(separate, expected, strict=True)],
-        "together": [difference(mine, theirs) / largest for mine, theirs in zip(batched, expected, strict=True)],
+        "alone": [
+            difference(engine_scores, hf_scores) / largest
+            for engine_scores, hf_scores in zip(separate, expected, strict=True)
+        ],
+        "together": [
+            difference(engine_scores, hf_scores) / largest
+            for engine_scores, hf_scores in zip(batched, expected, strict=True)
+        ],
     }
 
 

@@ -268,7 +268,7 @@ class CapturedStep:
         self._seen = self._refused = False
         self._replay_forward: Callable[[], None] | None = None
         self._replay_backward: Callable[[], None] | None = None
-        self._found: tuple[Tensor, ...] = ()
+        self._static_outputs: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
         """Compute the outputs of the step's kind; they are valid until another micro batch runs.
@@ -281,7 +281,7 @@ class CapturedStep:
         if self._replay_forward is not None:
             self._counts.replayed += 1
             self._replay_forward()
-            return self._found
+            return self._static_outputs
         if self._refused:
             self._counts.tell(f"micro batches of {self._shape}, which could not be captured")
         else:
@@ -289,7 +289,7 @@ class CapturedStep:
         self._seen = True
         found = self._back(self._with_room(self._ahead))
         if self._shape.kind == "logprobs":
-            self._found = found  # with its graph, for the backward pass
+            self._static_outputs = found  # with its graph, for the backward pass
         return tuple(of.detach() for of in found)
 
     def backward(self) -> None:
@@ -297,7 +297,7 @@ class CapturedStep:
         if self._replay_backward is not None:
             self._replay_backward()
             return
-        found, self._found = self._found, ()
+        found, self._static_outputs = self._static_outputs, ()
         self._differentiate(found)
 
     def _work(self) -> tuple[Tensor, ...]:
@@ -342,6 +342,6 @@ class CapturedStep:
             self._model.drop_unfinished()  # gradients in the capture's memory, which were never computed
             self._refused = True
             return
-        self._found = tuple(of.detach() for of in found)  # releases autograd's graph
+        self._static_outputs = tuple(of.detach() for of in found)  # releases autograd's graph
         self._replay_forward, self._replay_backward, self.captured = forward, backward, True
         self._counts.captured += 1
