@@ -297,8 +297,8 @@ class CapturedStep:
         if self._replay_backward is not None:
             self._replay_backward()
             return
-        found, self._static_outputs = self._static_outputs, ()
-        self._differentiate(found)
+        outputs, self._static_outputs = self._static_outputs, ()
+        self._differentiate(outputs)
 
     def _work(self) -> tuple[Tensor, ...]:
         """Run the captured part: the forward pass, for cross entropy also the backward pass."""

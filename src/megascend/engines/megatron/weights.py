@@ -129,7 +129,7 @@ def load(
 
 
 def _absent(part: str, names: Iterable[str]) -> str:
-    """Return the names ending with ``part`` that one layer has and another lacks: mcore-bridge's KeyError has the ending alone."""
+    """Return the names ending with ``part``, all that mcore-bridge's KeyError has, that one layer has and another lacks."""
     present = set(names)
     layers: dict[str, set[str]] = {}
     for name in present:
