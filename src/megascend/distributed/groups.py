@@ -58,7 +58,7 @@ class ProcessGroups:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place on every axis."""
+        """Return this rank's coordinates on the axes of the topology."""
         return self.topology.coordinates(self.rank)
 
     def ranks(self, name: str) -> list[int]:

@@ -331,7 +331,7 @@ class _Collective:
 
     @contextmanager
     def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Number the collective; what Gloo raises becomes an error that names who did not come."""
+        """Assign the collective its number, and convert Gloo's errors into one that names the missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
         self._number = monitor.sequence.enter(channel.name)
 
