@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def draw_task(digits: int, draw: random.Random) -> dict[str, str]:
-    """A prompt and its answer."""
+    """Draw a prompt and its answer."""
     number = "".join(draw.choice("0123456789") for _ in range(digits))
     return {"prompt": f"s{number}=", "answer": "".join(sorted(number)) + STOP}
 
@@ -103,7 +103,9 @@ def draw_task(digits: int, draw: random.Random) -> dict[str, str]:
 def reward(response: str, task: Mapping[str, Any]) -> float:
     """Share of characters that are those of the answer, at their places."""
     answer = task["answer"]
-    return sum(mine == right for mine, right in zip(response, answer, strict=False)) / max(len(answer), len(response))
+    return sum(actual == expected for actual, expected in zip(response, answer, strict=False)) / max(
+        len(answer), len(response)
+    )
 
 
 class Tasks:
@@ -146,7 +148,7 @@ def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random
 
 
 def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, VllmProcess]:
-    """A vLLM for each --engine that asks for one, in processes and environments of their own, which end with the stack."""
+    """Start a vLLM process for each --engine that asks for one; the stack closes them."""
     arguments.output.mkdir(parents=True, exist_ok=True)
     numbers = [number for number, kind in enumerate(arguments.engine) if kind == "vllm"]
     if not numbers:
@@ -315,10 +317,10 @@ def main() -> None:
 
         rows = saved["rows"] if saved else []
         for step in range(done + 1, arguments.steps + 1):
-            begun = time.perf_counter()
+            step_start = time.perf_counter()
             groups = rollouts.take(step - 1, stop=lambda: False)
             assert groups is not None
-            waited = time.perf_counter() - begun
+            waited = time.perf_counter() - step_start
             learned = learn(backend, groups, Objective(loss="ppo", advantages="grpo"))
             update = backend.optimizer_step()
             pushed = sync.push(version=step + offset)
@@ -337,7 +339,7 @@ def main() -> None:
                 }
             )
             if main_rank and (step % 5 == 0 or step == 1):
-                row, seconds = rows[-1], time.perf_counter() - begun
+                row, seconds = rows[-1], time.perf_counter() - step_start
                 print(
                     f"step {step}/{arguments.steps}  reward {row['reward']:.3f}  lag {row['lag']:.1f}  mismatch "
                     f"{row['mismatch']:.1e}  {seconds:.2f} s, {waited:.2f} s of it waiting, paused {row['pause_s']:.3f} s",

@@ -87,8 +87,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
         samples = build_samples(documents, tokenizer, min(backend.max_length, arguments.micro_batch_tokens))
         stream = batches(samples, arguments.batch, seed=0, shuffle=True, fingerprint=fingerprint_of(samples))
-        shown = samples[:SAMPLES_SHOWN]
-        before = answer_likelihood(backend, shown)
+        examples = samples[:SAMPLES_SHOWN]
+        before = answer_likelihood(backend, examples)
         checkpoint = arguments.output / "checkpoint"
         if arguments.resume:
             stream.load_state_dict(backend.load(checkpoint)["data"])
@@ -118,11 +118,11 @@ def main() -> None:
                 backend.save(checkpoint, progress={"data": stream.state_dict()})
 
         # forward() and export_hf() are collective too: every rank calls them, rank 0 prints.
-        after = answer_likelihood(backend, shown)
+        after = answer_likelihood(backend, examples)
         backend.export_hf(arguments.output / "hf")
         if main_rank:
             print(
-                f"learned: loss {first_loss:.3f} -> {last_loss:.3f}; each learned token of the first {len(shown)} samples "
+                f"learned: loss {first_loss:.3f} -> {last_loss:.3f}; each learned token of the first {len(examples)} samples "
                 f"had probability {before:.1%} before and {after:.1%} now (geometric mean); model: {arguments.output / 'hf'}"
             )
     finally:

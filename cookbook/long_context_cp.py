@@ -49,12 +49,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def recall_sample(length: int, draw: random.Random) -> tuple[megascend.Sample, int]:
-    """A sequence whose first token is asked for at QUESTIONS places in its second half; also returns that key."""
+    """Draw a sequence whose first token is asked for at QUESTIONS places in its second half; also returns that key."""
     key = draw.randrange(KEYS)
     tokens = [key, *(draw.choice(NOISE) for _ in range(length - 1))]
     targets, weights = [0] * length, [0.0] * length
-    for place in draw.sample(range(length // 2, length), QUESTIONS):
-        tokens[place], targets[place], weights[place] = QUESTION, key, 1.0
+    for position in draw.sample(range(length // 2, length), QUESTIONS):
+        tokens[position], targets[position], weights[position] = QUESTION, key, 1.0
     return megascend.Sample(input_ids=tokens, target_ids=targets, weights=weights), key
 
 
@@ -64,7 +64,7 @@ def draw_batch(count: int, longest: int, draw: random.Random) -> list[megascend.
 
 
 def own_samples(data: Path, model: Path, longest: int) -> list[megascend.Sample]:
-    """The samples of files: texts in pieces of at most ``longest`` tokens, conversations that are no longer than that."""
+    """Read samples from files: texts in pieces of at most ``longest`` tokens, conversations that are no longer than that."""
     from transformers import AutoTokenizer
 
     from megascend.data.files import read_documents

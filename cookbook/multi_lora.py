@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def all_tenants(lr: float, steps: int) -> list[Tenant]:
-    """Who trains what, and how. What a tenant leaves out is the backend's setting, or Lora's default."""
+    """Return the built-in tenants. A setting that a tenant omits is the backend's, or Lora's default."""
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     fast = megascend.Adam(lr=lr, weight_decay=0.0)
     slow = megascend.Adam(lr=lr / 2, weight_decay=0.01)
@@ -105,25 +105,25 @@ def own_tenants(data: list[str], model: Path, longest: int, lr: float) -> list[T
 
 
 def further(letter: int, steps: int) -> int:
-    """The letter that many places further on; after the last comes the first."""
+    """Shift a letter by ``steps`` places; the first follows the last."""
     return LETTERS[(letter - LETTERS[0] + steps) % len(LETTERS)]
 
 
 def shifted(letters: list[int]) -> list[int]:
-    """Each letter three further on."""
+    """Shift each letter by three places."""
     return [further(letter, 3) for letter in letters]
 
 
 def counted(letters: list[int]) -> list[int]:
-    """The letters that follow the last one."""
+    """Return the letters that follow the last one."""
     return [further(letters[-1], steps) for steps in range(1, len(letters) + 1)]
 
 
 def draw_samples(tenant: Tenant, count: int, draw: random.Random, held_out: bool = False) -> list[megascend.Sample]:
     """Random prompts with the tenant's answer, which alone is trained on; or some of the tenant's own samples."""
     if tenant.learned:
-        own = tenant.held_out if held_out else tenant.learned
-        return draw.sample(own, min(count, len(own)))
+        samples = tenant.held_out if held_out else tenant.learned
+        return draw.sample(samples, min(count, len(samples)))
     samples = []
     for _ in range(count):
         letters = [draw.choice(LETTERS) for _ in PHRASE]
@@ -139,12 +139,12 @@ def mean_loss(logprobs, samples: list[megascend.Sample]) -> float:
 
 
 def what_is_wrong(table: dict[str, dict[str, float]]) -> str | None:
-    """Why these losses, by adapter and task, do not show that each adapter learned its own task; None if they do."""
+    """Return why losses by adapter and task do not show that each adapter learned its own task; None if they do."""
     for task in table[BASE]:
-        own = table[task][task]
+        task_loss = table[task][task]
         other, best = min(((name, row[task]) for name, row in table.items() if name != task), key=lambda pair: pair[1])
-        if not own < 0.5 * best:
-            return f"adapter {task!r} has loss {own:.3f} on its own task, where {other!r} has {best:.3f}"
+        if not task_loss < 0.5 * best:
+            return f"adapter {task!r} has loss {task_loss:.3f} on its own task, where {other!r} has {best:.3f}"
     return None
 
 
@@ -204,13 +204,13 @@ def main() -> None:
 
         # Every adapter on new prompts of every task: 16 requests, which the queue may mix too. The samples name no adapter.
         held_out = {tenant.name: draw_samples(tenant, 32, random.Random(1), held_out=True) for tenant in tenants}
-        asked = {
+        futures = {
             tenant.name: {task: queue.forward(tenant.name, samples) for task, samples in held_out.items()}
             for tenant in tenants
         }
         table = {
             name: {task: mean_loss(future.result(), held_out[task]) for task, future in row.items()}
-            for name, row in asked.items()
+            for name, row in futures.items()
         }
         table[BASE] = {
             task: mean_loss(backend.forward(samples, reference=True).logprobs, samples)

@@ -36,34 +36,36 @@ def encode(text: str) -> list[int]:
 
 
 def pair() -> list[types.Datum]:
-    """The preferred answer to a prompt, and the other one."""
+    """Draw the preferred and the rejected answer to a prompt."""
     prompt = encode("".join(chance.choices("abcdefgh ", k=8)) + ":")
     answers = [encode("".join(chance.choices(letters, k=LENGTH))) for letters in ("0123456789", "abcdefghij")]
-    return [datum(prompt, each) for each in answers]
+    return [datum(prompt, answer) for answer in answers]
 
 
 def datum(prompt: list[int], response: list[int]) -> types.Datum:
-    whole = prompt + response
-    inputs = {"target_tokens": whole[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
-    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+    tokens = prompt + response
+    inputs = {"target_tokens": tokens[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def of_answer(each: types.Datum, logprobs: torch.Tensor) -> torch.Tensor:
+def answer_logprob(answer: types.Datum, logprobs: torch.Tensor) -> torch.Tensor:
     """Log-probability of an answer: the weighted sum over its tokens."""
-    return (logprobs * torch.tensor(each.loss_fn_inputs["weights"].tolist())).sum()
+    return (logprobs * torch.tensor(answer.loss_fn_inputs["weights"].tolist())).sum()
 
 
 def reference_of(data: list[types.Datum]) -> list[torch.Tensor]:
     """Log-probability of each answer now."""
-    found = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
-    return [of_answer(each, out["logprobs"].to_torch()) for each, out in zip(data, found, strict=True)]
+    outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
+    return [answer_logprob(answer, out["logprobs"].to_torch()) for answer, out in zip(data, outputs, strict=True)]
 
 
 def dpo(reference: list[torch.Tensor]):
-    """The loss, as forward_backward_custom calls it."""
+    """Return the loss function for forward_backward_custom."""
 
     def loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        margins = [of_answer(one, found) - ref for one, found, ref in zip(data, logprobs, reference, strict=True)]
+        margins = [
+            answer_logprob(answer, values) - ref for answer, values, ref in zip(data, logprobs, reference, strict=True)
+        ]
         chosen, rejected = torch.stack(margins[0::2]), torch.stack(margins[1::2])
         logits = options.beta * (chosen - rejected)
         value = -torch.nn.functional.logsigmoid(logits).mean()
@@ -72,9 +74,9 @@ def dpo(reference: list[torch.Tensor]):
     return loss
 
 
-held_out = [each for _ in range(PAIRS) for each in pair()]
+held_out = [answer for _ in range(PAIRS) for answer in pair()]
 held_out_reference = reference_of(held_out)
-train = [each for _ in range(PAIRS) for each in pair()]
+train = [answer for _ in range(PAIRS) for answer in pair()]
 train_reference = reference_of(train)
 losses = []
 for step in range(options.steps):

@@ -32,15 +32,15 @@ def reward_of(tokens: list[int]) -> float:
 
 
 def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> types.Datum:
-    """Inputs and targets are shifted by one; the prompt's targets have advantage 0, so that nothing is learned there."""
+    """Build a datum with targets shifted by one; the prompt's targets have advantage 0, so that nothing is learned there."""
     before = len(prompt) - 1
-    whole = prompt + tokens
+    sequence = prompt + tokens
     inputs = {
-        "target_tokens": whole[1:],
+        "target_tokens": sequence[1:],
         "logprobs": [0.0] * before + logprobs,
         "advantages": [0.0] * before + [advantage] * len(tokens),
     }
-    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+    return types.Datum(model_input=types.ModelInput.from_ints(sequence[:-1]), loss_fn_inputs=inputs)
 
 
 rewards = []
@@ -51,11 +51,13 @@ for step in range(options.steps):
     answers = [sampler.sample(types.ModelInput.from_ints(p), RESPONSES, params) for p in prompts]
     data, graded = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
-        found = [(list(each.tokens), list(each.logprobs or ())) for each in answer.result().sequences]
-        of_group = [reward_of(tokens) for tokens, _ in found]
-        mean = sum(of_group) / len(of_group)
-        data += [datum(prompt, *each, reward - mean) for each, reward in zip(found, of_group, strict=True)]
-        graded += of_group
+        responses = [(list(response.tokens), list(response.logprobs or ())) for response in answer.result().sequences]
+        group_rewards = [reward_of(tokens) for tokens, _ in responses]
+        mean = sum(group_rewards) / len(group_rewards)
+        data += [
+            datum(prompt, *response, reward - mean) for response, reward in zip(responses, group_rewards, strict=True)
+        ]
+        graded += group_rewards
     rewards.append(sum(graded) / len(graded))
     learned = trainer.forward_backward(data, "importance_sampling")
     stepped = trainer.optim_step(types.AdamParams(learning_rate=options.learning_rate))

@@ -33,10 +33,10 @@ def answer(city: str) -> list[int]:
 
 
 def datum(prompt: list[int], response: list[int]) -> types.Datum:
-    """Inputs and targets are shifted by one; the prompt's targets have weight 0, so that nothing is learned there."""
-    whole = prompt + response
-    inputs = {"target_tokens": whole[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
-    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+    """Build a datum with targets shifted by one; the prompt's targets have weight 0, so that nothing is learned there."""
+    sequence = prompt + response
+    inputs = {"target_tokens": sequence[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
+    return types.Datum(model_input=types.ModelInput.from_ints(sequence[:-1]), loss_fn_inputs=inputs)
 
 
 data = [datum(question(country), answer(city)) for country, city in CAPITALS.items()]
@@ -55,8 +55,8 @@ sampler = trainer.save_weights_and_get_sampling_client().result()
 wrong = 0
 for country, city in CAPITALS.items():
     params = types.SamplingParams(max_tokens=len(answer(city)), temperature=0.0)
-    said = sampler.sample(types.ModelInput.from_ints(question(country)), 1, params).result().sequences[0]
-    text = tokenizer.decode(list(said.tokens))
+    output = sampler.sample(types.ModelInput.from_ints(question(country)), 1, params).result().sequences[0]
+    text = tokenizer.decode(list(output.tokens))
     wrong += text != f" {city}."
     print(f"{country}:{text}")
 print(f"saved as {trainer.save_state('trained').result().path}")

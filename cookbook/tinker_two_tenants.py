@@ -44,20 +44,20 @@ TENANTS = [
 
 
 def status(key: str) -> dict:
-    """What the server tells a tenant of itself."""
+    """Return the server's status as a tenant sees it."""
     request = urllib.request.Request(f"{URL}/status", headers={"X-API-Key": key})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
 def train(tenant: Tenant, trainer: tinker.TrainingClient) -> tuple[list[float], str]:
-    """Loss per token of each step, and what the model says in the end."""
+    """Return the loss per token of each step, and the trained model's answer."""
     tokenizer = trainer.get_tokenizer()
     prompt = tokenizer.encode(QUESTION, add_special_tokens=False)
     response = tokenizer.encode(tenant.answer, add_special_tokens=False)
-    whole = prompt + response
-    inputs = {"target_tokens": whole[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
-    data = [types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)]
+    sequence = prompt + response
+    inputs = {"target_tokens": sequence[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(response)}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(sequence[:-1]), loss_fn_inputs=inputs)]
     losses = []
     for _ in range(options.steps):
         learned = trainer.forward_backward(data, "cross_entropy")
@@ -66,8 +66,8 @@ def train(tenant: Tenant, trainer: tinker.TrainingClient) -> tuple[list[float], 
         stepped.result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=len(response), temperature=0.0)
-    said = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
-    return losses, str(tokenizer.decode(list(said.tokens)))
+    output = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
+    return losses, str(tokenizer.decode(list(output.tokens)))
 
 
 trainers = []
@@ -75,12 +75,12 @@ for tenant in TENANTS:  # both have their models before either begins
     service = tinker.ServiceClient(base_url=URL, api_key=tenant.key)
     trainers.append(service.create_lora_training_client(base_model=options.model, rank=tenant.rank, seed=0).result())
 with ThreadPoolExecutor(len(TENANTS)) as pool:
-    found = list(pool.map(train, TENANTS, trainers))
+    results = list(pool.map(train, TENANTS, trainers))
 
 problems = []
-for tenant, (losses, said) in zip(TENANTS, found, strict=True):
-    print(f"{tenant.name}: rank {tenant.rank}, loss {losses[0]:.4f} -> {losses[-1]:.4f}, says{said}")
-    if said != tenant.answer:
+for tenant, (losses, text) in zip(TENANTS, results, strict=True):
+    print(f"{tenant.name}: rank {tenant.rank}, loss {losses[0]:.4f} -> {losses[-1]:.4f}, says{text}")
+    if text != tenant.answer:
         problems.append(f"{tenant.name} has not learned its answer")
     visible = [model["rank"] for model in status(tenant.key)["tenant"]["models"]]
     if visible != [tenant.rank]:

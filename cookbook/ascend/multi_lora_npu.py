@@ -109,8 +109,8 @@ def main() -> None:
     finally:
         backend.close()
 
-    found = {name: what_is_wrong([of[name] for of, _ in reports], norms[name], skipped[name]) for name in names}
-    problem = next((f"tenant {name}: {why}" for name, why in found.items() if why), None)
+    reasons = {name: what_is_wrong([of[name] for of, _ in reports], norms[name], skipped[name]) for name in names}
+    problem = next((f"tenant {name}: {why}" for name, why in reasons.items() if why), None)
     if main_rank:
         for name in names:
             print(f"tenant {name}: rank {TENANTS[name].rank}, loss {losses[name][0]:.4f} -> {losses[name][-1]:.4f}")
@@ -122,16 +122,16 @@ def main() -> None:
 
 
 def what_is_wrong(losses: list[list[float]], norms: list[float], skipped: int) -> str | None:
-    """Why these are not the losses (one list a rank) and gradient norms of an adapter that learns; None if they are."""
+    """Return why losses (one list a rank) and gradient norms are not those of an adapter that learns; None if they are."""
     first, last = losses[0][0], losses[0][-1]
     for step, (loss, norm) in enumerate(zip(losses[0], norms, strict=True), start=1):
         if not math.isfinite(loss) or (not skipped and not math.isfinite(norm)):
             return f"step {step} has loss {loss} and gradient norm {norm}"
     if last >= first:
         return f"the loss of one and the same batch did not fall: {first:.4f} -> {last:.4f}, {skipped} steps skipped"
-    for rank, others in enumerate(losses):
-        if not all(math.isclose(loss, other, rel_tol=1e-4) for loss, other in zip(losses[0], others, strict=True)):
-            return f"the ranks disagree: rank 0 has losses {losses[0]}, rank {rank} {others}"
+    for rank, rank_losses in enumerate(losses):
+        if not all(math.isclose(loss, other, rel_tol=1e-4) for loss, other in zip(losses[0], rank_losses, strict=True)):
+            return f"the ranks disagree: rank 0 has losses {losses[0]}, rank {rank} {rank_losses}"
     return None
 
 

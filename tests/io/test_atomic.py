@@ -17,15 +17,15 @@ import xxhash
 
 from megascend.errors import PlatformError
 from megascend.io.atomic import (
-    GOING,
-    GONE,
+    MOVING,
+    OLD_ENTRIES,
     WITHIN,
-    beside,
     entries,
     is_replaceable,
     replace_directory,
     replacing,
     replacing_directory,
+    temporary_path,
     vacant,
 )
 from megascend.io.hashing import digest
@@ -58,7 +58,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
     with replacing(path, durable=True) as fresh:
-        assert fresh == beside(path) == tmp_path / ".file.writing"
+        assert fresh == temporary_path(path) == tmp_path / ".file.writing"
         fresh.write_text("first")
         assert not path.exists()
     assert len(synced) == 2  # the file, then the name
@@ -269,12 +269,12 @@ def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".file-def", ".file-growing", "file"]
 
 
-@pytest.mark.parametrize("moved", [GOING, GONE])
+@pytest.mark.parametrize("moved", [MOVING, OLD_ENTRIES])
 def test_a_replacement_that_was_interrupted_is_undone_before_the_target_is_judged(tmp_path, moved):
-    for name in (moved, *([WITHIN] if moved == GONE else [])):
+    for name in (moved, *([WITHIN] if moved == OLD_ENTRIES else [])):
         (tmp_path / name).mkdir()
     (tmp_path / moved / "config.json").write_text("earlier")
-    if moved == GONE:
+    if moved == OLD_ENTRIES:
         (tmp_path / "half").write_text("new")
     assert is_replaceable(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "earlier"

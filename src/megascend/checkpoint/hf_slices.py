@@ -43,7 +43,7 @@ class HfSlice:
 
     @property
     def weight_sizes(self) -> tuple[int, ...]:
-        """Sizes in the weight."""
+        """Return the sizes in the weight."""
         return _with_dims(self.sizes, len(self.weight_offsets), 1)
 
 
@@ -53,7 +53,7 @@ HfSlices = Mapping[str, Sequence[HfSlice]]
 
 @dataclass
 class Translation:
-    """What an engine reads from a checkpoint of another kind.
+    """Reads that fill an engine's tensors from a checkpoint of another kind.
 
     Attributes:
         reads: by name of the checkpoint's tensors, slices that are views of the engine's tensors.
@@ -129,10 +129,10 @@ class _ByFirstOffset:
     def __init__(self, slices: Sequence[HfSlice]) -> None:
         self._all = slices
         self._by_first: dict[int, list[HfSlice]] | None = None
-        if all(len(each.sizes) > 1 and each.sizes[0] == 1 for each in slices):
+        if all(len(hf_slice.sizes) > 1 and hf_slice.sizes[0] == 1 for hf_slice in slices):
             self._by_first = defaultdict(list)
-            for each in slices:
-                self._by_first[each.offsets[0]].append(each)
+            for hf_slice in slices:
+                self._by_first[hf_slice.offsets[0]].append(hf_slice)
 
     def near(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[HfSlice]:
         """Yield all slices that may overlap with a slice."""
@@ -151,17 +151,17 @@ def _common(
     Yields:
         (the checkpoint's tensor, offsets in it, a view of ``values`` with the checkpoint's dimensions).
     """
-    held = overlap(hf_slice.offsets, hf_slice.sizes, offsets, tuple(values.shape))
-    if held is None:
+    local = overlap(hf_slice.offsets, hf_slice.sizes, offsets, tuple(values.shape))
+    if local is None:
         return
-    starts, sizes = held
+    starts, sizes = local
     dims = len(hf_slice.weight_offsets)
     start = plus(hf_slice.weight_offsets, _with_dims(minus(starts, hf_slice.offsets), dims, 0))
     for name, other in stored:
-        both = overlap(start, _with_dims(sizes, dims, 1), other.weight_offsets, other.weight_sizes)
-        if both is None:
+        common = overlap(start, _with_dims(sizes, dims, 1), other.weight_offsets, other.weight_sizes)
+        if common is None:
             continue
-        first, shape = both
+        first, shape = common
         in_other = _with_dims(minus(first, other.weight_offsets), len(other.offsets), 0)
         in_values = plus(minus(starts, offsets), _with_dims(minus(first, start), len(offsets), 0))
         view = values[index_of(in_values, _with_dims(shape, len(offsets), 1))]
@@ -180,10 +180,10 @@ def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> N
         slices = hf_slices.get(name, ())
         inside = all(
             offset >= 0 and offset + size <= length
-            for each in slices
-            for offset, size, length in zip(each.offsets, each.sizes, shape, strict=True)
+            for hf_slice in slices
+            for offset, size, length in zip(hf_slice.offsets, hf_slice.sizes, shape, strict=True)
         )
-        if not inside or sum(math.prod(each.sizes) for each in slices) > math.prod(shape):
+        if not inside or sum(math.prod(hf_slice.sizes) for hf_slice in slices) > math.prod(shape):
             raise CheckpointError(f"{name} is not made of Hugging Face weights in a way that can be described")
 
 
@@ -192,7 +192,7 @@ def to_text(hf_slices: HfSlices | str) -> str:
     if isinstance(hf_slices, str):
         return json.dumps({"problem": hf_slices}) + "\n"
     rows = {
-        name: [[each.weight, each.weight_offsets, each.offsets, each.sizes] for each in slices]
+        name: [[hf_slice.weight, hf_slice.weight_offsets, hf_slice.offsets, hf_slice.sizes] for hf_slice in slices]
         for name, slices in hf_slices.items()
     }
     return json.dumps({"tensors": rows}, separators=(",", ":")) + "\n"

@@ -25,7 +25,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """Metadata of a checkpoint, stored as ``megascend.json``.
 
     Attributes:
         step: optimizer steps done, skipped ones included.
@@ -55,13 +55,13 @@ class Manifest:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        """As JSON, ending with a digest of all that precedes it."""
+        """Serialise to JSON, ending with a digest of all that precedes it."""
         values = asdict(self)
         return _dump({**values, "digest": _digest_of(values)})
 
 
 def parse(text: str, path: Path) -> Manifest:
-    """The manifest in ``text``.
+    """Parse the manifest in ``text``.
 
     Raises:
         CheckpointError: it is damaged, or of another format.
@@ -81,7 +81,7 @@ def parse(text: str, path: Path) -> Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory.
+    """Read the manifest of a checkpoint directory.
 
     Raises:
         CheckpointError: there is none, so that the directory is no complete checkpoint, or it is damaged.
@@ -90,17 +90,19 @@ def read(directory: Path) -> Manifest:
     try:
         return parse(path.read_bytes().decode(), path)
     except FileNotFoundError:
-        beside = directory.with_name(f".{directory.name}.old")  # see replace_directory
-        found = f"; a process that was killed left the one before as {beside}: rename it" if beside.exists() else ""
+        previous = directory.with_name(f".{directory.name}.old")  # see replace_directory
+        advice = (
+            f"; a process that was killed left the one before as {previous}: rename it" if previous.exists() else ""
+        )
         raise CheckpointError(
-            f"{path} is missing; the directory is not a complete megascend checkpoint{found}"
+            f"{path} is missing; the directory is not a complete megascend checkpoint{advice}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Size and digest of a file.
+    """Return size and digest of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -109,26 +111,26 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def entry(size: int, xxh3: str) -> dict[str, Any]:
-    """What :attr:`Manifest.files` has of a file of ``size`` bytes and this digest."""
+    """Return the entry of :attr:`Manifest.files` for a file of ``size`` bytes and this digest."""
     return {"bytes": size, "xxh3": xxh3}
 
 
 def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files ``names`` of a checkpoint, by their sizes and digests."""
-    found = []
+    """Return a message for each of the files ``names`` that is missing, or differs in size or digest."""
+    messages = []
     for name in names:
         expected = files[name]
         try:
             size = (directory / name).stat().st_size
             if size != expected["bytes"]:
-                found.append(f"{name} has {size} bytes instead of {expected['bytes']}")
+                messages.append(f"{name} has {size} bytes instead of {expected['bytes']}")
             elif digest(directory / name) != expected:
-                found.append(f"{name} is damaged: its content is not what was written")
+                messages.append(f"{name} is damaged: its content is not what was written")
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            messages.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error}")
-    return found
+            messages.append(f"{name} cannot be read: {error}")
+    return messages
 
 
 def verify(directory: Path, groups: ProcessGroups) -> Manifest:
@@ -146,8 +148,8 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
         problem = "; ".join(problems(directory, manifest.files, names)) or None
     except CheckpointError as error:
         problem = str(error)
-    of_ranks = gather_objects(problem, "world", groups, f"whether {directory} is whole")
-    texts = dict.fromkeys(text for text in of_ranks if text is not None)
+    rank_problems = gather_objects(problem, "world", groups, f"whether {directory} is whole")
+    texts = dict.fromkeys(text for text in rank_problems if text is not None)
     if texts or manifest is None:
         raise CheckpointError(f"{directory} cannot be loaded: {'; '.join(texts)}")
     return manifest

@@ -37,15 +37,15 @@ class Retention:
     keep_every: int = 0
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` steps is, or would be."""
+        """Return the path of the checkpoint after ``step`` steps, which may not exist."""
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         return [step for step in self._named() if (self.path(step) / manifest.NAME).exists()]
 
     def latest(self) -> int | None:
-        """The step that ``latest`` names, or None if there is no such file or it names no checkpoint."""
+        """Return the step that ``latest`` names, or None if there is no such file or it names no checkpoint."""
         try:
             step = self._step(((self.directory / LATEST).read_text(encoding="utf-8")).strip())
         except (OSError, UnicodeDecodeError):  # missing or damaged: the checkpoints are there all the same
@@ -53,7 +53,7 @@ class Retention:
         return step if step is not None and self.path(step).is_dir() else None
 
     def candidates(self) -> list[Path]:
-        """Checkpoints to go on from, the best first; at last those without manifest, whose loading tells what is wrong."""
+        """Return the checkpoints to resume from, best first; last those without a manifest, whose loading reports the problem."""
         best = by_preference(self.steps(), self.latest())
         return [self.path(step) for step in [*best, *(step for step in reversed(self._named()) if step not in best)]]
 
@@ -74,7 +74,7 @@ class Retention:
             _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
 
     def _named(self) -> list[int]:
-        """Steps of all directories that have the name of a checkpoint, ascending."""
+        """Return the steps of all directories that have the name of a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
         steps = [self._step(entry.name) for entry in self.directory.iterdir() if entry.is_dir()]
@@ -86,7 +86,7 @@ class Retention:
 
 
 def _remove(path: Path, under: Path) -> None:
-    """Remove a directory, renamed first. A failure is no reason to end a run: it is told, and the next save tries again."""
+    """Remove a directory, renamed first. A failure does not end the run: it is logged, and the next save retries."""
     try:
         if path != under:
             os.replace(path, under)
@@ -99,7 +99,7 @@ def _remove(path: Path, under: Path) -> None:
 
 
 def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:
-    """``latest``, then what came before it, newest first; then what lies after it: left of a run that was gone back on. Pure."""
+    """Order steps: ``latest``, earlier ones newest first, then later ones, left by a run that was rolled back. Pure."""
     if latest is None:
         return sorted(steps, reverse=True)
     before = sorted((step for step in steps if step <= latest), reverse=True)
@@ -108,6 +108,6 @@ def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:
 
 
 def superseded(steps: Sequence[int], current: int, keep_last: int, keep_every: int) -> list[int]:
-    """Which checkpoints to remove once that of step ``current`` is complete. Later ones are not touched. Pure."""
+    """Return the steps to remove once step ``current`` is complete; later ones are not touched. Pure."""
     old = sorted(step for step in steps if step <= current)
     return [step for step in old[: max(0, len(old) - keep_last)] if not (keep_every and step % keep_every == 0)]

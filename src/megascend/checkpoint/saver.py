@@ -51,7 +51,7 @@ CHANNEL = "checkpoint"
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What goes into a checkpoint.
+    """Content of one checkpoint.
 
     Attributes:
         state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
@@ -89,7 +89,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """True if it is complete, or has failed, as far as this rank knows."""
+        """Check whether it is complete or has failed, as far as this rank knows."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -110,7 +110,7 @@ class PendingSave:
             raise CheckpointError(problem)
 
     def outcome(self) -> str | None:
-        """As :meth:`wait`, but returns why it failed instead of raising it; nobody raises it afterwards."""
+        """Wait as :meth:`wait` does, but return the failure instead of raising it; it is not raised afterwards."""
         if not self._wait(self._timeout_s):
             return (
                 f"save: {self.path} is not complete {self._timeout_s:g} s after it was waited for: the storage is slow or "
@@ -126,7 +126,7 @@ class PendingSave:
 
     @property
     def reported(self) -> bool:
-        """True if a failure has been raised or returned."""
+        """Check whether a failure has been raised or returned."""
         return self._reported
 
     def finish(self, problem: str | None) -> None:
@@ -284,8 +284,8 @@ class Saver:
         )
         try:
             with self._groups.monitor.phase("write"):
-                written = self._write_files(temporary, contents)
-                problem = self._commit(pending.path, target, temporary, contents, after, *written)
+                result = self._write_files(temporary, contents)
+                problem = self._commit(pending.path, target, temporary, contents, after, *result)
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: whoever waits raises it
             problem = f"save: {pending.path} could not be written (rank {self._groups.rank}): {_reason(error)}"
         finally:
@@ -323,12 +323,12 @@ class Saver:
         """Put the checkpoint in place if every rank has written its files; return why not."""
         step = contents.manifest.step
         everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
-        found = [text for _, text in everyone if text is not None]
-        verdict = f"save: {path} could not be written: {found[0]}" if found else None
+        problems = [text for _, text in everyone if text is not None]
+        verdict = f"save: {path} could not be written: {problems[0]}" if problems else None
         if self._groups.rank == 0:
-            if not found:
-                whole = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
-                verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=whole), after)
+            if not problems:
+                all_files = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
+                verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=all_files), after)
             if verdict is not None:
                 remove(temporary)  # a full disk is not to stay full of this
         return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
@@ -352,11 +352,11 @@ def _files_of(directory: Path, rank: int) -> list[str]:
 
     Only rank 0 looks into folders: the others would meet what it is still writing and renaming there.
     """
-    own = [file.name for file in directory.glob(f"__{rank}_*")]
+    tensor_files = [file.name for file in directory.glob(f"__{rank}_*")]
     if rank != 0:
-        return sorted(own)
+        return sorted(tensor_files)
     every = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
-    return sorted([*own, *(name for name in every if not name.startswith("__"))])
+    return sorted([*tensor_files, *(name for name in every if not name.startswith("__"))])
 
 
 def _reason(error: BaseException) -> str:

@@ -21,7 +21,7 @@ OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
 
 @dataclass
 class TensorSlices:
-    """This rank's slices of one tensor.
+    """Slices of one tensor that a rank holds.
 
     Attributes:
         shape, dtype: of the whole tensor.

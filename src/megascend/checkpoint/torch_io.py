@@ -65,10 +65,10 @@ class ChunkReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_chunk: dict[Any, list[ReadItem]] = {}
-        others = []
+        objects = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                others.append(item)
+                objects.append(item)
             else:
                 where = self.storage_data[item.storage_index]
                 by_chunk.setdefault((where.relative_path, where.offset), []).append(item)
@@ -80,7 +80,7 @@ class ChunkReader(dcp.FileSystemReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
-        return super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
+        return super().read_data(LoadPlan(objects, plan.storage_data, plan.planner_data), planner)
 
 
 def stored_tensors(directory: Path) -> tuple[dict[str, TensorSlices], set[str]]:

@@ -48,7 +48,7 @@ class Channel:
         self._unfinished: list[tuple[torch.Tensor, Work]] = []
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Check whether no other rank is in the group."""
         return len(self.ranks) == 1
 
@@ -64,24 +64,24 @@ class Channel:
         Raises:
             RuntimeError: from Gloo: a rank has not come, or was lost.
         """
-        if self.alone:
+        if self.is_single:
             return [frame]
         received, work = self._send(frame)
         self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, look)
-        whole = received.numpy().tobytes()
-        return [whole[start : start + frames.SIZE] for start in range(0, len(whole), frames.SIZE)]
+        data = received.numpy().tobytes()
+        return [data[start : start + frames.SIZE] for start in range(0, len(data), frames.SIZE)]
 
     def take_part(self, frame: bytes) -> None:
-        """Be in the next exchange without waiting for its end, so that the others' ends."""
+        """Join the next exchange without waiting for it, so that the other ranks can complete it."""
         self._unfinished = [entry for entry in self._unfinished if not entry[1].is_completed()]
         self._unfinished.append(self._send(frame))
 
     def _send(self, frame: bytes) -> tuple[torch.Tensor, Work]:
-        """Begin an exchange: what will have been received, and the handle."""
+        """Start an exchange; return the receive buffer and the work handle."""
         # Gloo passes an all-gather from rank to rank; an all-to-all sends to all at once.
-        mine = torch.frombuffer(bytearray(frame * len(self.ranks)), dtype=torch.uint8)
-        received = torch.empty_like(mine)
-        work = dist.all_to_all_single(received, mine, group=self.group, async_op=True)
+        outgoing = torch.frombuffer(bytearray(frame * len(self.ranks)), dtype=torch.uint8)
+        received = torch.empty_like(outgoing)
+        work = dist.all_to_all_single(received, outgoing, group=self.group, async_op=True)
         assert work is not None, "this rank is in the group"
         return received, work
 

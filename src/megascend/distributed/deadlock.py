@@ -26,7 +26,7 @@ def circle(
     read: Callable[[Sequence[int]], Mapping[int, CollectiveCounts]],
     members: Callable[[str, int], Sequence[int]],
 ) -> list[Pending]:
-    """Collectives, that of ``rank`` among them, each of which waits for a rank that is in the next; empty if there are none.
+    """Return the cycle of collectives through that of ``rank``, each waiting for a rank in the next; empty if there is none.
 
     A rank that has entered a collective cannot have left it before all others have come, so what is found does not pass: not even
     where the records are of different moments. Whoever is read last is waited for by one that still waits, and so on round.
@@ -35,28 +35,28 @@ def circle(
         read: what ranks have published.
         members: the ranks of a channel that holds a rank.
     """
-    known = dict(read([rank]))
+    counts = dict(read([rank]))
     came_from: dict[int, int] = {}
     row = [rank]
     while row:
         waited_for = {}
         for waiting in row:
-            here = known[waiting]
-            others = [other for other in members(here.last, waiting) if other != waiting and other not in known]
-            known |= read(others)
+            here = counts[waiting]
+            unread = [other for other in members(here.last, waiting) if other != waiting and other not in counts]
+            counts |= read(unread)
             for other in members(here.last, waiting):
-                if known[other].of(here.last) < here.of(here.last):
+                if counts[other].of(here.last) < here.of(here.last):
                     if other == rank:
-                        return _path(waiting, rank, came_from, known)
-                    if other not in came_from and known[other].last:
+                        return _path(waiting, rank, came_from, counts)
+                    if other not in came_from and counts[other].last:
                         came_from[other] = waiting
                         waited_for[other] = None
         row = list(waited_for)
     return []
 
 
-def _path(last: int, first: int, came_from: Mapping[int, int], known: Mapping[int, CollectiveCounts]) -> list[Pending]:
+def _path(last: int, first: int, came_from: Mapping[int, int], counts: Mapping[int, CollectiveCounts]) -> list[Pending]:
     ranks = [last]
     while ranks[-1] != first:
         ranks.append(came_from[ranks[-1]])
-    return [Pending(known[rank].last, rank, known[rank].of(known[rank].last)) for rank in reversed(ranks)]
+    return [Pending(counts[rank].last, rank, counts[rank].of(counts[rank].last)) for rank in reversed(ranks)]

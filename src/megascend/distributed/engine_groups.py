@@ -62,21 +62,23 @@ class PlainGroups:
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
         """See :class:`GroupFactory`. A world of one creates none."""
         timeout = timedelta(seconds=timeout_s)
-        made: dict[tuple[int, ...], ProcessGroup] = {
+        groups: dict[tuple[int, ...], ProcessGroup] = {
             tuple(range(topology.world_size)): dist.distributed_c10d._get_default_group()
         }
         for ranks, name in rank_lists(topology).items():
-            if ranks not in made:
-                self._add(made, ranks, dist.new_group([*ranks], timeout=timeout, group_desc=name.upper()), rank)
-        mine = {name: tuple(topology.group_of(rank, *axes)) for name, axes in GROUP_AXES.items()}
-        if (rank,) in mine.values() and (rank,) not in made:  # without the others, who need not know of it
-            self._add(made, (rank,), dist.new_group([rank], timeout=timeout, use_local_synchronization=True), rank)
-        return EngineGroups({name: made[ranks] for name, ranks in mine.items()})
+            if ranks not in groups:
+                self._add(groups, ranks, dist.new_group([*ranks], timeout=timeout, group_desc=name.upper()), rank)
+        ranks_by_name = {name: tuple(topology.group_of(rank, *axes)) for name, axes in GROUP_AXES.items()}
+        if (rank,) in ranks_by_name.values() and (rank,) not in groups:  # without the others, who need not know of it
+            self._add(groups, (rank,), dist.new_group([rank], timeout=timeout, use_local_synchronization=True), rank)
+        return EngineGroups({name: groups[ranks] for name, ranks in ranks_by_name.items()})
 
-    def _add(self, made: dict[tuple[int, ...], ProcessGroup], ranks: tuple[int, ...], group: object, rank: int) -> None:
+    def _add(
+        self, groups: dict[tuple[int, ...], ProcessGroup], ranks: tuple[int, ...], group: object, rank: int
+    ) -> None:
         if rank in ranks:  # else it is torch's placeholder for a group of others
             assert isinstance(group, dist.ProcessGroup)
-            made[ranks] = group
+            groups[ranks] = group
             self._created.append(group)
 
     def limit_timeouts(self, timeout_s: float) -> None:

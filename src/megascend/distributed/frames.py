@@ -32,7 +32,7 @@ _LIMITS = {"kind": 80, "group": 20, "what": 260, "place": 60}
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands.
+    """A rank's position in the sequence of object collectives.
 
     Attributes:
         kind: the collective with all that must be equal in it: ``"all_reduce_numbers, sum of 3"``.
@@ -121,7 +121,7 @@ def decode(frame: bytes) -> Frame | None:
 
 
 def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
-    """Return the frames of all ranks of a group, taken apart, if all stand in the same place.
+    """Return the frames of all ranks of a group, taken apart, if all are at the same position.
 
     Args:
         ranks: of the group, in its order.
@@ -131,23 +131,23 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
         OutOfStepError: they do not. Every rank of the group raises it, and names the same positions.
         MegascendError: they do, but some rank refuses: an error of the class of that rank's error.
     """
-    found = [decode(frame) for frame in frames]
-    strangers = [number for number, frame in zip(ranks, found, strict=True) if frame is None]
-    known = [frame for frame in found if frame is not None]
+    decoded = [decode(frame) for frame in frames]
+    strangers = [number for number, frame in zip(ranks, decoded, strict=True) if frame is None]
+    valid = [frame for frame in decoded if frame is not None]
     if strangers:
         raise OutOfStepError(
             f"rank {rank}: what came from {_ranks(strangers)} is not of an object collective; something else uses its group"
         )
     equal = {frame[_EQUAL] for frame in frames}
-    refusing = [number for number, frame in zip(ranks, known, strict=True) if frame.position.refusal]
+    refusing = [number for number, frame in zip(ranks, valid, strict=True) if frame.position.refusal]
     if len(equal) == 1 and not refusing:
-        return known
+        return valid
     calls = {frame[_EQUAL][:-8] for frame in frames}  # a rank that refuses a call does so before it knows the kind
     if refusing and len(calls) == 1:
-        refusal = known[list(ranks).index(refusing[0])].position.refusal
+        refusal = valid[list(ranks).index(refusing[0])].position.refusal
         assert refusal is not None
         raise _as_refused(refusing[0], *refusal)
-    positions = describe({number: frame.position for number, frame in zip(ranks, known, strict=True)})
+    positions = describe({number: frame.position for number, frame in zip(ranks, valid, strict=True)})
     raise OutOfStepError(
         f"rank {rank}: the ranks are out of step: {positions}. All ranks make the same calls in the same order, with the "
         "same arguments where they must be equal; nothing was exchanged"
@@ -160,24 +160,26 @@ def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
     Args:
         pending: all collectives that wait for each other.
     """
-    return encode(position, json.dumps([astuple(one) for one in pending]).encode(), stray=True)
+    return encode(position, json.dumps([astuple(collective) for collective in pending]).encode(), stray=True)
 
 
 def pending_of(frames: Sequence[bytes]) -> list[Pending]:
     """Return what stray frames tell about collectives that wait for each other."""
-    found: dict[Pending, None] = {}
+    pending: dict[Pending, None] = {}
     for frame in map(decode, frames):
         if frame is not None and frame.stray and frame.content:
-            found |= dict.fromkeys(Pending(*one) for one in json.loads(frame.content))
-    return list(found)
+            pending |= dict.fromkeys(Pending(*fields) for fields in json.loads(frame.content))
+    return list(pending)
 
 
 def describe(positions: dict[int, Position]) -> str:
     """Return ``"rank 0 is in save ...; ranks 1, 2 are in forward_backward ..."``."""
-    together: dict[str, list[int]] = {}
+    ranks_by_position: dict[str, list[int]] = {}
     for rank, position in sorted(positions.items()):
-        together.setdefault(str(position), []).append(rank)
-    parts = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in together.items()]
+        ranks_by_position.setdefault(str(position), []).append(rank)
+    parts = [
+        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in ranks_by_position.items()
+    ]
     more = f"; and {len(parts) - LISTED} other positions" if len(parts) > LISTED else ""
     return "; ".join(parts[:LISTED]) + more
 

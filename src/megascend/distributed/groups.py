@@ -58,7 +58,7 @@ class ProcessGroups:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place on every axis."""
+        """Return this rank's coordinates on the axes of the topology."""
         return self.topology.coordinates(self.rank)
 
     def ranks(self, name: str) -> list[int]:
@@ -102,8 +102,8 @@ class ProcessGroups:
         """Return the ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
         return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
 
-    def own(self, group: ProcessGroup) -> None:
-        """Destroy ``group`` with the others."""
+    def register(self, group: ProcessGroup) -> None:
+        """Register ``group`` to be destroyed with the others."""
         self._created.append(group)
 
     def add_channel(self, name: str) -> None:

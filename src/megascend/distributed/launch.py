@@ -100,12 +100,12 @@ class Launch:
             ProcessGroupError: only some of the variables are set, or one is not a number.
         """
         environment = os.environ if environment is None else environment
-        found = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
-        if not found:
+        variables = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+        if not variables:
             return cls()
-        if len(found) < 2:
+        if len(variables) < 2:
             raise ProcessGroupError(
-                f"of RANK and WORLD_SIZE only {next(iter(found))} is set; start with torchrun, which sets both, "
+                f"of RANK and WORLD_SIZE only {next(iter(variables))} is set; start with torchrun, which sets both, "
                 "or unset it to run as a single process"
             )
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")

@@ -14,7 +14,7 @@ from megascend.errors import OutOfDeviceMemoryError
 T = TypeVar("T")
 
 
-def tried(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMemoryError | None]:
+def _attempt(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMemoryError | None]:
     """Return what ``make`` returns, or the error if memory has no room, which keeps no allocation alive."""
     try:
         return make(), None
@@ -29,7 +29,7 @@ def with_room(make: Callable[[], T], rank: int) -> T:
     Raises:
         OutOfDeviceMemoryError: in place of torch's error.
     """
-    value, problem = tried(make, rank)
+    value, problem = _attempt(make, rank)
     if problem is not None:
         raise problem
     return value  # type: ignore[return-value]
@@ -44,6 +44,6 @@ def with_room_everywhere(make: Callable[[], T], groups: ProcessGroups, what: str
     Raises:
         OutOfDeviceMemoryError: on every rank: some rank has no room.
     """
-    value, problem = tried(make, groups.rank)
+    value, problem = _attempt(make, groups.rank)
     raise_on_all_ranks(problem, groups, f"whether there is room for {what}")
     return value  # type: ignore[return-value]

@@ -36,7 +36,7 @@ class ObjectCollectiveRedirect:
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._alone: ProcessGroup | None = None
+        self._single_rank: ProcessGroup | None = None
 
     def install(self) -> None:
         """Exchange the functions of ``torch.distributed``."""
@@ -69,7 +69,7 @@ class ObjectCollectiveRedirect:
         """Return the Gloo group to use in place of ``group``, after all its ranks have come to ``caller``."""
         name = self._name(group, caller)
         agree(f"{caller} of torch.distributed", self._groups, group_name=name)
-        return self._groups.channel(name).group or self._of_one_rank()
+        return self._groups.channel(name).group or self._single_rank_group()
 
     def _name(self, group: ProcessGroup | None, caller: str) -> str:
         if group is None:
@@ -83,9 +83,9 @@ class ObjectCollectiveRedirect:
             "with backend='gloo'"
         )
 
-    def _of_one_rank(self) -> ProcessGroup:
-        if self._alone is None:
-            self._alone = dist.new_group([self._groups.rank], backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
-            assert self._alone is not None
-            self._groups.own(self._alone)
-        return self._alone
+    def _single_rank_group(self) -> ProcessGroup:
+        if self._single_rank is None:
+            self._single_rank = dist.new_group([self._groups.rank], backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
+            assert self._single_rank is not None
+            self._groups.register(self._single_rank)
+        return self._single_rank

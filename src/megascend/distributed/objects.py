@@ -64,8 +64,8 @@ def collect_objects(
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
     with _collective("collect_objects", group_name, groups, what, step) as collective:
-        found = collective.collect(collective.pickled(obj))
-    return None if found is None else [pickle.loads(content) for content in found]
+        contents = collective.collect(collective.pickled(obj))
+    return None if contents is None else [pickle.loads(content) for content in contents]
 
 
 def broadcast_object(
@@ -88,8 +88,8 @@ def broadcast_object(
             f"source {source} is not a rank of group {group_name!r}, which has {len(channel.ranks)}"
         )
     with _collective(f"broadcast_object from its rank {source}", group_name, groups, what, step) as collective:
-        mine = collective.pickled(obj) if groups.rank == channel.ranks[source] else b""
-        return pickle.loads(collective.broadcast(mine, source))
+        content = collective.pickled(obj) if groups.rank == channel.ranks[source] else b""
+        return pickle.loads(collective.broadcast(content, source))
 
 
 def all_reduce_numbers(
@@ -122,7 +122,7 @@ def barrier(groups: ProcessGroups, timeout_s: float | None = None, label: str = 
 
     Args:
         timeout_s: default: the groups' timeout.
-        label: what is waited for, for the error message: ``"the checkpoint of step 100"``.
+        label: the event waited for, for the error message: ``"the checkpoint of step 100"``.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`.
@@ -156,17 +156,17 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, wh
     """Raise on every rank of the world if any has a ``problem``, so that none waits for one that has given up. One exchange.
 
     Args:
-        problem: why this rank cannot go on; its text says which rank it is, where that matters.
+        problem: why this rank cannot continue; its text says which rank it is, where that matters.
         what: what has been tried, for errors of the exchange itself: ``"whether PATH can be read"``.
 
     Raises:
         MegascendError: the problem of the first rank that has one.
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
-    told = gather_objects(problem, "world", groups, what)
-    first = next((rank for rank, error in enumerate(told) if error is not None), None)
+    problems = gather_objects(problem, "world", groups, what)
+    first = next((rank for rank, error in enumerate(problems) if error is not None), None)
     if first is not None:
-        raise problem if first == groups.rank and problem is not None else told[first]  # type: ignore[misc]
+        raise problem if first == groups.rank and problem is not None else problems[first]  # type: ignore[misc]
 
 
 def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T:
@@ -176,15 +176,15 @@ def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T
         MegascendError: on every rank: what ``produce`` raised.
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`broadcast_object`.
     """
-    made: tuple[T | None, MegascendError | None] | None = None
+    outcome: tuple[T | None, MegascendError | None] | None = None
     if groups.rank == 0:
         try:
-            made = produce(), None
+            outcome = produce(), None
         except MegascendError as error:
-            made = None, error
-    value, problem = broadcast_object(made, "world", groups, what=what)
+            outcome = None, error
+    value, problem = broadcast_object(outcome, "world", groups, what=what)
     if problem is not None:
-        raise made[1] if made is not None and made[1] is not None else problem
+        raise outcome[1] if outcome is not None and outcome[1] is not None else problem
     return value  # type: ignore[return-value]
 
 
@@ -210,7 +210,7 @@ class _Collective:
         self._channel, self._groups, self._position, self._where = channel, groups, position, where
 
     def pickled(self, obj: Any) -> bytes:
-        """Return ``obj`` as it travels.
+        """Pickle ``obj`` for the exchange.
 
         Raises:
             ProcessGroupError: on every rank: it cannot be pickled.
@@ -231,7 +231,7 @@ class _Collective:
             OutOfStepError: they are somewhere else.
             CollectiveTimeoutError, ProcessGroupError: as :meth:`meet`.
         """
-        if self._channel.alone:
+        if self._channel.is_single:
             return
         self._position = replace(self._position, refusal=(type(problem).__name__, str(problem)))
         try:
@@ -265,47 +265,47 @@ class _Collective:
     def _release(self, pending: Sequence[Pending], position: Position) -> None:
         """Show this rank's position in collectives that wait for it and that it will not come to."""
         groups = self._groups
-        for one in pending:
+        for collective in pending:
             sequence = groups.monitor.sequence
-            late = sequence.counts.of(one.channel) < one.number
-            if late and groups.rank in groups.carried_to(one.channel, one.rank):
-                sequence.enter(one.channel, waits=False)
-                groups.channel(one.channel).take_part(frames.encode_stray(position, pending))
+            late = sequence.counts.of(collective.channel) < collective.number
+            if late and groups.rank in groups.carried_to(collective.channel, collective.rank):
+                sequence.enter(collective.channel, waits=False)
+                groups.channel(collective.channel).take_part(frames.encode_stray(position, pending))
 
     def gather(self, content: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Return every rank's bytes, on every rank."""
-        if self._channel.alone:
+        if self._channel.is_single:
             return [content]
-        found = self.meet(content, timeout_s)
-        if all(frame.complete for frame in found):
-            return [frame.content for frame in found]
-        size = max(frame.length for frame in found)
-        received = list(torch.empty(len(found), size, dtype=torch.uint8, device="cpu"))
+        members = self.meet(content, timeout_s)
+        if all(frame.complete for frame in members):
+            return [frame.content for frame in members]
+        size = max(frame.length for frame in members)
+        received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
         with self._naming_the_late(timeout_s):
             dist.all_gather(received, _padded(content, size), group=self._channel.group)
-        return _cut(received, found)
+        return _cut(received, members)
 
     def collect(self, content: bytes) -> list[bytes] | None:
         """Return every rank's bytes, on the group's first rank."""
         channel = self._channel
         first = channel.ranks[0]
-        if channel.alone:
+        if channel.is_single:
             return [content]
-        found = self.meet(content)
-        if all(frame.complete for frame in found):
-            return [frame.content for frame in found] if self._groups.rank == first else None
-        size = max(frame.length for frame in found)
+        members = self.meet(content)
+        if all(frame.complete for frame in members):
+            return [frame.content for frame in members] if self._groups.rank == first else None
+        size = max(frame.length for frame in members)
         received = None
         if self._groups.rank == first:
-            received = list(torch.empty(len(found), size, dtype=torch.uint8, device="cpu"))
+            received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
         with self._naming_the_late():
             dist.gather(_padded(content, size), received, dst=first, group=channel.group)
-        return None if received is None else _cut(received, found)
+        return None if received is None else _cut(received, members)
 
     def broadcast(self, content: bytes, source: int) -> bytes:
         """Return the bytes of the group's rank ``source``, on every rank."""
         channel = self._channel
-        if channel.alone:
+        if channel.is_single:
             return content
         frame = self.meet(content)[source]
         if frame.complete:
@@ -317,21 +317,21 @@ class _Collective:
 
     def reduce(self, numbers: Sequence[float], op: Operation) -> list[float]:
         """Reduce element-wise over the ranks, which pass equally many."""
-        mine = numpy.array(numbers, dtype=numpy.float64)
-        if self._channel.alone:
-            return mine.tolist()
-        found = self.meet(mine.tobytes())
-        if all(frame.complete for frame in found):
-            rows = numpy.frombuffer(b"".join(frame.content for frame in found)).reshape(len(found), len(mine))
+        local = numpy.array(numbers, dtype=numpy.float64)
+        if self._channel.is_single:
+            return local.tolist()
+        members = self.meet(local.tobytes())
+        if all(frame.complete for frame in members):
+            rows = numpy.frombuffer(b"".join(frame.content for frame in members)).reshape(len(members), len(local))
             return getattr(rows, op)(axis=0).tolist()
-        values = torch.from_numpy(mine)
+        values = torch.from_numpy(local)
         with self._naming_the_late():
             dist.all_reduce(values, op=OPERATIONS[op], group=self._channel.group)
         return values.tolist()
 
     @contextmanager
     def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Number the collective; what Gloo raises becomes an error that names who did not come."""
+        """Assign the collective its number, and convert Gloo's errors into one that names the missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
         self._number = monitor.sequence.enter(channel.name)
 
@@ -339,8 +339,8 @@ class _Collective:
             limit = channel.timeout_s if timeout_s is None else timeout_s
             if late:
                 return did_not_arrive(self._groups.rank, self._where, late, len(channel.ranks), limit)
-            came = f"although ranks {channel.ranks} came; one may have died since"
-            return f"rank {self._groups.rank}: {self._where} failed {came}"
+            reason = f"although ranks {channel.ranks} came; one may have died since"
+            return f"rank {self._groups.rank}: {self._where} failed {reason}"
 
         try:
             yield
@@ -360,5 +360,5 @@ def _padded(content: bytes, size: int) -> Tensor:
     return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
 
 
-def _cut(received: Sequence[Tensor], found: Sequence[Frame]) -> list[bytes]:
-    return [part[: frame.length].numpy().tobytes() for part, frame in zip(received, found, strict=True)]
+def _cut(received: Sequence[Tensor], members: Sequence[Frame]) -> list[bytes]:
+    return [part[: frame.length].numpy().tobytes() for part, frame in zip(received, members, strict=True)]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CommunicationPlatform(Protocol):
-    """What process groups need to know of a device; :class:`megascend.platforms.base.Platform` offers it.
+    """The part of :class:`megascend.platforms.base.Platform` that process groups use.
 
     Attributes:
         name: for messages.
@@ -104,9 +104,9 @@ def initialize(
             if owns_default:
                 _join(groups, store, platform)
             _check_binding(platform)
-            made = factory.create(topology, launch.rank, timeout_s)
-            groups._device_groups = made.device
-            _create_channels(groups, made.cpu)
+            engine_groups = factory.create(topology, launch.rank, timeout_s)
+            groups._device_groups = engine_groups.device
+            _create_channels(groups, engine_groups.cpu)
             # One that leaves, well or with an error, while another still connects to it would look lost to that one.
             if launch.world_size > 1:
                 dist.barrier(groups.channel("world").group)
@@ -161,21 +161,21 @@ def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatf
 def _adopted_launch() -> Launch:
     from_launcher = Launch.from_environment()
     rank = dist.get_rank()
-    known = from_launcher.world_size == dist.get_world_size()
+    same_world = from_launcher.world_size == dist.get_world_size()
     return Launch(
         rank=rank,
-        local_rank=from_launcher.local_rank if known else rank,
+        local_rank=from_launcher.local_rank if same_world else rank,
         world_size=dist.get_world_size(),
         attempt=from_launcher.attempt,
     )
 
 
 def _require_backend(platform: CommunicationPlatform) -> None:
-    whole = dist.get_backend()
-    backend = backend_for(whole, platform.device_type)
+    default_backend = dist.get_backend()
+    backend = backend_for(default_backend, platform.device_type)
     if backend != platform.backend:
         raise ProcessGroupError(
-            f"the default process group that exists already is on {whole}, but platform {platform.name} "
+            f"the default process group that exists already is on {default_backend}, but platform {platform.name} "
             f"communicates over {platform.backend}; let megascend create it, or create it with {platform.backend}"
         )
 
@@ -220,10 +220,10 @@ def _check_binding(platform: CommunicationPlatform) -> None:
 def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
     """Raise ProcessGroupError unless every group of the engine has the ranks that the topology gives it."""
     for name, group in groups._device_groups.items():
-        found, expected = dist.get_process_group_ranks(group), groups.ranks(name)
-        if found != expected:
+        actual, expected = dist.get_process_group_ranks(group), groups.ranks(name)
+        if actual != expected:
             raise ProcessGroupError(
-                f"rank {groups.rank}: {type(factory).__name__} made the group {name} of ranks {found}, the topology has "
+                f"rank {groups.rank}: {type(factory).__name__} made the group {name} of ranks {actual}, the topology has "
                 f"{expected}; the engine's library, or a patch to it, orders ranks in a way megascend does not know"
             )
 
@@ -235,20 +235,20 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
         cpu_groups: groups on Gloo that exist already, by name; the same names on all ranks.
     """
     timeout = timedelta(seconds=groups.timeout_s)
-    mine = {tuple(groups.ranks(name)): cpu_groups[name] for name in reversed(cpu_groups)}
+    gloo_groups = {tuple(groups.ranks(name)): cpu_groups[name] for name in reversed(cpu_groups)}
     existing = rank_lists(groups.topology, cpu_groups)
     for ranks, name in rank_lists(groups.topology, CARRIERS).items():
         if ranks not in existing:
             group = dist.new_group([*ranks], timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
             if groups.rank in ranks:
-                mine[ranks] = group  # type: ignore[reportArgumentType]
+                gloo_groups[ranks] = group  # type: ignore[reportArgumentType]
                 groups._created.append(group)  # type: ignore[reportArgumentType]
-    made: dict[tuple[int, ...], Channel] = {}
+    channels: dict[tuple[int, ...], Channel] = {}
     for name in CARRIERS:
         ranks = tuple(groups.ranks(name))
-        if ranks not in made:
-            made[ranks] = Channel(name, ranks, groups.rank, mine.get(ranks), groups.timeout_s)
-        groups._channels[name] = made[ranks]
+        if ranks not in channels:
+            channels[ranks] = Channel(name, ranks, groups.rank, gloo_groups.get(ranks), groups.timeout_s)
+        groups._channels[name] = channels[ranks]
 
 
 def _redirect_objects(groups: ProcessGroups) -> None:

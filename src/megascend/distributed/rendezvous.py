@@ -68,10 +68,10 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
     Raises:
         CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
     """
-    mine = secrets.token_hex(8)
-    store.set(f"number/{rank}", mine)
+    number = secrets.token_hex(8)
+    store.set(f"number/{rank}", number)
     deadline = time.monotonic() + timeout_s
-    decide = _Proposer(store, world_size).decide if rank == 0 else _Follower(store, rank, mine).decide
+    decide = _Proposer(store, world_size).decide if rank == 0 else _Follower(store, rank, number).decide
     while (name := decide()) is None:
         if time.monotonic() >= deadline:
             missing = [other for other in range(world_size) if not store.check([f"number/{other}"])]
@@ -88,7 +88,7 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
 
 
 class _Proposer:
-    """Rank 0's part."""
+    """Rank 0's side of the agreement: propose and confirm a name."""
 
     def __init__(self, store: Store, world_size: int) -> None:
         self._store, self._world_size = store, world_size
@@ -111,16 +111,16 @@ class _Proposer:
 
 
 class _Follower:
-    """The part of every other rank."""
+    """Side of every other rank: accept a proposal that holds its number."""
 
-    def __init__(self, store: Store, rank: int, mine: str) -> None:
-        self._store, self._rank, self._mine = store, rank, mine
+    def __init__(self, store: Store, rank: int, number: str) -> None:
+        self._store, self._rank, self._number = store, rank, number
 
     def decide(self) -> str | None:
         if not self._store.check(["proposal"]):
             return None
         name, numbers = json.loads(self._store.get("proposal"))
-        if self._rank >= len(numbers) or numbers[self._rank] != self._mine:
+        if self._rank >= len(numbers) or numbers[self._rank] != self._number:
             return None  # of an earlier start
         self._store.set(f"accepted/{name}/{self._rank}", "")
         return name if self._store.check([f"confirmed/{name}"]) else None
@@ -142,18 +142,18 @@ def gloo_problem(
     """
     if environment.get("GLOO_SOCKET_IFNAME"):
         return None
-    found = addresses(host)
-    if found and not ipaddress.ip_address(found[0]).is_loopback:
+    host_addresses = addresses(host)
+    if host_addresses and not ipaddress.ip_address(host_addresses[0]).is_loopback:
         return None
-    others = [
+    reachable = [
         f"{name} ({', '.join(usable)})"
-        for name, all_of_it in sorted(interfaces().items())
-        if (usable := [text for text in all_of_it if not ipaddress.ip_address(text).is_loopback])
+        for name, texts in sorted(interfaces().items())
+        if (usable := [text for text in texts if not ipaddress.ip_address(text).is_loopback])
     ]
-    has = ", ".join(others) or "none but the loopback interface"
-    said = f"leads to {found[0]}" if found else "leads to no address"
+    has = ", ".join(reachable) or "none but the loopback interface"
+    resolution = f"leads to {host_addresses[0]}" if host_addresses else "leads to no address"
     return (
-        f"the name of this host, {host}, {said}, where Gloo would listen and no other host can connect. "
+        f"the name of this host, {host}, {resolution}, where Gloo would listen and no other host can connect. "
         f"Set GLOO_SOCKET_IFNAME to the interface that the hosts share; {host} has {has}"
     )
 
@@ -161,10 +161,10 @@ def gloo_problem(
 def addresses_of(name: str) -> list[str]:
     """Return the addresses that the system finds for a host's name, in its order."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(entry[4][0]).partition("%")[0] for entry in found]
+    return [str(entry[4][0]).partition("%")[0] for entry in entries]
 
 
 def interfaces_here() -> dict[str, list[str]]:
@@ -172,8 +172,8 @@ def interfaces_here() -> dict[str, list[str]]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
-        name: [one.address.partition("%")[0] for one in entries if one.family in families]
+    addresses = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: texts for name, texts in found.items() if texts}
+    return {name: texts for name, texts in addresses.items() if texts}

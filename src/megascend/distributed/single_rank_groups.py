@@ -28,7 +28,7 @@ def shared_single_rank_groups() -> Iterator[None]:
 
 def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``new_group`` so that groups of a single rank are made once."""
-    made: dict[tuple[Any, ...], Any] = {}
+    cache: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(new_group)
     def function(
@@ -37,15 +37,15 @@ def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
         backend: str | None = None,
         pg_options: Any = None,
         use_local_synchronization: bool = False,
-        **others: Any,
+        **extra: Any,
     ) -> Any:
-        options = {"pg_options": pg_options, "use_local_synchronization": use_local_synchronization, **others}
+        options = {"pg_options": pg_options, "use_local_synchronization": use_local_synchronization, **extra}
         if ranks is None or len(ranks) != 1:
             return new_group(ranks, timeout, backend, **options)
         # Some calls are for all ranks and some for the members alone, who then have a group that others do not know of.
         key = (*ranks, timeout, backend, use_local_synchronization)
-        if key not in made:
-            made[key] = new_group(ranks, timeout, backend, **options)
-        return made[key]
+        if key not in cache:
+            cache[key] = new_group(ranks, timeout, backend, **options)
+        return cache[key]
 
     return function

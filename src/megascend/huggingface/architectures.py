@@ -16,7 +16,7 @@ from megascend.huggingface.files import read_config
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a package from outside says of an architecture. Modules are named, since other processes import them as well.
+    """Architecture that an external package registers. Modules are given by name, since other processes import them as well.
 
     Attributes:
         model_type: as in the model's ``config.json``.
@@ -33,11 +33,11 @@ class Architecture:
 
     @property
     def modules(self) -> list[str]:
-        """Names of its modules."""
+        """Return the names of its modules."""
         return [name for name in (self.transformers, self.megatron) if name is not None]
 
     def code(self) -> str:
-        """Digest of the files of the packages that hold its modules, none of which is imported."""
+        """Digest the files of the packages that hold its modules, without importing them."""
         digest = hashlib.sha256()
         for package in sorted({name.partition(".")[0] for name in self.modules}):
             spec = find_spec(package)
@@ -72,18 +72,18 @@ def register_architecture(
     Raises:
         ConfigError: another one is registered for that ``model_type``.
     """
-    wanted = Architecture(model_type, transformers, megatron, dict(tiny or {}))
-    if _by_model_type.setdefault(model_type, wanted) != wanted:
+    architecture = Architecture(model_type, transformers, megatron, dict(tiny or {}))
+    if _by_model_type.setdefault(model_type, architecture) != architecture:
         raise ConfigError(f"register_architecture: another architecture is registered for model_type {model_type!r}")
 
 
 def registered(model_type: str | None) -> Architecture | None:
-    """What is registered for a ``model_type``; None if nothing is."""
+    """Return the architecture registered for a ``model_type``, or None."""
     return _by_model_type.get(model_type or "")
 
 
 def registered_for(model_dir: Path) -> Architecture | None:
-    """What is registered for the model in a directory; None if nothing is."""
+    """Return the architecture registered for the model in a directory, or None."""
     return registered(read_config(model_dir).get("model_type"))
 
 

@@ -47,17 +47,17 @@ class FusedPart:
     half: str | None
 
 
-def fused_part(name: str, wanted: Collection[str]) -> FusedPart | None:
+def fused_part(name: str, names: Collection[str]) -> FusedPart | None:
     """Return where the source stores a weight that it stores fused: gate and up (GLM-4), experts (transformers 5); else None."""
-    if name in wanted:
+    if name in names:
         return None
     expert = ONE_EXPERT.match(name)
     if expert is not None:
         half = None if expert["part"] == "down" else expert["part"]
-        whole = f"{expert['experts']}.{'down_proj' if half is None else 'gate_up_proj'}"
-        return FusedPart(whole, int(expert["number"]), half) if whole in wanted else None
+        fused = f"{expert['experts']}.{'down_proj' if half is None else 'gate_up_proj'}"
+        return FusedPart(fused, int(expert["number"]), half) if fused in names else None
     match = HALVES.match(name)
-    if match is None or f"{match['mlp']}gate_up_proj.weight" not in wanted:
+    if match is None or f"{match['mlp']}gate_up_proj.weight" not in names:
         return None
     return FusedPart(f"{match['mlp']}gate_up_proj.weight", None, match["half"])
 
@@ -67,27 +67,27 @@ def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, Tenso
 
     ``dtype``: of the export, as safetensors spells it. What is fp32 in the source may stay so, as routers' biases do.
     """
-    found = []
+    problems = []
     missing = [name for name in source if name not in exported]
     new = [name for name in exported if name not in source]
     if missing:
-        found.append(f"it lacks {some(missing)}")
+        problems.append(f"it lacks {some(missing)}")
     if new:
-        found.append(f"it would have {some(new)}, which the source has not")
-    both = [(name, source[name], exported[name]) for name in source if name in exported]
-    shapes = [f"{name} {list(e.shape)} instead of {list(s.shape)}" for name, s, e in both if s.shape != e.shape]
+        problems.append(f"it would have {some(new)}, which the source has not")
+    common = [(name, source[name], exported[name]) for name in source if name in exported]
+    shapes = [f"{name} {list(e.shape)} instead of {list(s.shape)}" for name, s, e in common if s.shape != e.shape]
     if shapes:
-        found.append(f"other shapes: {some(shapes)}")
+        problems.append(f"other shapes: {some(shapes)}")
     dtypes = [
         f"{name} {e.dtype} instead of {dtype}"
-        for name, s, e in both
+        for name, s, e in common
         if e.dtype != dtype and not e.dtype == s.dtype == "F32"
     ]
     if dtypes:
-        found.append(f"other dtypes: {some(dtypes)}")
-    return found
+        problems.append(f"other dtypes: {some(dtypes)}")
+    return problems
 
 
 def some(names: list[str]) -> str:
-    """The first five of ``names``, and how many more there are."""
+    """List the first five of ``names`` and the count of the rest."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -20,7 +20,7 @@ COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 TOKENIZER_FILES = (
     "tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece", "chat_template",
 )  # fmt: skip
-"""What the names of a tokenizer's files begin with."""
+"""Prefixes of the names of a tokenizer's files."""
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 LFS_POINTER = b"version https://git-lfs"
 WEIGHT_FILE = "model.safetensors"
@@ -33,12 +33,12 @@ DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint directory."""
+    """Read ``config.json`` of a checkpoint directory."""
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         name = str(model_dir)
-        of_hub = not Path(model_dir).is_absolute() and len(Path(model_dir).parts) == 2
-        advice = f"; if {name} is one of the Hub: hf download {name} --local-dir DIRECTORY" if of_hub else ""
+        is_hub_name = not Path(model_dir).is_absolute() and len(Path(model_dir).parts) == 2
+        advice = f"; if {name} is one of the Hub: hf download {name} --local-dir DIRECTORY" if is_hub_name else ""
         raise CheckpointError(
             f"model: {Path(model_dir).absolute()} is not a directory; it must hold a Hugging Face checkpoint{advice}"
         )
@@ -64,7 +64,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a safetensors file says about a tensor.
+    """Header entry of a tensor in a safetensors file.
 
     Attributes:
         dtype: as that format spells it (``F32``, ``BF16``).
@@ -79,7 +79,7 @@ class TensorHeader:
 
 
 def tensor_headers(model_dir: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a safetensors checkpoint, from the files' headers alone."""
+    """Read the header of every tensor of a safetensors checkpoint, without its data."""
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(Path(model_dir)):
         headers.update(_headers(path))
@@ -93,10 +93,10 @@ def weight_files(model_dir: Path) -> list[Path]:
     variants, ``pytorch_model.bin``, ``consolidated.safetensors``). Where several files hold a tensor, the last one counts.
     """
     _refuse_other_readings(model_dir)
-    whole, index = model_dir / WEIGHT_FILE, model_dir / WEIGHT_INDEX
+    single_file, index = model_dir / WEIGHT_FILE, model_dir / WEIGHT_INDEX
     if not index.is_file():
-        if whole.is_file():
-            return [whole]
+        if single_file.is_file():
+            return [single_file]
         raise CheckpointError(
             f"{model_dir} holds neither {WEIGHT_FILE} nor {WEIGHT_INDEX}; other weight formats have to be converted first "
             "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
@@ -109,9 +109,9 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (model_dir / name).is_file()]:
-        stale = f"; if {WEIGHT_FILE} is the model, remove the index" if whole.is_file() else ""
+        stale = f"; if {WEIGHT_FILE} is the model, remove the index" if single_file.is_file() else ""
         raise CheckpointError(f"{model_dir / missing[0]} is listed in {WEIGHT_INDEX} but missing{stale}")
-    if whole.is_file() and names != [WEIGHT_FILE]:
+    if single_file.is_file() and names != [WEIGHT_FILE]:
         raise CheckpointError(
             f"{model_dir} holds {WEIGHT_FILE}, which transformers would read, and {WEIGHT_INDEX}, which names {names[0]} and "
             "which other programs would follow: remove the one that is left from an earlier save"
@@ -139,18 +139,18 @@ def _refuse_other_readings(model_dir: Path) -> None:
             f"{config}: transformers_weights is {named!r}, the file that transformers would load; name that file {WEIGHT_FILE} "
             f"(or {WEIGHT_INDEX}) and remove the entry"
         )
-    of_ranks = next(
+    rank_shard = next(
         (path.name for path in sorted(model_dir.glob("shard-*")) if _SHARD_OF_RANKS.fullmatch(path.name)), None
     )
-    if of_ranks is not None:
+    if rank_shard is not None:
         raise CheckpointError(
-            f"{model_dir} holds {of_ranks}, a distributed checkpoint of transformers, which it would load instead of "
+            f"{model_dir} holds {rank_shard}, a distributed checkpoint of transformers, which it would load instead of "
             f"{WEIGHT_FILE}: save it whole (from_pretrained(...).save_pretrained(...)), or move the shard-* files away"
         )
 
 
 def _headers(path: Path) -> dict[str, TensorHeader]:
-    """The safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
+    """Read the safetensors header: 8 bytes length, JSON, then the data (huggingface.co/docs/safetensors, "Format")."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -173,7 +173,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
     try:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
         start = length + 8
-        found = {
+        headers = {
             name: TensorHeader(
                 str(entry["dtype"]),
                 tuple(map(operator.index, entry["shape"])),
@@ -188,7 +188,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         ) from None
     if end != size:
         raise CheckpointError(f"{path} is truncated: {size} bytes on disk, {end} expected")
-    return found
+    return headers
 
 
 def companions(source: Path) -> list[Path]:

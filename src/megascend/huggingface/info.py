@@ -87,7 +87,7 @@ class ModelShape:
 
 
 def _has_dense_layers(config: Mapping[str, Any]) -> bool:
-    """True if some layers of an MoE model have a dense MLP: DeepSeek's first layers, or Qwen's every other one."""
+    """Check whether some layers of an MoE model have a dense MLP: DeepSeek's first layers, or Qwen's every other one."""
     return bool(
         config.get("first_k_dense_replace")
         or config.get("mlp_only_layers")
@@ -97,7 +97,7 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
 
 
 def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that is set; zero counts as not set (configs write ``num_experts: 0``)."""
+    """Return the first of these keys that is set; zero counts as not set (configs write ``num_experts: 0``)."""
     for name in names:
         value = config.get(name)
         if value is None or value == 0:
@@ -109,7 +109,7 @@ def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def required_size(config: Mapping[str, Any], *names: str) -> int:
-    """Like :func:`optional_size`, but an error where none is set."""
+    """Return the first of these keys that is set, as :func:`optional_size`; raise ConfigError if none is."""
     value = optional_size(config, *names)
     if value is None:
         kind = config.get("model_type", "unknown type")
@@ -142,7 +142,7 @@ class ModelInfo:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of :attr:`tensors`."""
+        """Return the names of :attr:`tensors`."""
         return list(self.tensors)
 
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
@@ -152,8 +152,8 @@ class ModelInfo:
         ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
         (PaLM, appendix B). Recomputation and adapters are not counted.
         """
-        of_weights = (4 if frozen else 6) * self.active_matmul_parameters
-        return of_weights + 6 * self.shape.num_layers * self.attention_width * length
+        weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
+        return weight_flops + 6 * self.shape.num_layers * self.attention_width * length
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -162,18 +162,18 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
     """
     untied = "lm_head.weight" in shapes
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for weight, dims in shapes.items():
         name = re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
         linear = ".layers." in name and len(dims) > 1 and not name.endswith("gate")
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
-            found[name] = None
-    return list(found)
+            names[name] = None
+    return list(names)
 
 
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
-    """Read ``config.json`` and the headers of the weight files: what every engine trains, with ``head`` at its end."""
+    """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
     text = config.get("text_config") or config
     try:
@@ -210,7 +210,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
 
 
 def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> None:
-    """mcore-bridge pads a short embedding with zeros, silently: hold it against the configuration first."""
+    """Compare the vocabulary size with the configuration: mcore-bridge silently pads a short embedding with zeros."""
     expected = (sizes.vocab_size, sizes.hidden_size)
     for name, shape in shapes.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2 and shape != expected:
@@ -238,17 +238,21 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
                 "draw at random: set tie_word_embeddings: true if the output layer is the embedding, else fetch the tensor"
             )
         return tied
-    others = sorted((name for name in tables if name != OUTPUT), key=lambda name: ".embed_tokens." not in f".{name}")
-    if not others:
+    embeddings = sorted(
+        (name for name in tables if name != OUTPUT), key=lambda name: ".embed_tokens." not in f".{name}"
+    )
+    if not embeddings:
         raise CheckpointError(
             f"{model_dir} holds {OUTPUT} and no embedding (model.embed_tokens.weight): store the tensor under the name of the "
             "embedding, or fetch what is missing"
         )
-    return _says_tied(config, model_dir) and equal_tensors(tensors[others[0]], tensors[OUTPUT], others[0], OUTPUT)
+    return _says_tied(config, model_dir) and equal_tensors(
+        tensors[embeddings[0]], tensors[OUTPUT], embeddings[0], OUTPUT
+    )
 
 
 def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
-    """``tie_word_embeddings`` of a configuration, or its architecture's default."""
+    """Return ``tie_word_embeddings`` of a configuration, or its architecture's default."""
     for part in (config.get("text_config") or {}, config):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
@@ -266,33 +270,31 @@ def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     return bool(getattr(full.get_text_config(), "tie_word_embeddings", False))
 
 
-def equal_tensors(one: TensorHeader, other: TensorHeader, one_name: str, other_name: str) -> bool:
+def equal_tensors(a: TensorHeader, b: TensorHeader, a_name: str, b_name: str) -> bool:
     """Compare two tensors of a checkpoint by their values; bytes are compared where dtypes are the same."""
-    assert one.file is not None
-    assert other.file is not None
+    assert a.file is not None
+    assert b.file is not None
     try:
-        if one.shape != other.shape:
+        if a.shape != b.shape:
             return False
-        if one.dtype != other.dtype:
+        if a.dtype != b.dtype:
             from safetensors import safe_open
 
-            with safe_open(one.file, "pt") as first, safe_open(other.file, "pt") as second:
-                return bool((first.get_tensor(one_name).double() == second.get_tensor(other_name).double()).all())
-        written = tuple(path.stat().st_mtime_ns for path in (one.file, other.file))
-        return _equal_bytes(one.file, one.span, other.file, other.span, written)
+            with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
+                return bool((first.get_tensor(a_name).double() == second.get_tensor(b_name).double()).all())
+        modified = tuple(path.stat().st_mtime_ns for path in (a.file, b.file))
+        return _equal_bytes(a.file, a.span, b.file, b.span, modified)
     except OSError as error:
-        raise CheckpointError(f"{one.file.parent}: {one_name} or {other_name} cannot be read: {error}") from None
+        raise CheckpointError(f"{a.file.parent}: {a_name} or {b_name} cannot be read: {error}") from None
 
 
 @lru_cache(maxsize=8)  # a run looks at its checkpoint several times before it starts
-def _equal_bytes(
-    one: Path, one_span: tuple[int, int], other: Path, other_span: tuple[int, int], written: tuple[int, ...]
-) -> bool:
+def _equal_bytes(a: Path, a_span: tuple[int, int], b: Path, b_span: tuple[int, int], modified: tuple[int, ...]) -> bool:
     piece = 2**24
-    with one.open("rb") as first, other.open("rb") as second:
-        first.seek(one_span[0])
-        second.seek(other_span[0])
-        left = one_span[1] - one_span[0]
+    with a.open("rb") as first, b.open("rb") as second:
+        first.seek(a_span[0])
+        second.seek(b_span[0])
+        left = a_span[1] - a_span[0]
         while left > 0:
             count = min(piece, left)
             if first.read(count) != second.read(count):

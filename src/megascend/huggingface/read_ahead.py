@@ -48,12 +48,12 @@ def read_ahead(files: Sequence[Path], index: int = 0, count: int = 1) -> Iterato
 
 
 def chunks(sizes: dict[Path, int]) -> list[Chunk]:
-    """All files, in order, cut into chunks."""
+    """Cut all files, in order, into chunks."""
     return [(file, start, min(CHUNK, size - start)) for file, size in sizes.items() for start in range(0, size, CHUNK)]
 
 
 def available_memory() -> int:
-    """Bytes that Linux could give to programs without swapping; 0 where that is not known."""
+    """Return the bytes that Linux can give to programs without swapping; 0 if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -87,10 +87,10 @@ def _read(waiting: deque[Chunk], stopped: threading.Event) -> None:
 
 
 def _is_cached(descriptor: int, start: int, length: int) -> bool:
-    """Whether the ends of a chunk are in the page cache, and with them, most likely, all of it."""
-    for place in (start, start + length - 1):
+    """Check whether both ends of a chunk are in the page cache, and so most likely all of it."""
+    for offset in (start, start + length - 1):
         try:
-            if not os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT):
+            if not os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
                 return False
         except OSError:  # it is not, or the file system cannot tell
             return False

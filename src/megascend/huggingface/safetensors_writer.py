@@ -58,15 +58,17 @@ class SafetensorsWriter:
         self._file: int | None = None  # its descriptor
         self._pipeline = PipelinedWriter()
         self._header: dict[str, Any] = {}
-        self._written: set[str] = set()
+        self._completed: set[str] = set()
         self._end = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append ``tensor``, from whichever device. Its memory is free afterwards."""
         import torch
 
-        if name not in self._names or name in self._written:
-            raise CheckpointError(f"export: tensor {name} {'came twice' if name in self._written else 'is unexpected'}")
+        if name not in self._names or name in self._completed:
+            raise CheckpointError(
+                f"export: tensor {name} {'came twice' if name in self._completed else 'is unexpected'}"
+            )
         dtype = DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise CheckpointError(f"export: {name} is {tensor.dtype}, which safetensors files do not hold here")
@@ -85,7 +87,7 @@ class SafetensorsWriter:
             "data_offsets": [self._end, self._end + size],
         }
         self._files[-1].append(name)
-        self._written.add(name)
+        self._completed.add(name)
         self._end += size
         self._total += size
 
@@ -154,7 +156,7 @@ class PipelinedWriter:
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._made = 0
+        self._allocated = 0
         self._running: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="megascend-write")
 
@@ -165,7 +167,7 @@ class PipelinedWriter:
             part = data[start : start + PIECE]
             piece = self._piece(page_locked=part.is_cuda)
             piece[: part.numel()].copy_(part)
-            self._running.append(self._pool.submit(self._put, descriptor, offset + start, piece, part.numel()))
+            self._running.append(self._pool.submit(self._write_piece, descriptor, offset + start, piece, part.numel()))
 
     def wait(self) -> None:
         """Return when everything is written."""
@@ -184,17 +186,17 @@ class PipelinedWriter:
     def _piece(self, *, page_locked: bool) -> Tensor:
         import torch
 
-        if self._made < PIECES and self._free.empty():
-            self._made += 1
+        if self._allocated < PIECES and self._free.empty():
+            self._allocated += 1
             return torch.empty(PIECE, dtype=torch.uint8, pin_memory=page_locked)
         return self._free.get()
 
-    def _put(self, descriptor: int, offset: int, piece: Tensor, count: int) -> None:
+    def _write_piece(self, descriptor: int, offset: int, piece: Tensor, count: int) -> None:
         try:
             view = piece.numpy().data[:count]
-            written = 0
-            while written < count:
-                written += os.pwrite(descriptor, view[written:], offset + written)
+            offset_in_piece = 0
+            while offset_in_piece < count:
+                offset_in_piece += os.pwrite(descriptor, view[offset_in_piece:], offset + offset_in_piece)
         finally:
             self._free.put(piece)
         begin_writing_back(descriptor, offset, count)

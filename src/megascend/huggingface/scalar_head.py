@@ -17,7 +17,7 @@ from megascend.huggingface.exported import OUTPUT
 from megascend.huggingface.files import TensorHeader
 
 HeadKind = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier"]
-"""What a backend's model ends with: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place."""
+"""Output of a backend's model: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place."""
 
 Of = Literal["sequence", "token"]
 
@@ -47,12 +47,12 @@ class ScalarHead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its weights in a checkpoint."""
+        """Return the names of its weights in a checkpoint."""
         return (WEIGHT, BIAS) if self.bias else (WEIGHT,)
 
     @property
     def fresh(self) -> bool:
-        """Its weights are drawn, not read."""
+        """Check whether its weights are drawn at random, not read."""
         return self.std is not None
 
 
@@ -92,8 +92,8 @@ def _fresh(head: HeadKind, config: Mapping[str, Any]) -> ScalarHead:
 
 def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path) -> ScalarHead:
     classes = config.get("architectures") or []
-    found = _CLASS.match(classes[0]) if len(classes) == 1 and isinstance(classes[0], str) else None
-    of = _TASKS.get(found["task"]) if found else None
+    match = _CLASS.match(classes[0]) if len(classes) == 1 and isinstance(classes[0], str) else None
+    of = _TASKS.get(match["task"]) if match else None
     if of is None or name != WEIGHT:
         raise CheckpointError(
             f"{model_dir}: head='scalar' takes transformers' ...ForSequenceClassification and ...ForTokenClassification with a "
@@ -112,34 +112,34 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
-    given = (config.get("classifier_dropout"), config.get("hidden_dropout"), DEFAULT_DROPOUT)
-    return float(next(value for value in given if value is not None))
+    settings = (config.get("classifier_dropout"), config.get("hidden_dropout"), DEFAULT_DROPOUT)
+    return float(next(value for value in settings if value is not None))
 
 
 def with_head(
     tensors: Mapping[str, TensorHeader], head: ScalarHead | None, config: Mapping[str, Any]
 ) -> dict[str, TensorHeader]:
-    """Headers of the model's weights: a fresh head's in place of the output layer's."""
+    """Return the headers of the model's weights, with a fresh head in place of the output layer."""
     if head is None or not head.fresh:
         return dict(tensors)
-    kept = {name: header for name, header in tensors.items() if name != OUTPUT}
+    headers = {name: header for name, header in tensors.items() if name != OUTPUT}
     dtype = next(iter(tensors.values())).dtype
     hidden = (config.get("text_config") or config)["hidden_size"]
     shapes = {WEIGHT: (1, hidden), BIAS: (1,)}
-    return kept | {name: TensorHeader(dtype, shapes[name]) for name in head.names}
+    return headers | {name: TensorHeader(dtype, shapes[name]) for name in head.names}
 
 
 def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[str, Any]:
-    """``config.json`` of an export: of a fresh head, as transformers writes that of a classifier with one label."""
+    """Return ``config.json`` of an export; with a fresh head, as transformers writes a classifier with one label."""
     if head is None or not head.fresh:
         return dict(config)
     classes: Collection[Any] = config.get("architectures") or []
-    found = _CLASS.match(str(next(iter(classes), "")))
-    if found is None:
+    match = _CLASS.match(str(next(iter(classes), "")))
+    if match is None:
         raise CheckpointError(f"export: architectures={list(classes)} in config.json do not tell the model's class")
     task = {of: task for task, of in _TASKS.items()}[head.of]
     changed: dict[str, Any] = {
-        "architectures": [f"{found['model']}For{task}"],
+        "architectures": [f"{match['model']}For{task}"],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }

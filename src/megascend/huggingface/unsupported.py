@@ -26,11 +26,11 @@ def unsupported_settings(config: Mapping[str, Any]) -> list[str]:
     """
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config
-    return [found for look in LOOKS if (found := look(config)) is not None]
+    return [reason for look in LOOKS if (reason := look(config)) is not None]
 
 
 def attention_bias(config: Mapping[str, Any]) -> str | None:
-    """Biases of attention: Megatron's model has them on q, k and v, and one on the output projection only with all others."""
+    """Check biases of attention: Megatron's model has them on q, k and v; on the output projection only with all others."""
     kind = config.get("model_type")
     name = next((name for name in ("attention_bias", "use_bias") if config.get(name)), None)
     if name is None or kind in BIAS_WITHOUT_OUTPUT or kind in WHOLE_BIAS:
@@ -42,7 +42,7 @@ def attention_bias(config: Mapping[str, Any]) -> str | None:
 
 
 def mlp_bias(config: Mapping[str, Any]) -> str | None:
-    """Biases of MLPs."""
+    """Check biases of MLPs."""
     if not config.get("mlp_bias"):
         return None
     return (
@@ -52,7 +52,7 @@ def mlp_bias(config: Mapping[str, Any]) -> str | None:
 
 
 def one_expert(config: Mapping[str, Any]) -> str | None:
-    """Routing to one expert, whose normalised weight is 1 whatever the router says."""
+    """Check routing to one expert, whose normalised weight is 1 whatever the router computes."""
     if config.get("num_experts_per_tok") != 1 or not config.get("norm_topk_prob") or not experts(config):
         return None
     return (
@@ -63,7 +63,7 @@ def one_expert(config: Mapping[str, Any]) -> str | None:
 
 
 def no_experts(config: Mapping[str, Any]) -> str | None:
-    """A mixture-of-experts model without a layer of experts."""
+    """Check a mixture-of-experts model for having a layer with experts."""
     layers = expert_layers(config)
     if layers is None or any(layers):
         return None
@@ -75,20 +75,20 @@ def no_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def layer_types(config: Mapping[str, Any]) -> str | None:
-    """Layers that are neither full nor windowed attention."""
+    """Check for layers that are neither full nor windowed attention."""
     kinds = config.get("layer_types") or []
-    others = sorted({str(kind) for kind in kinds} - set(KNOWN_LAYERS))
-    if not others:
+    unknown = sorted({str(kind) for kind in kinds} - set(KNOWN_LAYERS))
+    if not unknown:
         return None
     return (
-        f"layer_types holds {', '.join(others)} ({sum(kind in others for kind in kinds)} of {len(kinds)} layers of "
+        f"layer_types holds {', '.join(unknown)} ({sum(kind in unknown for kind in kinds)} of {len(kinds)} layers of "
         f"{config.get('model_type')}): megascend trains softmax attention only; packing, context parallelism and export of other "
         f"layers are proven by nothing here; {OTHER_MODEL}"
     )
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[bool] | None:
-    """Which layers have experts, by ``decoder_sparse_step`` and ``mlp_only_layers`` (Qwen's rule); None without these keys."""
+    """List per layer if it has experts, by ``decoder_sparse_step`` and ``mlp_only_layers`` (Qwen); None without these keys."""
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
     if not experts(config) or (step is None and dense is None):
         return None
@@ -98,7 +98,7 @@ def expert_layers(config: Mapping[str, Any]) -> list[bool] | None:
 
 
 def experts(config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; 0 for a dense model."""
+    """Return the number of routed experts of a layer; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((config[name] for name in names if config.get(name)), 0)
 

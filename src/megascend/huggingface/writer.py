@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes ``target`` beside its place and moves it there; what was there before stays until then.
+    """Writer of ``target`` in a temporary directory that is moved into place; what was there before stays until then.
 
     ::
 
@@ -50,12 +50,12 @@ class CheckpointWriter:
         ``target``.
         """
         self._source, self._target, self._dtype, self._info = source, target, dtype, info
-        with self._told():
-            self._place = followed(target)  # a link stays one
-            self._temporary = staging(self._place)
+        with self._converting_errors():
+            self._final = followed(target)  # a link stays one
+            self._temporary = staging(self._final)
             self._config = exported_config(source, info, dtype)
             check_target(target)
-            stage(self._place, self._temporary)
+            stage(self._final, self._temporary)
             self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
 
@@ -72,18 +72,18 @@ class CheckpointWriter:
         """Write one tensor. Its memory is free afterwards."""
         if name not in self._info.tensors:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
-            return  # told by finish(), with what is missing instead
-        with self._told():
+            return  # reported by finish(), together with missing tensors
+        with self._converting_errors():
             self._tensors.add(name, tensor)
 
     def finish(self) -> None:
-        """Copy what is not trained here and the files beside the weights, hold all against the source, and move it into place."""
-        with self._told():
+        """Copy what is not trained here and the files beside the weights, compare all with the source, and move it into place."""
+        with self._converting_errors():
             self._copy_extra()
             self._tensors.finish()
-            self._hold_against_source()
+            self._compare_with_source()
             copy_companions(self._source, self._temporary, self._config)
-            replace_directory(self._temporary, self._place)
+            replace_directory(self._temporary, self._final)
 
     def _copy_extra(self) -> None:
         """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
@@ -94,15 +94,15 @@ class CheckpointWriter:
             with safe_open(header.file, framework="pt") as opened:
                 self._tensors.add(name, opened.get_tensor(name))
 
-    def _hold_against_source(self) -> None:
-        written = {
+    def _compare_with_source(self) -> None:
+        headers = {
             name: header for name, header in tensor_headers(self._temporary).items() if name not in self._info.extra
         }
-        require_same_tensors(self._source, self._info, written | self._unknown, self._dtype)
+        require_same_tensors(self._source, self._info, headers | self._unknown, self._dtype)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors of the file system as megascend's."""
+    def _converting_errors(self) -> Iterator[None]:
+        """Raise errors of the file system as CheckpointError."""
         from safetensors import SafetensorError
 
         try:

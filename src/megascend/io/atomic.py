@@ -12,18 +12,18 @@ from pathlib import Path
 
 from megascend.io.paths import followed, is_mount_point, make_directory, remove
 
-WITHIN, GOING, GONE = ".megascend-writing", ".megascend-going", ".megascend-gone"
+WITHIN, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
 """In a directory that cannot be renamed: what is to be in it, and what was in it while that, then the new, is being moved."""
 NOT_RENAMED = (errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES)
 """Errors of renaming a directory whose files may still be renamed: a mount point, one of an overlay's lower layers, one in
 another user's directory."""
 UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
 """Errors of synchronising a directory on a file system that cannot, or in a directory that this user may not list."""
-RESERVED = (WITHIN, GOING, GONE, "lost+found")
+RESERVED = (WITHIN, MOVING, OLD_ENTRIES, "lost+found")
 """Names in a directory that are not its content; the last one is in every new ext4 file system."""
 
 
-def beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return where the replacement of ``path`` is written: ``.NAME.writing``, in the same directory."""
     return path.with_name(f".{path.name}.writing")
 
@@ -39,7 +39,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
             can synchronise directories.
     """
     target = followed(path)
-    temporary = beside(target)
+    temporary = temporary_path(target)
     try:
         yield temporary
         if durable:
@@ -77,7 +77,7 @@ def staging(target: Path) -> Path:
     """
     if target.is_dir() and (is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)):
         return target / WITHIN
-    return beside(target)
+    return temporary_path(target)
 
 
 def heal(target: Path) -> None:
@@ -198,16 +198,16 @@ def _old(target: Path) -> Path:
 
 
 def _replace_entries(temporary: Path, target: Path) -> None:
-    going, gone = target / GOING, target / GONE
+    moving, old_entries = target / MOVING, target / OLD_ENTRIES
     try:
-        going.mkdir()
+        moving.mkdir()
         for entry in entries(target):
-            os.replace(entry, going / entry.name)
-        os.replace(going, gone)
+            os.replace(entry, moving / entry.name)
+        os.replace(moving, old_entries)
         for entry in entries(temporary):
             os.replace(entry, target / entry.name)
         temporary.rmdir()
-        os.replace(gone, target / WITHIN)  # from here on it is left over
+        os.replace(old_entries, target / WITHIN)  # from here on it is left over
     except OSError:
         _put_entries_back(target, temporary)
         raise
@@ -216,16 +216,16 @@ def _replace_entries(temporary: Path, target: Path) -> None:
 
 def _put_entries_back(target: Path, temporary: Path) -> None:
     """Undo :func:`_replace_entries`, wherever it was interrupted."""
-    going, gone = target / GOING, target / GONE
-    if gone.is_dir():
+    moving, old_entries = target / MOVING, target / OLD_ENTRIES
+    if old_entries.is_dir():
         temporary.mkdir(exist_ok=True)
         for entry in entries(target):
             os.replace(entry, temporary / entry.name)
-        os.replace(gone, going)
-    if going.is_dir():
-        for entry in going.iterdir():
+        os.replace(old_entries, moving)
+    if moving.is_dir():
+        for entry in moving.iterdir():
             os.replace(entry, target / entry.name)
-        going.rmdir()
+        moving.rmdir()
 
 
 def honour_umask(path: Path) -> None:
@@ -258,10 +258,10 @@ def synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swap two names atomically (Linux: renameat2, man page renameat(2)); False where that is not possible."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0
+    return renameat2(here, os.fsencode(first.absolute()), here, os.fsencode(second.absolute()), exchange) == 0

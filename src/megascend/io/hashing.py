@@ -74,14 +74,15 @@ class HashingWriter(io.BufferedWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        """
+        """Open ``path`` for writing.
+
         Raises:
             OSError: it cannot be opened for writing.
         """
         super().__init__(io.FileIO(path, "wb"))
         self.size = 0
         self._hash = xxhash.xxh3_128()
-        self._sent = 0
+        self._flushed = 0
 
     def write(self, buffer: ReadableBuffer, /) -> int:
         """Write all of ``buffer``.
@@ -98,19 +99,21 @@ class HashingWriter(io.BufferedWriter):
             super().write(piece)
             self._hash.update(piece)
             self.size += len(piece)
-            if self.size - self._sent >= PIECE:
+            if self.size - self._flushed >= PIECE:
                 self._send()
         return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """
+        """Refuse to seek.
+
         Raises:
-            io.UnsupportedOperation: always: what has been digested stays as it is.
+            io.UnsupportedOperation: always: digested bytes cannot change.
         """
         raise io.UnsupportedOperation("cannot seek in a file that is digested while it is written")
 
     def truncate(self, size: int | None = None, /) -> int:
-        """
+        """Refuse to truncate.
+
         Raises:
             io.UnsupportedOperation: always, as :meth:`seek`.
         """
@@ -123,5 +126,5 @@ class HashingWriter(io.BufferedWriter):
 
     def _send(self) -> None:
         self.flush()
-        begin_writing_back(self.fileno(), self._sent, self.size - self._sent)
-        self._sent = self.size
+        begin_writing_back(self.fileno(), self._flushed, self.size - self._flushed)
+        self._flushed = self.size

@@ -116,18 +116,18 @@ def why_not_writable(directory: Path) -> str | None:
         return f"{directory}: {error.strerror or error}"
     if not there.is_dir():
         return f"{there} is not a directory"
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for path in reversed(missing):
             path.mkdir()
-            made.append(path)
+            created.append(path)
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return f"{there if made == [] else directory}: {error.strerror or error}"
+        return f"{there if created == [] else directory}: {error.strerror or error}"
     except UnicodeEncodeError as error:
         return f"its name has characters that the locale's encoding for files ({error.encoding}) lacks; PYTHONUTF8=1 sets UTF-8"
     finally:
-        for path in reversed(made):
+        for path in reversed(created):
             with contextlib.suppress(OSError):  # another process has begun to use it
                 path.rmdir()

@@ -67,10 +67,10 @@ def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
         used = _last_use(path)  # again: another process may have used it meanwhile, or removed it
         if path == keep or used is None or time.time() - used < IN_USE_S:
             continue
-        gone = path.with_name(f".{path.name}-removed")  # nobody sees it half removed
+        trash = path.with_name(f".{path.name}-removed")  # nobody sees it half removed
         with contextlib.suppress(OSError):
-            os.replace(path, gone)
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            os.replace(path, trash)
+            shutil.rmtree(trash) if trash.is_dir() else trash.unlink()
             removed.append(path)
             total -= sizes[path]
     return removed

@@ -26,7 +26,7 @@ STORE_VARIABLE = "MEGASCEND_STORE"
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Where one rank leaves what its parent reads."""
+    """Paths of the files that one rank writes for its parent."""
 
     folder: Path
     rank: int
@@ -46,7 +46,7 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How a rank's function ended. ``at`` is ``time.monotonic()``, which all processes of a machine share.
+    """Outcome of a rank's function. ``at`` is ``time.monotonic()``, which all processes of a machine share.
 
     Exactly one of ``result`` (pickled) and ``failure`` (a formatted traceback) is meaningful; ``error`` is the pickled
     exception where it can be pickled.

@@ -183,12 +183,12 @@ class Rank:
 
 def _from_function(stack: str) -> str:
     """Return a faulthandler stack without the frames below the rank's function: the caller's own, copied by the fork."""
-    kept, below = [], False
+    result, below = [], False
     for line in stack.splitlines():
         below = (below or "in _outcome_of" in line) and line.startswith(" ")
         if not below:
-            kept.append(line)
-    return "\n".join(kept).rstrip()
+            result.append(line)
+    return "\n".join(result).rstrip()
 
 
 def _check_forkable(world_size: int) -> None:
@@ -237,8 +237,8 @@ def _wait(ranks: list[Rank], lost: list[Rank], deadline: float, timeout_s: float
             rank.look()
         for rank in lost:
             if rank.outcome is not None:
-                what = rank.report() if rank.outcome.failure else f"rank {rank.files.rank} returned"
-                raise DistributedTestError(f"rank {rank.files.rank} was expected to be lost, but {what}")
+                event = rank.report() if rank.outcome.failure else f"rank {rank.files.rank} returned"
+                raise DistributedTestError(f"rank {rank.files.rank} was expected to be lost, but {event}")
         if any(rank.failed_at is not None for rank in ranks):
             raise _failure(ranks)
         if all(rank.outcome is not None for rank in ranks):
@@ -256,9 +256,9 @@ def _failure(ranks: list[Rank]) -> DistributedTestError:
         for rank in ranks:
             rank.look()
     failed = sorted((rank for rank in ranks if rank.failed_at is not None), key=lambda rank: rank.failed_at or 0.0)
-    first, others = failed[0], failed[1:]
+    first, later = failed[0], failed[1:]
     message = f"{first.report()}\n(world size {len(ranks)}; the other ranks were killed)"
-    for rank in others:
+    for rank in later:
         message += f"\n\nlater, {rank.report()}"
     error = DistributedTestError(message)
     if first.outcome is not None and first.outcome.error:
@@ -270,12 +270,12 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
     hanging = [rank for rank in ranks if rank.outcome is None]
     for rank in hanging:
         os.kill(rank.pid, signal.SIGUSR1)  # not reaped yet, so the id is still this rank's
-    until, before = time.monotonic() + STACK_S, []
+    until, previous = time.monotonic() + STACK_S, []
     while time.monotonic() < until:
-        written = [rank.files.stack.stat().st_size if rank.files.stack.exists() else 0 for rank in hanging]
-        if all(written) and written == before:  # the writers have reached the end of their stacks
+        sizes = [rank.files.stack.stat().st_size if rank.files.stack.exists() else 0 for rank in hanging]
+        if all(sizes) and sizes == previous:  # the writers have reached the end of their stacks
             break
-        before = written
+        previous = sizes
         time.sleep(0.1)
     numbers = ", ".join(str(rank.files.rank) for rank in hanging)
     reports = "\n\n".join(rank.report() for rank in hanging)
@@ -286,9 +286,9 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
 
 def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
     """Give finished ranks a moment to exit by themselves; one that has begun to, or is being killed, gets all it needs."""
-    begun = time.monotonic()
+    start = time.monotonic()
     while staying := [rank.pid for rank in ranks if rank.status is None]:
-        left = begun + timeout_s - time.monotonic()
+        left = start + timeout_s - time.monotonic()
         if left < -EXIT_S or (left < 0 and not any(map(_exits, staying))):
             return
         for rank in ranks:

@@ -70,7 +70,7 @@ class Rounded:
 
 
 class InDouble(TorchFunctionMode):
-    """What models ask to be computed in fp32, whatever their parameters are (norms, routers), is computed in fp64 too."""
+    """Mode in which models compute in fp64 what they ask to be fp32 whatever their parameters are (norms, routers)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -81,12 +81,12 @@ class InDouble(TorchFunctionMode):
 
 
 def checkpoint_weights(model: Any) -> dict[str, Tensor]:
-    """By the names of a checkpoint, experts taken apart."""
+    """Return the weights by their names in a checkpoint, with experts split."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, own).items()}
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, parameters).items()}
 
 
 def train(
@@ -95,7 +95,7 @@ def train(
     job: dict[str, Any],
     before: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
 ) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples.
+    """Return losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples.
 
     Args:
         before: called before each step with its number and the optimizer.
@@ -125,7 +125,7 @@ def train(
 
 
 def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: str) -> Tensor:
-    """The loss over all samples, each alone in its forward pass."""
+    """Return the loss over all samples, with one forward pass each."""
     total, count = torch.zeros((), dtype=model.dtype), 0.0
     margins: dict[Any, dict[bool, Tensor]] = {}
     for sample in samples:
@@ -161,7 +161,7 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: 
 
 
 def policy_loss(kind: str, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """Of each token of one sequence: [n]."""
+    """Return the policy loss of each token of one sequence: [n]."""
     ratio = (logprobs - old).exp()
     if kind == "cispo":  # MiniMax-M1: the clipped ratio is a number, the gradient is that of the log-probability
         return -ratio.detach().clamp(0.8, 1.2) * advantages * logprobs
@@ -176,23 +176,23 @@ def policy_loss(kind: str, logprobs: Tensor, old: Tensor, advantages: Tensor) ->
 
 
 def router_losses(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> Tensor:
-    """The mean over micro batches of the router loss, each over the real tokens of its samples."""
+    """Return the mean over micro batches of the router loss, each over the real tokens of its samples."""
     formula = {"megatron": megatron_router_loss, "transformers": transformers_router_loss}[job["aux_formula"]]
     losses = [formula(model, [samples[index] for index in members]) for members in job["micro_batches"]]
     return torch.stack(losses).mean()
 
 
 def router_logits(model: Any, samples: list[dict[str, Any]]) -> list[Tensor]:
-    """Of every layer with experts: [tokens of all samples, experts]."""
-    found = []
+    """Return the logits of every layer with experts: [tokens of all samples, experts]."""
+    outputs = []
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        found.append(model(tokens[None, :-1], output_router_logits=True).router_logits)
-    return [torch.cat([part.flatten(0, -2) for part in parts]) for parts in zip(*found, strict=True)]
+        outputs.append(model(tokens[None, :-1], output_router_logits=True).router_logits)
+    return [torch.cat([part.flatten(0, -2) for part in parts]) for parts in zip(*outputs, strict=True)]
 
 
 def megatron_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
-    """experts / (k * N^2) * sum_e(routed_e * sum of probabilities_e), over all tokens of a layer, summed over layers."""
+    """Compute experts / (k * N^2) * sum_e(routed_e * sum of probabilities_e), over all tokens of a layer, summed over layers."""
     top_k = model.config.num_experts_per_tok
     loss = torch.zeros(())
     for logits in router_logits(model, samples):
@@ -205,7 +205,7 @@ def megatron_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
 
 
 def transformers_router_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
-    """``load_balancing_loss_func`` of the model's own module."""
+    """Call ``load_balancing_loss_func`` of the model's module."""
     function = sys.modules[type(model).__module__].load_balancing_loss_func
     logits = tuple(router_logits(model, samples))
     return function(logits, logits[0].shape[1], model.config.num_experts_per_tok)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Reported(Protocol):
-    """What every rank of a case must report alike."""
+    """Results that must be equal on every rank of a case."""
 
     @property
     def losses(self) -> list[float]: ...
@@ -269,16 +269,16 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
     modules = [architecture.transformers] if architecture is not None and architecture.transformers else []
     result = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
 
-    def run(written: Path) -> None:
+    def run(output: Path) -> None:
         path = result.with_suffix(".json")
         path.write_text(text, encoding="utf-8")
-        done = run_reference(program, path, written, timeout_s=REFERENCE_TIMEOUT_S, modules=modules)
-        if done.returncode:
-            raise DistributedTestError(f"the reference {program.name} failed:\n{done.stderr[-4000:]}")
+        completed = run_reference(program, path, output, timeout_s=REFERENCE_TIMEOUT_S, modules=modules)
+        if completed.returncode:
+            raise DistributedTestError(f"the reference {program.name} failed:\n{completed.stderr[-4000:]}")
 
-    def make(written: Path) -> None:
+    def make(output: Path) -> None:
         made_from = _by_content(job) | ({} if architecture is None else {"architecture": architecture.code()})
-        copy_or_make(program.stem, made_from, program, written, run)
+        copy_or_make(program.stem, made_from, program, output, run)
 
     return make_once(result, make)
 
@@ -414,11 +414,11 @@ class Differences:
     logits: float | None
 
 
-def differences(mine: Trajectory, reference: Trajectory) -> Differences:
-    """Hold a trajectory against the reference's."""
-    pairs = list(zip(mine.logits, reference.logits, strict=True)) if mine.logits else []
+def differences(trajectory: Trajectory, reference: Trajectory) -> Differences:
+    """Compare a trajectory with the reference's."""
+    pairs = list(zip(trajectory.logits, reference.logits, strict=True)) if trajectory.logits else []
     return Differences(
-        loss=max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)),
-        grad_norm=max(abs(a - b) for a, b in zip(mine.grad_norms, reference.grad_norms, strict=True)),
+        loss=max(abs(a - b) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
+        grad_norm=max(abs(a - b) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
         logits=max(float((a - b).abs().max()) for a, b in pairs) if pairs else None,
     )

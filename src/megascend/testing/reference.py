@@ -174,5 +174,5 @@ def run_reference(
 
 def _packages(text: str) -> list[str]:
     """Return names of :data:`IMPORTED` that a program imports, in that order."""
-    found = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
-    return [name for name in IMPORTED if name in found]
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    return [name for name in IMPORTED if name in imported]

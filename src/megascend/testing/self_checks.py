@@ -44,8 +44,8 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
         if not missing:
             return
         report = process.run([Trial(part.config, part.lengths) for part in missing.values()])
-        for (path, part), found in zip(missing.items(), report.findings, strict=True):
-            verdict = found.verdict(part, part.config["num_hidden_layers"])
+        for (path, part), finding in zip(missing.items(), report.findings, strict=True):
+            verdict = finding.verdict(part, part.config["num_hidden_layers"])
             if verdict.status != "agrees":
                 raise DistributedTestError(f"the self-check of {part.config}: {verdict}")
             check.store(path, verdict)

@@ -164,9 +164,11 @@ def _build(path: Path, recipe: str, modules: Sequence[str]) -> None:
     program = Path(__file__).with_name("_build_tiny.py")
 
     def run(fresh: Path) -> None:
-        done = run_reference(program, fresh, stdin=recipe, timeout_s=300, modules=modules)
-        if done.returncode:
-            raise DistributedTestError(f"transformers could not build the tiny model {recipe}:\n{done.stderr[-4000:]}")
+        completed = run_reference(program, fresh, stdin=recipe, timeout_s=300, modules=modules)
+        if completed.returncode:
+            raise DistributedTestError(
+                f"transformers could not build the tiny model {recipe}:\n{completed.stderr[-4000:]}"
+            )
 
     copy_or_make("tiny", json.loads(recipe), program, path, run)
     (path / MARKER).write_text(recipe, encoding="utf-8")
