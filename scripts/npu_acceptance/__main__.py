@@ -16,30 +16,30 @@ from npu_acceptance.report import about, render, section_lines, write_bundle
 from npu_acceptance.runner import run_sections
 from simnpu.settings import ACTIVE_VARIABLE
 
-MOST_CARDS = 8
+MAX_CARDS = 8
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the sections, print the summary, write the bundle; 1 if a section failed."""
     options = parse(arguments)
     simulated = bool(os.environ.get(ACTIVE_VARIABLE))
-    cards = options.cards or (MOST_CARDS if simulated else count_cards(os.environ))
-    sections = plan.chosen(options.only)
+    cards = options.cards or (MAX_CARDS if simulated else count_cards(os.environ))
+    sections = plan.select(options.only)
     folder = Path(options.folder or tempfile.mkdtemp(prefix="megascend-acceptance-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     settings = plan.Settings(folder, cards, simulated, options.stand_in, options.quick)
-    scrub = privacy.of_this_machine(os.environ)
+    scrub = privacy.machine_scrubber(os.environ)
 
-    done = []
+    results = []
     for result in run_sections(
         sections,
         settings,
         options.deadline,
-        about_to=lambda section: print(f"running  {section.name}: {section.title}", flush=True),
+        on_start=lambda section: print(f"running  {section.name}: {section.title}", flush=True),
     ):
-        done.append(result)
+        results.append(result)
         print("\n".join(section_lines(result)), flush=True)
-    report = Report(about(settings, os.environ), tuple(done))
+    report = Report(about(settings, os.environ), tuple(results))
     print(f"\n{render(report)}")
     bundle = write_bundle(Path(options.out), report, scrub)
     print(f"to send back: {bundle}   (logs, which stay here: {folder})")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="npu_acceptance.sh", description="Measure everything about megascend on new Ascend cards, once."
     )
@@ -63,27 +63,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", default="", metavar="DIR", help="for models and logs (default: a temporary one)")
     parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not 0 <= options.cards <= MOST_CARDS:
-        raise ConfigError(f"--cards {options.cards}: 1 to {MOST_CARDS} cards of one host can take part")
+    if not 0 <= options.cards <= MAX_CARDS:
+        raise ConfigError(f"--cards {options.cards}: 1 to {MAX_CARDS} cards of one host can take part")
     return options
 
 
 def count_cards(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Cards that this shell sees, at most 8.
+    """Count the cards visible to this shell, at most 8.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no card is visible.
     """
     if visible := environment.get("ASCEND_RT_VISIBLE_DEVICES"):
-        found = len([each for each in visible.split(",") if each.strip()])
+        count = len([part for part in visible.split(",") if part.strip()])
     else:
-        found = len([path for path in devices.glob("davinci*") if path.name.removeprefix("davinci").isdigit()])
-    if not found:
+        count = len([path for path in devices.glob("davinci*") if path.name.removeprefix("davinci").isdigit()])
+    if not count:
         raise ConfigError(
-            "no card is to be seen (no /dev/davinci*, ASCEND_RT_VISIBLE_DEVICES not set): say how many with --cards N, or "
+            "no card is visible (no /dev/davinci*, ASCEND_RT_VISIBLE_DEVICES is not set): pass --cards N, or "
             "use --simulated"
         )
-    return min(found, MOST_CARDS)
+    return min(count, MAX_CARDS)
 
 
 if __name__ == "__main__":

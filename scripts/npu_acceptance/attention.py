@@ -1,4 +1,4 @@
-"""The fused attention in the layouts and sparse modes that megascend and MindSpeed call, against a softmax written out."""
+"""The fused attention in the layouts and sparse modes that megascend and MindSpeed call, against an explicit softmax."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Hide = Callable[[int, int], Tensor | None]
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is told beside its tensors.
+    """Arguments of an attention call apart from its tensors.
 
     Attributes:
         mode: ``sparse_mode``.
-        mask: the kind of mask it gets: the compressed triangle, the whole mask, or none.
-        hide: what that comes to.
+        mask: the kind of mask: the compressed triangle, the whole mask, or none.
+        hide: the keys that the mask hides.
     """
 
     layout: str
@@ -41,29 +41,29 @@ class Call:
 
 
 def hidden_outside(queries: int, keys: int, before: int | None, after: int, shift: int) -> Tensor:
-    """Hides keys further than ``before`` before, or ``after`` after, a query's own place plus ``shift``."""
+    """Hide keys further than ``before`` before, or ``after`` after, a query's position plus ``shift``."""
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - shift
     hidden = distance > after
     return hidden if before is None else hidden | (-distance > before)
 
 
 def causal(queries: int, keys: int) -> Tensor:
-    """Counted from the upper left."""
+    """Hide future keys, counted from the upper left."""
     return hidden_outside(queries, keys, None, 0, 0)
 
 
 def causal_at_end(queries: int, keys: int) -> Tensor:
-    """Counted from the lower right: the last query sees the last key."""
+    """Hide future keys, counted from the lower right: the last query sees the last key."""
     return hidden_outside(queries, keys, None, 0, keys - queries)
 
 
 def band(before: int, after: int) -> Hide:
-    """A band around the diagonal that ends in the lower right."""
+    """Build a band mask around the diagonal that ends in the lower right."""
     return lambda queries, keys: hidden_outside(queries, keys, before, after, keys - queries)
 
 
 def nothing(queries: int, keys: int) -> None:
-    """Every key is seen."""
+    """Hide no key."""
 
 
 CALLS = (
@@ -88,7 +88,7 @@ LENGTHS = (33, 1, 96, 62)
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """All calls; a few of them where it must be quick."""
+    """Yield all cases, or a few of them if ``quick``."""
     for call in CALLS[:5:2] if quick else CALLS:
         yield plain_case(call, batch=2, queries=128, keys=128)
     for call in PACKED[:1] if quick else PACKED:
@@ -97,7 +97,7 @@ def cases(quick: bool) -> Iterator[Case]:
     if quick:
         return
     yield plain_case(CALLS[4], batch=1, queries=96, keys=160)
-    # Longer than the compressed mask: the kernel reads it again and again.
+    # Longer than the compressed mask, which the kernel then reads repeatedly.
     yield replace(plain_case(CALLS[0], batch=1, queries=2304, keys=2304, dim=128), dtypes=(torch.bfloat16,))
     yield gradient_case(CALLS[5])
     yield merge_case()
@@ -107,8 +107,8 @@ def scale(dim: int) -> float:
     return 1 / math.sqrt(dim)
 
 
-def mask_of(call: Call, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """``atten_mask`` of the call."""
+def attention_mask(call: Call, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Build ``atten_mask`` of the call."""
     if call.mask == "none":
         return None
     if call.mask == "triangle":
@@ -118,7 +118,7 @@ def mask_of(call: Call, queries: int, keys: int, device: torch.device) -> Tensor
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d)) v of [batch, heads, sequence, dim], and log(sum(exp(scores))) [batch, heads, sequence]."""
+    """Return softmax(q k^T / sqrt(d)) v of [batch, heads, sequence, dim], and log(sum(exp(scores))) [batch, heads, sequence]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * scale(query.shape[-1])
@@ -128,7 +128,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor 
 
 
 def to_layout(tensor: Tensor, layout: str) -> Tensor:
-    """[batch, heads, sequence, dim] in the layout of a call."""
+    """Convert [batch, heads, sequence, dim] to the layout of a call."""
     if layout == "BNSD":
         return tensor.contiguous()
     if layout == "BSND":
@@ -139,7 +139,7 @@ def to_layout(tensor: Tensor, layout: str) -> Tensor:
 
 
 def from_layout(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Back to [batch, heads, sequence, dim]."""
+    """Convert a tensor in a call's layout back to [batch, heads, sequence, dim]."""
     if layout == "BNSD":
         return tensor
     if layout == "BSND":
@@ -157,13 +157,13 @@ def draw(generator: torch.Generator, batch: int, queries: int, keys: int, dim: i
 
 
 def call_forward(npu: Any, call: Call, tensors: Tensors) -> Any:
-    """The operator's outputs: the attention in the call's layout, the softmax's maximum and sum, and more."""
+    """Return the operator's outputs: the attention in the call's layout, the softmax's maximum and sum, and more."""
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     return npu.npu_fusion_attention(
         *(to_layout(tensor, call.layout) for tensor in (query, key, value)),
         HEADS,
         call.layout,
-        atten_mask=mask_of(call, query.shape[2], key.shape[2], query.device),
+        atten_mask=attention_mask(call, query.shape[2], key.shape[2], query.device),
         scale=scale(query.shape[-1]),
         keep_prob=1.0,
         pre_tockens=call.pre,
@@ -173,12 +173,12 @@ def call_forward(npu: Any, call: Call, tensors: Tensors) -> Any:
 
 
 def log_sum(maximum: Tensor, total: Tensor) -> Tensor:
-    """log(sum(exp(scores))) from the statistics [batch, heads, sequence, 8], whose last dimension holds copies."""
+    """Return log(sum(exp(scores))) from the statistics [batch, heads, sequence, 8], whose last dimension holds copies."""
     return maximum[..., 0].float() + total[..., 0].float().log()
 
 
 def plain_case(call: Call, batch: int, queries: int, keys: int, dim: int = DIM) -> Case:
-    """Forward with its statistics, and autograd's gradients."""
+    """Build a case that compares the output, its statistics and autograd's gradients."""
 
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         out, maximum, total, *_ = call_forward(npu, call, tensors)
@@ -195,7 +195,7 @@ def plain_case(call: Call, batch: int, queries: int, keys: int, dim: int = DIM) 
 
 
 def packed_case(call: Call) -> Case:
-    """Samples of several lengths, one after the other."""
+    """Build a case of packed samples of several lengths."""
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
 
     def inputs(generator: torch.Generator) -> Tensors:
@@ -210,7 +210,7 @@ def packed_case(call: Call) -> Case:
             tensors["value"],
             HEADS,
             "TND",
-            atten_mask=mask_of(call, max(LENGTHS), max(LENGTHS), tensors["query"].device),
+            atten_mask=attention_mask(call, max(LENGTHS), max(LENGTHS), tensors["query"].device),
             scale=scale(DIM),
             keep_prob=1.0,
             pre_tockens=call.pre,
@@ -233,7 +233,7 @@ def packed_case(call: Call) -> Case:
 
 
 def gradient_case(call: Call) -> Case:
-    """``npu_fusion_attention_grad`` by itself, as ring attention calls it."""
+    """Build a case of ``npu_fusion_attention_grad``, called directly as ring attention does."""
     queries = keys = 128
 
     def inputs(generator: torch.Generator) -> Tensors:
@@ -243,11 +243,11 @@ def gradient_case(call: Call) -> Case:
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         out, maximum, total, *_ = call_forward(npu, call, tensors)
         query = tensors["query"]
-        found = npu.npu_fusion_attention_grad(
+        gradients = npu.npu_fusion_attention_grad(
             *(to_layout(tensors[name], call.layout) for name in ("query", "key", "value", "dy")),
             HEADS,
             call.layout,
-            atten_mask=mask_of(call, queries, keys, query.device),
+            atten_mask=attention_mask(call, queries, keys, query.device),
             softmax_max=maximum,
             softmax_sum=total,
             attention_in=out,
@@ -260,22 +260,23 @@ def gradient_case(call: Call) -> Case:
         heads = (HEADS, KV_HEADS, KV_HEADS)
         names = ("gradient of query", "gradient of key", "gradient of value")
         return {
-            name: from_layout(one, call.layout, count) for name, one, count in zip(names, found, heads, strict=False)
+            name: from_layout(gradient, call.layout, count)
+            for name, gradient, count in zip(names, gradients, heads, strict=False)
         }
 
     def formula(tensors: Tensors) -> Tensors:
         leaves = [tensors[name].clone().requires_grad_() for name in ("query", "key", "value")]
         out, _ = softmax_attention(leaves[0], leaves[1], leaves[2], call.hide(queries, keys))
-        found = torch.autograd.grad(out, leaves, tensors["dy"])
-        return dict(zip(("gradient of query", "gradient of key", "gradient of value"), found, strict=True))
+        gradients = torch.autograd.grad(out, leaves, tensors["dy"])
+        return dict(zip(("gradient of query", "gradient of key", "gradient of value"), gradients, strict=True))
 
     name = f"fusion_attention_grad {call.layout} mode {call.mode}, {call.mask} mask"
     return Case(name, inputs, operator, formula)
 
 
 def merge_case() -> Case:
-    """``npu_ring_attention_update``: attention over two halves of the keys, merged by their statistics."""
-    whole = Call("SBH", 0, "none", nothing)
+    """Build a case of ``npu_ring_attention_update``: attention over two halves of the keys, merged by their statistics."""
+    unmasked = Call("SBH", 0, "none", nothing)
     keys = 128
 
     def operator(npu: Any, tensors: Tensors) -> Tensor:
@@ -283,7 +284,7 @@ def merge_case() -> Case:
         for part in range(2):
             rows = slice(part * keys // 2, (part + 1) * keys // 2)
             half = {name: tensors[name][:, :, rows] for name in ("key", "value")}
-            parts += call_forward(npu, whole, {"query": tensors["query"]} | half)[:3]
+            parts += call_forward(npu, unmasked, {"query": tensors["query"]} | half)[:3]
         return from_layout(npu.npu_ring_attention_update(*parts)[0], "SBH", HEADS)
 
     def formula(tensors: Tensors) -> Tensor:

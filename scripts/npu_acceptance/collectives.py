@@ -1,4 +1,4 @@
-"""Section ``collectives``: what HCCL returns, value by value, and that objects travel over Gloo.
+"""Section ``collectives``: the values that HCCL returns, and object collectives over Gloo.
 
 ``torchrun -m npu_acceptance.collectives JOB`` is one rank, which runs every collective and counts wrong values.
 """
@@ -28,9 +28,9 @@ def run(settings: Settings, results: Results) -> None:
     """Run this module on all cards; its first rank writes the results."""
     job = {"results": str(results.path), "simulated": settings.simulated, "quick": settings.quick}
     factor = 2 if settings.simulated else 1
-    ended = run_ranks(settings, settings.cards, "collectives", job, RANKS_TIMEOUT_S * factor)
-    if problem := ended.problem(RANKS_TIMEOUT_S * factor):
-        results.add(failed(f"all collectives on {settings.cards} cards", f"{problem}: {ended.last_error}"))
+    outcome = run_ranks(settings, settings.cards, "collectives", job, RANKS_TIMEOUT_S * factor)
+    if problem := outcome.problem(RANKS_TIMEOUT_S * factor):
+        results.add(failed(f"all collectives on {settings.cards} cards", f"{problem}: {outcome.last_error}"))
 
 
 def run_rank() -> None:
@@ -51,12 +51,12 @@ def run_rank() -> None:
     checks = Checks(groups.device, launch.rank, launch.world_size, job["simulated"])
     try:
         for name, check in checks.all(job["quick"]):
-            problem, found = "", 0.0
+            problem, value = "", 0.0
             try:
-                found = check()
-            except (RuntimeError, TypeError, ValueError) as error:  # what HCCL and torch raise: on every rank alike
+                value = check()
+            except (RuntimeError, TypeError, ValueError) as error:  # HCCL and torch raise these on every rank
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            answers = gather_objects((found, problem), "world", groups, f"findings of {name}")
+            answers = gather_objects((value, problem), "world", groups, f"findings of {name}")
             if launch.rank == 0:
                 results.add(verdict(name, answers))
         for measurement in object_checks(launch.rank, launch.world_size, checks.device):
@@ -70,21 +70,21 @@ def run_rank() -> None:
 
 
 def verdict(name: str, answers: list[tuple[float, str]]) -> Measurement:
-    """What all ranks found, as one measurement: the worst of them."""
+    """Combine the results of all ranks into one measurement: the largest error, or the sum of wrong elements."""
     problems = {rank: problem for rank, (_, problem) in enumerate(answers) if problem}
     if problems:
         rank, problem = next(iter(problems.items()))
         return failed(name, f"rank {rank}: {problem}")
     if name.endswith(ERROR):
         bound = SUM_BOUND if "fp32" in name else SUM_BOUND_16
-        return at_most(name, max(found for found, _ in answers), bound)
-    return at_most(name, sum(found for found, _ in answers), 0, "wrong elements")
+        return at_most(name, max(value for value, _ in answers), bound)
+    return at_most(name, sum(value for value, _ in answers), 0, "wrong elements")
 
 
 class Checks:
-    """Every check returns how many of this rank's elements are wrong (of a sum of random numbers: its error).
+    """Collective checks; each returns the number of wrong elements on this rank (the error, for a sum of random numbers).
 
-    Whole numbers small enough to be exact in every type: a sum has one right result.
+    The inputs are integers that every dtype represents exactly, so that a sum has one correct result.
     """
 
     def __init__(self, device: Any, rank: int, size: int, simulated: bool) -> None:
@@ -95,7 +95,7 @@ class Checks:
         self.device, self.rank, self.size, self.simulated = device, rank, size, simulated
 
     def all(self, quick: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Names and checks, the same on every rank."""
+        """Yield names and checks in the same order on every rank."""
         types = {"bf16": self.torch.bfloat16, "fp32": self.torch.float32, "int64": self.torch.int64}
         collectives = (
             self.all_reduce,
@@ -122,124 +122,126 @@ class Checks:
                 yield f"all_reduce of random numbers, {kind}, {ERROR}", lambda dtype=dtype: self.random_sum(dtype)
         if self.size >= 4:
             yield "all_reduce in halves of the world, fp32", self.halves
-        yield "barrier and an all_reduce that is waited for, fp32", self.waited_for
+        yield "barrier and an all_reduce that is waited for, fp32", self.barrier_and_wait
 
     def contribution(self, rank: int, dtype: Any, count: int = SIZE) -> Any:
-        """What a rank puts in: small whole numbers that differ between ranks and places."""
+        """Return a rank's input: small integers that differ between ranks and positions."""
         return (self.torch.arange(count) % 5 + rank + 1).to(dtype)
 
-    def wrong(self, found: Any, expected: Any) -> float:
-        """Elements that differ."""
-        found = found.cpu()
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            return float(max(found.numel(), 1))
-        return float((found != expected).sum())
+    def count_wrong(self, output: Any, expected: Any) -> float:
+        """Return the number of elements that differ."""
+        output = output.cpu()
+        if output.shape != expected.shape or output.dtype != expected.dtype:
+            return float(max(output.numel(), 1))
+        return float((output != expected).sum())
 
-    def mine(self, dtype: Any, count: int = SIZE) -> Any:
+    def local_input(self, dtype: Any, count: int = SIZE) -> Any:
         return self.contribution(self.rank, dtype, count).to(self.device)
 
-    def summed(self, dtype: Any, count: int = SIZE) -> Any:
+    def expected_sum(self, dtype: Any, count: int = SIZE) -> Any:
         total = sum(self.contribution(rank, self.torch.int64, count) for rank in range(self.size))
         return self.torch.as_tensor(total).to(dtype)
 
     def all_reduce(self, dtype: Any) -> float:
-        found = self.mine(dtype)
-        self.dist.all_reduce(found)
-        return self.wrong(found, self.summed(dtype))
+        output = self.local_input(dtype)
+        self.dist.all_reduce(output)
+        return self.count_wrong(output, self.expected_sum(dtype))
 
     def all_reduce_maximum(self, dtype: Any) -> float:
-        found = self.mine(dtype)
-        self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
-        return self.wrong(found, self.contribution(self.size - 1, dtype))
+        output = self.local_input(dtype)
+        self.dist.all_reduce(output, op=self.dist.ReduceOp.MAX)
+        return self.count_wrong(output, self.contribution(self.size - 1, dtype))
 
     def all_gather(self, dtype: Any) -> float:
-        found = [self.torch.zeros(SIZE, dtype=dtype, device=self.device) for _ in range(self.size)]
-        self.dist.all_gather(found, self.mine(dtype))
-        return sum(self.wrong(one, self.contribution(rank, dtype)) for rank, one in enumerate(found))
+        output = [self.torch.zeros(SIZE, dtype=dtype, device=self.device) for _ in range(self.size)]
+        self.dist.all_gather(output, self.local_input(dtype))
+        return sum(self.count_wrong(tensor, self.contribution(rank, dtype)) for rank, tensor in enumerate(output))
 
     def all_gather_into_tensor(self, dtype: Any) -> float:
-        found = self.torch.zeros(self.size * SIZE, dtype=dtype, device=self.device)
-        self.dist.all_gather_into_tensor(found, self.mine(dtype))
-        return self.wrong(found, self.torch.cat([self.contribution(rank, dtype) for rank in range(self.size)]))
+        output = self.torch.zeros(self.size * SIZE, dtype=dtype, device=self.device)
+        self.dist.all_gather_into_tensor(output, self.local_input(dtype))
+        return self.count_wrong(output, self.torch.cat([self.contribution(rank, dtype) for rank in range(self.size)]))
 
     def reduce_scatter(self, dtype: Any) -> float:
-        found = self.torch.zeros(SIZE, dtype=dtype, device=self.device)
-        self.dist.reduce_scatter_tensor(found, self.mine(dtype, self.size * SIZE))
-        return self.wrong(found, self.summed(dtype, self.size * SIZE)[self.rank * SIZE : (self.rank + 1) * SIZE])
+        output = self.torch.zeros(SIZE, dtype=dtype, device=self.device)
+        self.dist.reduce_scatter_tensor(output, self.local_input(dtype, self.size * SIZE))
+        return self.count_wrong(
+            output, self.expected_sum(dtype, self.size * SIZE)[self.rank * SIZE : (self.rank + 1) * SIZE]
+        )
 
     def all_to_all(self, dtype: Any) -> float:
-        found = self.torch.zeros(self.size * SIZE, dtype=dtype, device=self.device)
-        self.dist.all_to_all_single(found, self.mine(dtype, self.size * SIZE))
+        output = self.torch.zeros(self.size * SIZE, dtype=dtype, device=self.device)
+        self.dist.all_to_all_single(output, self.local_input(dtype, self.size * SIZE))
         pieces = [self.contribution(rank, dtype, self.size * SIZE) for rank in range(self.size)]
-        own = slice(self.rank * SIZE, (self.rank + 1) * SIZE)
-        return self.wrong(found, self.torch.cat([piece[own] for piece in pieces]))
+        rows = slice(self.rank * SIZE, (self.rank + 1) * SIZE)
+        return self.count_wrong(output, self.torch.cat([piece[rows] for piece in pieces]))
 
     def all_to_all_uneven(self, dtype: Any) -> float:
-        """Rank i sends (3 i + 5 j) mod 7 elements to rank j, which may be none."""
+        """Exchange uneven splits: rank i sends (3 i + 5 j) mod 7 elements to rank j, possibly none."""
 
-        def sent(source: int, target: int) -> int:
+        def count_elements(source: int, target: int) -> int:
             return (3 * source + 5 * target) % 7
 
-        going = [sent(self.rank, other) for other in range(self.size)]
-        coming = [sent(other, self.rank) for other in range(self.size)]
-        found = self.torch.zeros(sum(coming), dtype=dtype, device=self.device)
-        self.dist.all_to_all_single(found, self.mine(dtype, sum(going)), coming, going)
+        send_counts = [count_elements(self.rank, other) for other in range(self.size)]
+        receive_counts = [count_elements(other, self.rank) for other in range(self.size)]
+        output = self.torch.zeros(sum(receive_counts), dtype=dtype, device=self.device)
+        self.dist.all_to_all_single(output, self.local_input(dtype, sum(send_counts)), receive_counts, send_counts)
         expected = []
         for other in range(self.size):
-            splits = [sent(other, target) for target in range(self.size)]
+            splits = [count_elements(other, target) for target in range(self.size)]
             expected.append(self.contribution(other, dtype, sum(splits)).split(splits)[self.rank])
-        return self.wrong(found, self.torch.cat(expected))
+        return self.count_wrong(output, self.torch.cat(expected))
 
     def broadcast(self, dtype: Any) -> float:
-        found = self.mine(dtype)
-        self.dist.broadcast(found, src=self.size - 1)
-        return self.wrong(found, self.contribution(self.size - 1, dtype))
+        output = self.local_input(dtype)
+        self.dist.broadcast(output, src=self.size - 1)
+        return self.count_wrong(output, self.contribution(self.size - 1, dtype))
 
     def send_and_receive(self, dtype: Any) -> float:
-        """To the next rank, from the one before, both at once."""
+        """Send to the next rank and receive from the previous one at once."""
         if self.size == 1:
             return 0.0
-        found = self.torch.zeros(SIZE, dtype=dtype, device=self.device)
+        output = self.torch.zeros(SIZE, dtype=dtype, device=self.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        both = [
-            self.dist.P2POp(self.dist.isend, self.mine(dtype), after),
-            self.dist.P2POp(self.dist.irecv, found, before),
+        operations = [
+            self.dist.P2POp(self.dist.isend, self.local_input(dtype), after),
+            self.dist.P2POp(self.dist.irecv, output, before),
         ]
-        for work in self.dist.batch_isend_irecv(both):
+        for work in self.dist.batch_isend_irecv(operations):
             work.wait()
-        return self.wrong(found, self.contribution(before, dtype))
+        return self.count_wrong(output, self.contribution(before, dtype))
 
     def random_sum(self, dtype: Any) -> float:
         drawn = [
             self.torch.randn(SIZE, generator=self.torch.Generator().manual_seed(rank)).to(dtype)
             for rank in range(self.size)
         ]
-        found = drawn[self.rank].to(self.device)
-        self.dist.all_reduce(found)
-        expected = self.torch.stack([one.double() for one in drawn]).sum(0)
-        return float((found.cpu().double() - expected).abs().max() / expected.abs().max())
+        output = drawn[self.rank].to(self.device)
+        self.dist.all_reduce(output)
+        expected = self.torch.stack([tensor.double() for tensor in drawn]).sum(0)
+        return float((output.cpu().double() - expected).abs().max() / expected.abs().max())
 
     def halves(self) -> float:
-        """Every rank makes both groups, and uses its own."""
+        """All-reduce within halves of the world; every rank creates both groups and uses one."""
         middle = self.size // 2
         halves = [list(range(middle)), list(range(middle, self.size))]
         groups = [self.dist.new_group(half) for half in halves]
-        own = int(self.rank >= middle)
-        found = self.mine(self.torch.float32)
-        self.dist.all_reduce(found, group=groups[own])
-        expected = sum(self.contribution(rank, self.torch.float32) for rank in halves[own])
-        self.dist.destroy_process_group(groups[own])
-        return self.wrong(found, expected)
+        index = int(self.rank >= middle)
+        output = self.local_input(self.torch.float32)
+        self.dist.all_reduce(output, group=groups[index])
+        expected = sum(self.contribution(rank, self.torch.float32) for rank in halves[index])
+        self.dist.destroy_process_group(groups[index])
+        return self.count_wrong(output, expected)
 
-    def waited_for(self) -> float:
+    def barrier_and_wait(self) -> float:
         self.dist.barrier()
-        found = self.mine(self.torch.float32)
-        work = self.dist.all_reduce(found, async_op=True)
+        output = self.local_input(self.torch.float32)
+        work = self.dist.all_reduce(output, async_op=True)
         work.wait()
-        return self.wrong(found, self.summed(self.torch.float32))
+        return self.count_wrong(output, self.expected_sum(self.torch.float32))
 
     def bandwidth(self) -> Iterator[Measurement]:
-        """Of an all_reduce, as the field counts it: bytes of the tensor a second."""
+        """Measure the algorithm bandwidth of an all_reduce: bytes of the tensor a second."""
         if self.size == 1:
             yield left_out("bandwidth of all_reduce", "there is one card")
             return
@@ -257,14 +259,14 @@ class Checks:
 
 
 def object_checks(rank: int, size: int, device: Any) -> Iterator[Measurement]:
-    """Upstream's object collectives on the default group, which is on HCCL: megascend sends them over Gloo."""
+    """Check torch's object collectives on the default HCCL group; megascend sends them over Gloo."""
     import torch.distributed as dist
 
-    sent = {"rank": rank, "text": "x" * (rank + 1)}
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, sent)
-    yield equal("all_gather_object", found, [{"rank": each, "text": "x" * (each + 1)} for each in range(size)])
-    shared = [sent if rank == 0 else None]
+    contribution = {"rank": rank, "text": "x" * (rank + 1)}
+    output: list[Any] = [None] * size
+    dist.all_gather_object(output, contribution)
+    yield equal("all_gather_object", output, [{"rank": index, "text": "x" * (index + 1)} for index in range(size)])
+    shared = [contribution if rank == 0 else None]
     dist.broadcast_object_list(shared, src=0)
     yield equal("broadcast_object_list", shared, [{"rank": 0, "text": "x"}])
     yield equal("the default group's backend", dist.get_backend(), "hccl")

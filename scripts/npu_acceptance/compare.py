@@ -1,4 +1,4 @@
-"""How far an operator's result is from a formula's in float64, and how far it may be."""
+"""Comparison of an operator's results with a formula in float64, and its bounds."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = field(default=tuple(BOUNDS))
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of any element, relative to the largest element of ``expected``; NaN if any is."""
-    found, expected = found.detach().to("cpu", torch.float64), expected.detach().to(torch.float64)
-    if found.shape != expected.shape:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of any element, relative to the largest element of ``expected``; NaN if any is."""
+    actual, expected = actual.detach().to("cpu", torch.float64), expected.detach().to(torch.float64)
+    if actual.shape != expected.shape:
         return float("nan")
     if not expected.numel():
         return 0.0
     largest = expected.abs().max().item()
-    difference = (found - expected).abs().max().item()
+    difference = (actual - expected).abs().max().item()
     return difference / largest if largest else difference
 
 
@@ -61,44 +61,46 @@ def run_case(case: Case, dtype: torch.dtype, npu: Any, device: torch.device) -> 
     generator = torch.Generator().manual_seed(20_26)
     # Rounded first: both sides start from the same numbers.
     rounded = {name: round_to(value, dtype) for name, value in case.inputs(generator).items()}
-    mine = {name: value.to(device) for name, value in rounded.items()}
+    on_device = {name: value.to(device) for name, value in rounded.items()}
     wide = {name: value.double() if value.is_floating_point() else value for name, value in rounded.items()}
     for name in case.leaves:
-        mine[name].requires_grad_()
+        on_device[name].requires_grad_()
         wide[name].requires_grad_()
-    found, expected = by_name(case.operator(npu, mine)), by_name(case.formula(wide))
+    actual, expected = by_name(case.operator(npu, on_device)), by_name(case.formula(wide))
     for name, value in expected.items():
-        yield compared(f"{case.name}, {NAMES[dtype]}, {name}", found[name], value, dtype)
+        yield compare_tensors(f"{case.name}, {NAMES[dtype]}, {name}", actual[name], value, dtype)
     if not case.leaves:
         return
-    outputs = [(found[name], value) for name, value in expected.items() if value.requires_grad]
+    outputs = [(actual[name], value) for name, value in expected.items() if value.requires_grad]
     weights = [
         round_to(torch.randn(value.shape, generator=generator, dtype=torch.float64), dtype) for _, value in outputs
     ]
-    torch.autograd.backward([one for one, _ in outputs], [weight.to(device) for weight in weights])
-    torch.autograd.backward([one for _, one in outputs], [weight.double() for weight in weights])
+    torch.autograd.backward([output for output, _ in outputs], [weight.to(device) for weight in weights])
+    torch.autograd.backward([reference for _, reference in outputs], [weight.double() for weight in weights])
     for name in case.leaves:
-        yield compared(f"{case.name}, {NAMES[dtype]}, gradient of {name}", mine[name].grad, wide[name].grad, dtype)
+        yield compare_tensors(
+            f"{case.name}, {NAMES[dtype]}, gradient of {name}", on_device[name].grad, wide[name].grad, dtype
+        )
 
 
-def compared(name: str, found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> Measurement:
-    """One result held against the formula's."""
-    if found is None or expected is None:
-        return Measurement(name, "failed", note="there is no gradient")
-    shapes = "" if found.shape == expected.shape else f"shape {list(found.shape)}, expected {list(expected.shape)}"
-    return at_most(name, relative_error(found, expected), BOUNDS[dtype], note=shapes)
+def compare_tensors(name: str, actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> Measurement:
+    """Compare one result with the formula's."""
+    if actual is None or expected is None:
+        return Measurement(name, "failed", note="the gradient is missing")
+    shapes = "" if actual.shape == expected.shape else f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    return at_most(name, relative_error(actual, expected), BOUNDS[dtype], note=shapes)
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in ``dtype`` if it is a float."""
+    """Round ``value`` to ``dtype`` if it is a float."""
     return value.to(dtype) if value.is_floating_point() else value
 
 
 def by_name(result: Tensor | Mapping[str, Tensor]) -> Tensors:
-    """One result is called "result"."""
+    """Return results by name; a single tensor is called "result"."""
     return {"result": result} if isinstance(result, Tensor) else dict(result)
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Standard normal numbers in float64."""
+    """Draw standard normal numbers in float64."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64)

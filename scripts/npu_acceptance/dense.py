@@ -17,7 +17,7 @@ STEP = 7
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """All of them; those of every layer where it must be quick."""
+    """Yield all cases, or those used in every layer if ``quick``."""
     yield rms_norm((16, 4, 256))
     yield rotary("half")
     yield swiglu()
@@ -32,7 +32,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def rms_norm(shape: tuple[int, ...]) -> Case:
-    """Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467."""
+    """Build a case of Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         return {"x": normal(generator, *shape), "gamma": 1 + 0.1 * normal(generator, shape[-1])}
@@ -51,7 +51,7 @@ def rms_norm(shape: tuple[int, ...]) -> Case:
 
 
 def rotary(mode: str) -> Case:
-    """Su et al., RoFormer, arXiv:2104.09864: each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    """Build a case of Su et al., RoFormer, arXiv:2104.09864: each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
     neighbours = mode == "interleave"
 
     def inputs(generator: torch.Generator) -> Tensors:
@@ -66,14 +66,14 @@ def rotary(mode: str) -> Case:
         return x * cos + turned * sin
 
     def operator(npu: Any, tensors: Tensors) -> Tensor:
-        told = {"rotary_mode": mode} if neighbours else {}  # older versions take no mode: halves
-        return npu.npu_rotary_mul(tensors["x"], tensors["cos"], tensors["sin"], **told)
+        options = {"rotary_mode": mode} if neighbours else {}  # older versions take no mode: halves
+        return npu.npu_rotary_mul(tensors["x"], tensors["cos"], tensors["sin"], **options)
 
     return Case(f"rotary_mul {mode}", inputs, operator, formula, leaves=("x",))
 
 
 def swiglu() -> Case:
-    """Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202."""
+    """Build a case of Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202."""
 
     def formula(tensors: Tensors) -> Tensor:
         gate, up = tensors["x"].chunk(2, -1)
@@ -89,7 +89,7 @@ def swiglu() -> Case:
 
 
 def matmul() -> Case:
-    """No fused operator: here a product in HF32 shows, which keeps 11 bits of a float32."""
+    """Build a case of a plain product, which reveals HF32 (11 bits of a float32)."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         return {"x": normal(generator, 192, 512), "weight": normal(generator, 256, 512)}
@@ -104,7 +104,7 @@ def matmul() -> Case:
 
 
 def log_softmax() -> Case:
-    """What the output head's loss rests on."""
+    """Build a case of log_softmax, on which the output head's loss depends."""
     return Case(
         "log_softmax of 4096 classes",
         lambda generator: {"x": 4 * normal(generator, 32, 4096)},
@@ -116,7 +116,7 @@ def log_softmax() -> Case:
 
 
 def masked_softmax() -> Case:
-    """softmax(x / 2) where the mask is False; hidden scores become -10000."""
+    """Build a case of softmax(x / 2) where the mask is False; hidden scores become -10000."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         hidden = torch.ones(64, 64, dtype=torch.bool).triu(1).expand(2, 1, 64, 64).contiguous()
@@ -134,7 +134,7 @@ def masked_softmax() -> Case:
 
 
 def adam() -> Case:
-    """Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2."""
+    """Build a case of Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         drawn = {name: normal(generator, 1000) for name in ("parameter", "gradient", "first")}

@@ -15,9 +15,9 @@ VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "noted", "skip": "left out",
 
 
 def run(settings: Settings, results: Results) -> None:
-    """One measurement for each check."""
+    """Record one measurement for each check."""
     command = [sys.executable, "-m", "megascend.cli.main", "doctor", "--json"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -28,14 +28,14 @@ def run(settings: Settings, results: Results) -> None:
         errors="replace",
     )
     try:
-        checks = json.loads(done.stdout)["checks"]
+        checks = json.loads(completed.stdout)["checks"]
     except (json.JSONDecodeError, KeyError):
-        print(done.stdout + done.stderr)
-        results.add(failed("megascend doctor", f"no report, exit code {done.returncode}"))
+        print(completed.stdout + completed.stderr)
+        results.add(failed("megascend doctor", f"no report, exit code {completed.returncode}"))
         return
     results.extend(as_measurement(check) for check in checks)
 
 
 def as_measurement(check: dict[str, Any]) -> Measurement:
-    """A check of the doctor's, as a record."""
+    """Convert a check of ``megascend doctor`` to a measurement."""
     return Measurement(check["name"], VERDICTS[check["status"]], check["found"], note=check["hint"])

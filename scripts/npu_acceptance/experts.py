@@ -18,7 +18,7 @@ CUMULATIVE, COUNTS = 0, 1  # group_list_type
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """All of them; those that megascend calls where it must be quick."""
+    """Yield all cases, or those that megascend calls if ``quick``."""
     yield grouped_rows("one weight [groups, k, n]", stacked=True, kind=CUMULATIVE)
     yield grouped_inner(CUMULATIVE)
     yield permute_and_back()
@@ -33,13 +33,13 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def group_list(kind: int, device: torch.device) -> Tensor:
-    """Ends of the groups, or their sizes, int64."""
+    """Return the ends of the groups or their sizes, int64."""
     sizes = torch.tensor(SIZES)
     return (sizes if kind == COUNTS else sizes.cumsum(0)).to(device)
 
 
 def grouped_rows(name: str, *, stacked: bool, kind: int) -> Case:
-    """x_g @ weight_g for every run of rows."""
+    """Build a case of x_g @ weight_g for every group of rows."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         return {"x": normal(generator, sum(SIZES), 64), "weight": normal(generator, len(SIZES), 64, 96)}
@@ -48,7 +48,7 @@ def grouped_rows(name: str, *, stacked: bool, kind: int) -> Case:
         weight = tensors["weight"]
         return npu.npu_grouped_matmul(
             [tensors["x"]],
-            [weight] if stacked else [each.contiguous() for each in weight],
+            [weight] if stacked else [matrix.contiguous() for matrix in weight],
             bias=None,
             group_list=group_list(kind, weight.device),
             split_item=2,
@@ -64,7 +64,7 @@ def grouped_rows(name: str, *, stacked: bool, kind: int) -> Case:
 
 
 def grouped_inner(kind: int) -> Case:
-    """x_g^T @ dy_g for every run of rows: the weights' gradients."""
+    """Build a case of x_g^T @ dy_g for every group of rows: the weights' gradients."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         return {"x": normal(generator, sum(SIZES), 64), "dy": normal(generator, sum(SIZES), 96)}
@@ -87,26 +87,26 @@ def grouped_inner(kind: int) -> Case:
     return Case(f"grouped_matmul by inner dimension, {'counts' if kind else 'ends'}", inputs, operator, formula)
 
 
-def chosen(generator: torch.Generator) -> Tensor:
-    """Experts of each token, ascending, [tokens, topk]."""
+def draw_experts(generator: torch.Generator) -> Tensor:
+    """Draw the experts of each token, ascending, [tokens, topk]."""
     return torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOPK).indices.sort(-1).values
 
 
 def routing_map(indices: Tensor) -> Tensor:
-    """True where a token goes to an expert, [tokens, experts]."""
+    """Return True where a token goes to an expert, [tokens, experts]."""
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, indices, True)
 
 
 def source_rows(indices: Tensor) -> Tensor:
-    """Which token stands in each row, once the copies are sorted by expert and, within one, by token."""
+    """Return the token of each row after sorting the copies by expert, then by token."""
     return indices.flatten().argsort(stable=True) // TOPK
 
 
 def permute_and_back() -> Case:
-    """By indices: to the experts, and back with probabilities."""
+    """Build a case that permutes tokens to experts by indices and back with probabilities."""
 
     def inputs(generator: torch.Generator) -> Tensors:
-        indices = chosen(generator)
+        indices = draw_experts(generator)
         probabilities = torch.rand(TOKENS, TOPK, generator=generator, dtype=torch.float64)
         return {"tokens": normal(generator, TOKENS, HIDDEN), "probs": probabilities, "indices": indices.int()}
 
@@ -124,7 +124,7 @@ def permute_and_back() -> Case:
 
 
 def draw_with_map(generator: torch.Generator) -> Tensors:
-    indices = chosen(generator)
+    indices = draw_experts(generator)
     weights = torch.rand(TOKENS, EXPERTS, generator=generator, dtype=torch.float64)
     return {
         "tokens": normal(generator, TOKENS, HIDDEN),
@@ -136,14 +136,14 @@ def draw_with_map(generator: torch.Generator) -> Tensors:
     }
 
 
-def permuted_by(tensors: Tensors, tokens: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and probabilities of all rows, sorted by expert."""
+def permute_rows(tensors: Tensors, tokens: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and probabilities of all rows, sorted by expert."""
     expert, token = tensors["map"].t().nonzero(as_tuple=True)
     return tokens[token], probabilities[token, expert]
 
 
 def permute_with_map() -> Case:
-    """By a routing map, with the gradient operator that MindSpeed calls."""
+    """Build a case that permutes by a routing map, with the gradient operator that MindSpeed calls."""
 
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         permuted, probabilities, places = npu.npu_moe_token_permute_with_routing_map(
@@ -161,13 +161,13 @@ def permute_with_map() -> Case:
 
     def formula(tensors: Tensors) -> Tensors:
         leaves = [tensors[name].clone().requires_grad_() for name in ("tokens", "probs")]
-        permuted, probabilities = permuted_by(tensors, leaves[0], leaves[1])
-        found = torch.autograd.grad((permuted, probabilities), leaves, (tensors["d_permuted"], tensors["d_probs"]))
+        permuted, probabilities = permute_rows(tensors, leaves[0], leaves[1])
+        gradients = torch.autograd.grad((permuted, probabilities), leaves, (tensors["d_permuted"], tensors["d_probs"]))
         return {
             "permuted": permuted.detach(),
             "probabilities": probabilities.detach(),
-            "gradient of tokens": found[0],
-            "gradient of probs": found[1],
+            "gradient of tokens": gradients[0],
+            "gradient of probs": gradients[1],
         }
 
     names = ("npu_moe_token_permute_with_routing_map", "npu_moe_token_permute_with_routing_map_grad")
@@ -175,7 +175,7 @@ def permute_with_map() -> Case:
 
 
 def unpermute_with_map() -> Case:
-    """Back by a routing map, weighted, with the gradient operator that MindSpeed calls."""
+    """Build a case that unpermutes by a routing map, weighted, with the gradient operator that MindSpeed calls."""
 
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         common = {"routing_map": tensors["map"], "drop_and_pad": False}
@@ -196,8 +196,8 @@ def unpermute_with_map() -> Case:
         permuted, probs = tensors["tokens"][token].requires_grad_(), tensors["probs"].clone().requires_grad_()
         rows = permuted * probs[token, expert].unsqueeze(-1)
         tokens = torch.zeros(TOKENS, HIDDEN, dtype=rows.dtype).index_add(0, token, rows)
-        found = torch.autograd.grad(tokens, (permuted, probs), tensors["d_tokens"])
-        return {"tokens": tokens.detach(), "gradient of permuted": found[0], "gradient of probs": found[1]}
+        gradients = torch.autograd.grad(tokens, (permuted, probs), tensors["d_tokens"])
+        return {"tokens": tokens.detach(), "gradient of permuted": gradients[0], "gradient of probs": gradients[1]}
 
     names = (
         "npu_moe_token_permute_with_routing_map",
@@ -208,7 +208,7 @@ def unpermute_with_map() -> Case:
 
 
 def gating() -> Case:
-    """softmax over the experts, and the weights of the best."""
+    """Build a case of softmax over the experts and the top-k weights."""
 
     def inputs(generator: torch.Generator) -> Tensors:
         # Far enough apart that no rounding changes their order.

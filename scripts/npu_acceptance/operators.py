@@ -12,7 +12,7 @@ from npu_acceptance.records import Results, failed, left_out
 
 
 def run(settings: Settings, results: Results) -> None:
-    """Measure every case in every type that its kernel takes."""
+    """Measure every case in every dtype that its kernel supports."""
     import torch
 
     npu = import_module("torch_npu")
@@ -24,9 +24,9 @@ def run(settings: Settings, results: Results) -> None:
 
 
 def measure(case: Case, npu: Any, device: Any, results: Results) -> None:
-    """All types of one case; what the operator raises is a finding, and the next one is tried."""
+    """Measure all dtypes of a case; record an exception of the operator as a failure and go on to the next dtype."""
     if absent := [name for name in case.needs if not hasattr(npu, name)]:
-        results.add(left_out(case.name, f"this torch_npu has no {', '.join(absent)}"))
+        results.add(left_out(case.name, f"torch_npu lacks {', '.join(absent)}"))
         return
     for dtype in case.dtypes:
         try:

@@ -62,38 +62,38 @@ within ten times (fp32), or what tiny models lose to 16 bits anywhere."""
 CARD_LOGITS_BOUND = 2e-3
 
 START_S, CASE_S = 180, 90
-"""Seconds that the ranks may take to start, and for a layout."""
+"""Seconds for the ranks to start, and for a layout."""
 SIMULATED_TIMEOUT_FACTOR = 4
 
 
 def cases(simulated: bool, quick: bool) -> list[Case]:
-    """Every layout, by world size; with the bounds of a card, or, simulated, those of docs/numerics.md."""
-    known = {case.name: case for case in matrix("npu")}
-    wanted = [known[name] for name in (QUICK if quick else FROM_MATRIX)] + ([] if quick else list(ON_EIGHT))
-    wanted.sort(key=lambda case: case.world_size)
-    return wanted if simulated else [on_cards(case) for case in wanted]
+    """Return the layouts by world size, with the bounds of a card or, if simulated, those of docs/numerics.md."""
+    by_name = {case.name: case for case in matrix("npu")}
+    selected = [by_name[name] for name in (QUICK if quick else FROM_MATRIX)] + ([] if quick else list(ON_EIGHT))
+    selected.sort(key=lambda case: case.world_size)
+    return selected if simulated else [on_cards(case) for case in selected]
 
 
 def on_cards(case: Case) -> Case:
-    """The case with the bounds of a card."""
+    """Return the case with the bounds of a card."""
     loss, norm = CARD_BOUNDS[case.precision]
     return replace(case, loss_bound=loss, norm_bound=norm, logits_bound=CARD_LOGITS_BOUND)
 
 
 def run(settings: Settings, results: Results) -> None:
-    """All layouts that the cards allow, those of one size in one launch; the others are said to be left out."""
-    wanted = cases(settings.simulated, settings.quick)
-    for case in wanted:
+    """Run all layouts that fit the cards, one launch for each world size; record the rest as left out."""
+    selected = cases(settings.simulated, settings.quick)
+    for case in selected:
         if reason := too_few_cards(case.world_size, settings.cards):
             results.add(left_out(case.name, reason))
-    possible = [case for case in wanted if case.world_size <= settings.cards]
+    possible = [case for case in selected if case.world_size <= settings.cards]
     for size in sorted({case.world_size for case in possible}):
         train([case for case in possible if case.world_size == size], settings, results)
 
 
-def train(together: Sequence[Case], settings: Settings, results: Results) -> None:
-    """Run ``together`` in one launch. A layout that fails is named, and those after it get a launch of their own."""
-    waiting = list(together)
+def train(group: Sequence[Case], settings: Settings, results: Results) -> None:
+    """Run ``group`` in one launch. A layout that fails is recorded, and a new launch runs those after it."""
+    waiting = list(group)
     while waiting:
         size, folder = waiting[0].world_size, settings.folder / "parity"
         checkpoints = {case.name: str(case_checkpoint(folder, case.arch, **case.overrides)) for case in waiting}
@@ -105,50 +105,52 @@ def train(together: Sequence[Case], settings: Settings, results: Results) -> Non
             "folder": str(folder),
         }
         limit = (START_S + CASE_S * len(waiting)) * (SIMULATED_TIMEOUT_FACTOR if settings.simulated else 1)
-        ended = run_ranks(settings, size, "parity", job, limit)
-        problem = ended.problem(limit)
+        outcome = run_ranks(settings, size, "parity", job, limit)
+        problem = outcome.problem(limit)
         while waiting:
             case = waiting.pop(0)
             if not all(trajectory_file(folder, case, rank).is_file() for rank in range(size)):
-                results.add(failed(case.name, f"{problem or 'no result'}: {ended.last_error}"))
+                results.add(failed(case.name, f"{problem or 'no result'}: {outcome.last_error}"))
                 break
             results.extend(compare(case, folder, Path(checkpoints[case.name])))
 
 
 def trajectory_file(folder: Path, case: Case, rank: int) -> Path:
-    """Where a rank leaves what it saw."""
+    """Return the path of a rank's trajectory."""
     return folder / f"{case.name.replace(' ', '_')}.{rank}.json"
 
 
 def logits_file(folder: Path, case: Case) -> Path:
-    """Where rank 0 leaves the untrained model's logits."""
+    """Return the path of the untrained model's logits, which rank 0 writes."""
     return folder / f"{case.name.replace(' ', '_')}.logits.safetensors"
 
 
 def compare(case: Case, folder: Path, checkpoint: Path) -> list[Measurement]:
-    """Losses, gradient norms and logits of a layout against the reference's, and the ranks against each other."""
+    """Compare a layout's losses, gradient norms and logits with the reference, and the ranks with each other."""
     from safetensors.torch import load_file
 
-    found = [
+    reports = [
         json.loads(trajectory_file(folder, case, rank).read_text(encoding="utf-8")) for rank in range(case.world_size)
     ]
-    if odd := [rank for rank, other in enumerate(found) if other != found[0]]:
+    if odd := [rank for rank, other in enumerate(reports) if other != reports[0]]:
         return [failed(case.name, f"rank {odd[0]} reports other losses or gradient norms than rank 0")]
     tokens = token_lists()
     logits = load_file(logits_file(folder, case)) if logits_file(folder, case).is_file() else {}
-    mine = Trajectory(found[0]["losses"], found[0]["grad_norms"], [logits[str(index)] for index in range(len(logits))])
-    apart = differences(mine, hf_reference(folder, checkpoint, tokens, STEPS, case.aux_loss))
+    trajectory = Trajectory(
+        reports[0]["losses"], reports[0]["grad_norms"], [logits[str(index)] for index in range(len(logits))]
+    )
+    errors = differences(trajectory, hf_reference(folder, checkpoint, tokens, STEPS, case.aux_loss))
     measured = [
-        at_most(f"{case.name}, loss", apart.loss, case.loss_bound),
-        at_most(f"{case.name}, gradient norm", apart.grad_norm, case.norm_bound),
+        at_most(f"{case.name}, loss", errors.loss, case.loss_bound),
+        at_most(f"{case.name}, gradient norm", errors.grad_norm, case.norm_bound),
     ]
-    if apart.logits is not None and case.precision == "fp32":
-        measured.append(at_most(f"{case.name}, logits", apart.logits, case.logits_bound))
+    if errors.logits is not None and case.precision == "fp32":
+        measured.append(at_most(f"{case.name}, logits", errors.logits, case.logits_bound))
     return measured
 
 
 def run_rank() -> None:
-    """Train the layouts of the job one after the other, and leave a file for each."""
+    """Train the layouts of the job in order, writing a file for each."""
     job = read_job()
     megascend.bootstrap("npu")
     from safetensors.torch import save_file
@@ -156,12 +158,12 @@ def run_rank() -> None:
     from megascend.io.atomic import replacing
 
     rank, folder = int(os.environ["RANK"]), Path(job["folder"])
-    wanted = {case.name: case for case in cases(job["simulated"], job["quick"])}
+    by_name = {case.name: case for case in cases(job["simulated"], job["quick"])}
     for name, checkpoint in job["cases"].items():
-        case = wanted[name]
+        case = by_name[name]
         seen = run_case(case, Path(checkpoint), token_lists())
         if rank == 0 and seen.logits:
-            logits = {str(index): one.cpu().contiguous() for index, one in enumerate(seen.logits)}
+            logits = {str(index): tensor.cpu().contiguous() for index, tensor in enumerate(seen.logits)}
             save_file(logits, logits_file(folder, case))
         file = trajectory_file(folder, case, rank)
         with replacing(file) as fresh:

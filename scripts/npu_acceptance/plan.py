@@ -17,9 +17,9 @@ class Settings:
     Attributes:
         folder: for models, logs and results of this run.
         cards: number of cards that take part.
-        simulated: on the simulated device: bounds are those of a CPU, and speed means nothing.
-        stand_in: the stand-in of the tests takes MindSpeed's place.
-        quick: a few cases of every section only.
+        simulated: run on the simulated device: the bounds are those of a CPU, and speed is meaningless.
+        stand_in: use the tests' stand-in for MindSpeed.
+        quick: run only a few cases of every section.
     """
 
     folder: Path
@@ -42,10 +42,10 @@ class Section:
     """One part of the run.
 
     Attributes:
-        name: and that of its module in this package, which has ``run(settings, results)``.
+        name: also the name of its module in this package, which has ``run(settings, results)``.
         title: for the terminal.
         deadline_s: seconds it may take on cards.
-        least_cards: with fewer, it is left out.
+        least_cards: minimum number of cards; with fewer, the section is left out.
     """
 
     name: str
@@ -68,22 +68,22 @@ SIMULATED_TIMEOUT_FACTOR = 2.0
 """Deadlines are this many times as long on the simulated device."""
 
 
-def chosen(only: Sequence[str]) -> list[Section]:
+def select(only: Sequence[str]) -> list[Section]:
     """Return the sections named, or all of them, in their order.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: a section is unknown.
     """
     if unknown := [name for name in only if name not in NAMES]:
-        raise ConfigError(f"no section {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        raise ConfigError(f"unknown section {', '.join(unknown)}; available: {', '.join(NAMES)}")
     return [section for section in SECTIONS if not only or section.name in only]
 
 
-def too_few_cards(needed: int, cards: int) -> str:
-    """Return why something that needs ``needed`` cards is left out; empty if there are enough."""
-    return "" if cards >= needed else f"needs {needed} cards, and {cards} take{'s' if cards == 1 else ''} part"
+def too_few_cards(required: int, cards: int) -> str:
+    """Return the reason to leave out a case that needs ``required`` cards; empty if there are enough."""
+    return "" if cards >= required else f"needs {required} cards, and {cards} take{'s' if cards == 1 else ''} part"
 
 
 def largest_power_of_two(cards: int) -> int:
-    """Return how many of the cards a layout of powers of two can use, up to eight."""
+    """Return the largest power of two up to ``cards``, at most eight."""
     return max(size for size in (1, 2, 4, 8) if size <= cards)

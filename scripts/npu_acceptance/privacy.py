@@ -1,7 +1,7 @@
-"""Taking private data out of text: whatever goes into the bundle passes here.
+"""Removal of private data from text; all content of the bundle passes through here.
 
-Two ways at once. What this machine is known by (names of host and user, folders, values of environment variables) is
-replaced wherever it stands. What only looks private (addresses, paths, identifiers) is replaced by its form.
+Two methods are combined. Identifiers of this machine (names of host and user, folders, values of environment variables) are
+replaced everywhere. Text that only looks private (addresses, paths, identifiers) is replaced by a placeholder for its form.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMS = {
     r"(?<![\w.<>/])~?(/[\w.@+~%:=,-]+){2,}/?": "<path>",
     r"\b[a-z]:\\[^\s'\"]+": "<path>",
 }
-"""What looks private, as regular expressions (letters in any case), and what stands in its place; in this order."""
+"""Regular expressions (case-insensitive) of text that looks private, and its replacement; applied in this order."""
 COMPILED = [(re.compile(form, re.IGNORECASE), name) for form, name in FORMS.items()]
 
 
@@ -49,8 +49,8 @@ class Scrubber:
     """Replaces private data in text.
 
     Args:
-        secrets: texts to take out wherever they stand, with what stands there instead.
-        roots: folders of code, by the name that stands in their place; what lies below them keeps its path.
+        secrets: pairs of a text to remove everywhere and its replacement.
+        roots: replacement names of code folders; paths below them are kept.
     """
 
     def __init__(self, secrets: Iterable[tuple[str, str]], roots: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ class Scrubber:
         self._secrets = [(_pattern(text), name) for text, name in by_length]
 
     def text(self, text: str) -> str:
-        """``text`` without private data."""
+        """Return ``text`` without private data."""
         for folder, name in self._roots:
             text = text.replace(f"{folder}/", f"<{name}> ")
         for pattern, name in self._secrets:
@@ -70,7 +70,7 @@ class Scrubber:
         return text
 
     def value(self, value: Any) -> Any:
-        """A JSON value without private data, keys included."""
+        """Return a JSON value without private data, keys included."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -81,20 +81,20 @@ class Scrubber:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """``text`` as a whole word, where it begins and ends with one; in any case of letters."""
+    """Compile ``text`` as a case-insensitive pattern that matches whole words where it begins and ends with one."""
     before = r"(?<![A-Za-z0-9])" if text[0].isalnum() else ""
     after = r"(?![A-Za-z0-9])" if text[-1].isalnum() else ""
     return re.compile(before + re.escape(text) + after, re.IGNORECASE)
 
 
-def of_this_machine(environment: Mapping[str, str] = os.environ) -> Scrubber:
-    """A scrubber that knows this machine's names, this user's, and the values in its environment."""
+def machine_scrubber(environment: Mapping[str, str] = os.environ) -> Scrubber:
+    """Build a scrubber of this machine's names, the user's names, and private environment values."""
     host = socket.gethostname()
     hosts = [host, environment.get("HOSTNAME", ""), environment.get("MASTER_ADDR", "")]
-    hosts += [each.partition(".")[0] for each in hosts if not each[:1].isdigit()]
-    names = [(each, "<host>") for each in hosts]
+    hosts += [name.partition(".")[0] for name in hosts if not name[:1].isdigit()]
+    names = [(name, "<host>") for name in hosts]
     users = {environment.get("USER", ""), environment.get("LOGNAME", ""), _user(), home().name} - {"root", ""}
-    names += [(each, "<user>") for each in users]
+    names += [(name, "<user>") for name in users]
     names += [(value, f"<{name}>") for name, value in environment.items() if is_private(name, value)]
     names += [(str(folder), "<path>") for folder in (home(), Path.cwd()) if len(folder.parts) > 1]
     roots = {
@@ -108,7 +108,7 @@ def of_this_machine(environment: Mapping[str, str] = os.environ) -> Scrubber:
 
 
 def is_private(name: str, value: str) -> bool:
-    """Is the value of an environment variable to be taken out wherever it stands?"""
+    """Check whether the value of an environment variable must be removed from the bundle."""
     if SECRET.search(name):
         return len(value) >= SHORTEST_SECRET
     return not PUBLIC_VARIABLES.match(name) and len(value) >= SHORTEST and not value.replace(".", "").isdigit()

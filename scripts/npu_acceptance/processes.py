@@ -1,4 +1,4 @@
-"""Programs of a section: started with a deadline, and ended with all that they have started."""
+"""Programs of a section: started with a deadline, and ended with all their descendants."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TAIL_LINES = 60
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended.
+class ProgramResult:
+    """Exit code and output of a program.
 
     Attributes:
-        code: its exit code; None if it was not done within its deadline.
+        code: its exit code; None if it exceeded its deadline.
         tail: the end of its output.
     """
 
@@ -45,13 +45,15 @@ class Ended:
 
     @property
     def last_error(self) -> str:
-        """The line of the first rank that raised, or else the exit code."""
+        """Error line of the first rank that raised, or the exit code."""
         errors = [line.split("]: ", 1)[-1] for line in self.tail.splitlines() if "Error: " in line or "Error(" in line]
         return errors[0] if errors else f"exit code {self.code}"
 
 
-def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run ``command`` with its output in ``log``. Nothing of it is left when this returns."""
+def run(
+    command: Sequence[str], log: Path, deadline_s: float, environment: Mapping[str, str] | None = None
+) -> ProgramResult:
+    """Run ``command`` with its output in ``log``; all its processes have ended when this returns."""
     start = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -70,34 +72,34 @@ def run(command: Sequence[str], log: Path, deadline_s: float, environment: Mappi
         finally:
             _end(process)
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
-    return Ended(code, "\n".join(lines[-TAIL_LINES:]), time.monotonic() - start)
+    return ProgramResult(code, "\n".join(lines[-TAIL_LINES:]), time.monotonic() - start)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all that it has started, in whatever session: SIGTERM first, then SIGKILL.
+    """End the program and all its descendants, in any session: SIGTERM first, then SIGKILL.
 
-    torchrun gives its ranks sessions of their own, and ``timeout`` its command a process group.
+    torchrun starts each rank in a new session, and ``timeout`` its command in a new process group.
     """
     alive = []
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             first = psutil.Process(process.pid)
             alive = [first, *first.children(recursive=True)]
-    for each in alive:
+    for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.terminate()
+            child.terminate()
     _, stubborn = psutil.wait_procs(alive, TERMINATE_S)
-    for each in stubborn:
+    for child in stubborn:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            child.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind when it ended
+        os.killpg(process.pid, signal.SIGKILL)  # descendants that outlived it
     process.wait()
 
 
 def run_ranks(
     settings: Settings, ranks: int, section: str, job: dict[str, Any], deadline_s: float, **environment: str
-) -> Ended:
+) -> ProgramResult:
     """Run a section's module as a program on ``ranks`` cards; its argument names a file with ``job`` as JSON."""
     name = f"{section}-{job.get('name', ranks)}".replace(" ", "_")
     path = settings.folder / "jobs" / f"{name}.json"
@@ -105,10 +107,10 @@ def run_ranks(
     path.write_text(json.dumps(job), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launcher, "-m", f"npu_acceptance.{section}", str(path)]
-    ended = run(command, settings.folder / "logs" / f"{name}.log", deadline_s, environment)
-    if ended.code != 0:
-        print(f"== the end of {name}\n{ended.tail}", flush=True)
-    return ended
+    outcome = run(command, settings.folder / "logs" / f"{name}.log", deadline_s, environment)
+    if outcome.code != 0:
+        print(f"== end of the output of {name}\n{outcome.tail}", flush=True)
+    return outcome
 
 
 def read_job() -> dict[str, Any]:

@@ -19,19 +19,19 @@ COLUMNS = ("layout", "first loss", "last loss", "gradient norm", "median ms", "s
 
 
 def run(settings: Settings, results: Results) -> None:
-    """One measurement for each recipe: that its loss fell, which the recipes judge, and the two losses."""
+    """Record for each recipe its verdict (the loss fell) with the first and last loss."""
     recipes = RECIPES[:1] if settings.quick else RECIPES
-    # The section runs inside the simulated device already if there is one: the script needs not start it.
+    # A simulated device, if any, already surrounds this section: the script need not start it.
     command = ["bash", str(SCRIPT), *recipes]
-    own = {
+    variables = {
         "MEGASCEND_RUN": str(settings.folder / "recipes"),
         "NPROC": str(largest_power_of_two(settings.cards)),
         "PYTHON": sys.executable,
     }
-    own["MEGASCEND_SMOKE_DEADLINE"] = str(RECIPE_S * (2 if settings.simulated else 1))
+    variables["MEGASCEND_SMOKE_DEADLINE"] = str(RECIPE_S * (2 if settings.simulated else 1))
     with subprocess.Popen(
         command,
-        env=child_environment() | own,
+        env=child_environment() | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,15 +41,15 @@ def run(settings: Settings, results: Results) -> None:
     ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
-            for measurement in of_row(line):
+            for measurement in parse_row(line):
                 results.add(measurement)
     for recipe in recipes:
         if recipe not in results.names:
-            results.add(failed(recipe, f"no row of its own in the table of {SCRIPT.name}"))
+            results.add(failed(recipe, f"no row in the table of {SCRIPT.name}"))
 
 
-def of_row(line: str) -> list[Measurement]:
-    """The measurements of a row of the script's table; of another line, none."""
+def parse_row(line: str) -> list[Measurement]:
+    """Return the measurements of a row of the script's table; of any other line, none."""
     cells = re.split(r"\s{2,}", line.strip())
     if cells[0] not in RECIPES or len(cells) != 1 + len(COLUMNS):
         return []

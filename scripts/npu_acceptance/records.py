@@ -1,4 +1,4 @@
-"""What was found, as typed records: one of them is a line of a section's file of results, all of them are the report."""
+"""Measurements as typed records: one is a line of a section's results file, all of them form the report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 Verdict = Literal["ok", "failed", "left out", "noted"]
-"""``noted``: a figure without an expectation, as every speed before a first card has been seen."""
+"""``noted``: a figure without an expectation, as all speeds are until a card has been measured."""
 
 FORMAT = 1
-"""Of the report; to be raised when a field changes its meaning."""
+"""Format version of the report; increment when a field changes its meaning."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing that was looked at.
+    """One measured figure or checked value.
 
     Attributes:
-        name: of it, unique in its section.
-        found: the figure or the text found; None where there is none.
+        name: unique within its section.
+        found: the figure or the text that was measured; None if the measurement failed or was left out.
         bound: the largest figure allowed, or the text expected; None where nothing is expected.
         unit: of ``found`` and ``bound``.
         note: why it failed or was left out, or what it means.
@@ -36,38 +36,38 @@ class Measurement:
     note: str = ""
 
 
-def at_most(name: str, found: float, bound: float, unit: str = "", note: str = "") -> Measurement:
-    """``found`` must not exceed ``bound``; what is not finite does."""
-    holds = math.isfinite(found) and found <= bound
-    return Measurement(name, "ok" if holds else "failed", found, bound, unit, note)
+def at_most(name: str, value: float, bound: float, unit: str = "", note: str = "") -> Measurement:
+    """Measure a value that must not exceed ``bound``; a value that is not finite fails."""
+    holds = math.isfinite(value) and value <= bound
+    return Measurement(name, "ok" if holds else "failed", value, bound, unit, note)
 
 
-def equal(name: str, found: object, expected: object, note: str = "") -> Measurement:
-    """``found`` must be ``expected``; both are kept as text."""
-    return Measurement(name, "ok" if found == expected else "failed", str(found), str(expected), note=note)
+def equal(name: str, value: object, expected: object, note: str = "") -> Measurement:
+    """Measure a value that must equal ``expected``; both are stored as text."""
+    return Measurement(name, "ok" if value == expected else "failed", str(value), str(expected), note=note)
 
 
-def noted(name: str, found: float | str, unit: str = "", note: str = "") -> Measurement:
-    """A figure without an expectation."""
-    return Measurement(name, "noted", found, unit=unit, note=note)
+def noted(name: str, value: float | str, unit: str = "", note: str = "") -> Measurement:
+    """Record a figure without an expectation."""
+    return Measurement(name, "noted", value, unit=unit, note=note)
 
 
 def left_out(name: str, reason: str) -> Measurement:
-    """Something that could not be looked at here."""
+    """Record a check that could not run here."""
     return Measurement(name, "left out", note=reason)
 
 
 def failed(name: str, reason: str) -> Measurement:
-    """Something that ended before there was a figure."""
+    """Record a check that failed before it produced a figure."""
     return Measurement(name, "failed", note=reason)
 
 
 @dataclass(frozen=True)
 class SectionResult:
-    """How a section went.
+    """Verdict, duration and measurements of a section.
 
     Attributes:
-        problem: why it ended early: an exit code, or its deadline. Empty if it came to its end.
+        problem: why it ended early: an exit code, or its deadline. Empty if it completed.
         tail: the end of its output, where there was a problem.
     """
 
@@ -81,8 +81,8 @@ class SectionResult:
 
     @property
     def failures(self) -> list[Measurement]:
-        """What of it failed."""
-        return [each for each in self.measurements if each.verdict == "failed"]
+        """Failed measurements."""
+        return [measurement for measurement in self.measurements if measurement.verdict == "failed"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Report:
     """The whole run.
 
     Attributes:
-        about: what it ran on: versions, the device's name, cards, options. Text and numbers only.
+        about: the environment: versions, the device's name, cards, options. Text and numbers only.
     """
 
     about: dict[str, Any]
@@ -103,12 +103,12 @@ class Report:
         return [section.name for section in self.sections if section.verdict == "failed"]
 
     def to_json(self) -> str:
-        """The report as one JSON object; figures that are not finite become text, which every reader of JSON takes."""
+        """Return the report as a JSON object; non-finite figures become text, since JSON has no number for them."""
         return json.dumps(plain(asdict(self)), indent=2, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """``value`` with infinities and NaN as text."""
+    """Replace infinities and NaN in ``value`` by text."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -118,29 +118,29 @@ def plain(value: Any) -> Any:
 
 @dataclass
 class Results:
-    """A section's file of results: a line for each measurement, written as it is made, so that a killed section has some."""
+    """A section's results file: one line a measurement, written at once so that a killed section keeps its results."""
 
     path: Path
     names: set[str] = field(default_factory=set)
 
     def add(self, measurement: Measurement) -> None:
-        """Append one."""
+        """Append one measurement."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain(asdict(measurement)), allow_nan=False) + "\n")
         self.names.add(measurement.name)
 
     def extend(self, measurements: Iterable[Measurement]) -> None:
-        """Append several."""
+        """Append several measurements."""
         for measurement in measurements:
             self.add(measurement)
 
 
 def read_results(path: Path) -> tuple[Measurement, ...]:
-    """The measurements of a file of results; a line that was cut off by a kill is left out."""
-    found = []
+    """Return the measurements of a results file; skip a line truncated by a kill."""
+    measurements = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            found.append(Measurement(**json.loads(line)))
+            measurements.append(Measurement(**json.loads(line)))
         except json.JSONDecodeError:
             continue
-    return tuple(found)
+    return tuple(measurements)

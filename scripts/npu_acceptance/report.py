@@ -1,4 +1,4 @@
-"""The report of a run: what it ran on, its text for a terminal, and the bundle to send back, which holds nothing private."""
+"""The report of a run: its environment, text for a terminal, and the bundle to send back, free of private data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ IN_TOOLKIT = ("version.cfg", "compiler/version.info", "runtime/version.info")
 VERSION = re.compile(r"(?:^Version=|running_version=\[[^:\]]*:)([\w.]+)", re.MULTILINE)
 
 TITLES = {section.name: section.title for section in SECTIONS}
-SHOWN = 12
-"""Failures of a section that are listed; the report has all."""
+MAX_FAILURES = 12
+"""Failures of a section that are listed; the report contains all."""
 
 FOLDER = "npu_acceptance"
 
 
 def about(settings: Settings, environment: Mapping[str, str]) -> dict[str, Any]:
-    """For the report's head."""
+    """Return the report's head."""
     return {
         "simulated": settings.simulated,
         "cards": settings.cards,
@@ -42,31 +42,31 @@ def about(settings: Settings, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def versions(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Every package that decides what is computed; those of files that are not there are not named."""
-    found = {"megascend": megascend.__version__, "Python": platform.python_version(), "machine": platform.machine()}
+    """Return the versions of every package that affects the results."""
+    packages = {"megascend": megascend.__version__, "Python": platform.python_version(), "machine": platform.machine()}
     for package in (*PACKAGES, "torch_npu", "triton-ascend"):
         try:
-            found[package] = metadata.version(package)
+            packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    found |= provider_for("npu").versions()
+            packages[package] = "not installed"
+    packages |= provider_for("npu").versions()
     home = environment.get("ASCEND_HOME_PATH", "")
     toolkit = [version_in(Path(home) / name) for name in IN_TOOLKIT] if home else []
-    found["CANN"] = next(filter(None, toolkit), "not found")
-    found["driver"] = version_in(DRIVER) or "not found"
-    return found
+    packages["CANN"] = next(filter(None, toolkit), "not found")
+    packages["driver"] = version_in(DRIVER) or "not found"
+    return packages
 
 
 def version_in(path: Path) -> str:
-    """The version that a file of Ascend's states; empty if there is none."""
+    """Return the version in a version file of Ascend; empty if there is none."""
     if not path.is_file():
         return ""
-    found = VERSION.search(path.read_text(errors="replace", encoding="utf-8"))
-    return found[1] if found else ""
+    match = VERSION.search(path.read_text(errors="replace", encoding="utf-8"))
+    return match[1] if match else ""
 
 
 def render(report: Report) -> str:
-    """The whole report as text."""
+    """Render the report as text."""
     about = report.about
     head = [f"{name}: {value}" for name, value in about.items() if not isinstance(value, dict)]
     head += [f"{name}: " + ", ".join(f"{key} {item}" for key, item in value.items())
@@ -77,46 +77,53 @@ def render(report: Report) -> str:
 
 
 def section_lines(section: SectionResult) -> Iterator[str]:
-    """A section's line, and below it what failed."""
-    counts = {each: sum(one.verdict == each for one in section.measurements) for each in ("ok", "failed", "left out")}
-    said = ", ".join(f"{number} {each}" for each, number in counts.items() if number) or "no figures"
+    """Yield a section's line and its failures."""
+    counts = {
+        verdict: sum(measurement.verdict == verdict for measurement in section.measurements)
+        for verdict in ("ok", "failed", "left out")
+    }
+    summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number) or "no figures"
     yield (
         f"{section.verdict.upper():<8}  {section.name:<12}  {section.seconds:>6.0f} s  {TITLES[section.name]}: "
-        + (section.problem or said)
+        + (section.problem or summary)
     )
-    for each in section.failures[:SHOWN]:
-        yield f"          failed  {describe(each)}"
-    if len(section.failures) > SHOWN:
-        yield f"          and {len(section.failures) - SHOWN} more"
+    for failure in section.failures[:MAX_FAILURES]:
+        yield f"          failed  {describe(failure)}"
+    if len(section.failures) > MAX_FAILURES:
+        yield f"          and {len(section.failures) - MAX_FAILURES} more"
 
 
 def figure_lines(section: SectionResult) -> Iterator[str]:
-    """What is worth reading of a section that went well: its figure nearest to its bound, notes, what was left out."""
-    bounded = [each for each in section.measurements if each.verdict == "ok" and ratio(each) is not None]
+    """Yield a section's figure nearest to its bound, its noted figures, and the checks left out."""
+    bounded = [
+        measurement
+        for measurement in section.measurements
+        if measurement.verdict == "ok" and ratio(measurement) is not None
+    ]
     if bounded:
-        nearest = max(bounded, key=lambda each: ratio(each) or 0.0)
+        nearest = max(bounded, key=lambda measurement: ratio(measurement) or 0.0)
         yield f"{section.name}: of {len(bounded)} figures the nearest to its bound: {describe(nearest)}"
-    for each in section.measurements:
-        if each.verdict == "noted":
-            yield f"{section.name}: {describe(each)}"
+    for measurement in section.measurements:
+        if measurement.verdict == "noted":
+            yield f"{section.name}: {describe(measurement)}"
     reasons: dict[str, list[str]] = {}
-    for each in section.measurements:
-        if each.verdict == "left out":
-            reasons.setdefault(each.note, []).append(each.name)
+    for measurement in section.measurements:
+        if measurement.verdict == "left out":
+            reasons.setdefault(measurement.note, []).append(measurement.name)
     for reason, names in reasons.items():
         yield f"{section.name}: left out, {reason}: {', '.join(names)}"
 
 
 def ratio(measurement: Measurement) -> float | None:
-    """How much of its bound a figure takes; None where there is none."""
-    found, bound = measurement.found, measurement.bound
-    if isinstance(found, (int, float)) and isinstance(bound, (int, float)) and bound > 0:
-        return found / bound
+    """Return a figure divided by its bound; None if it has no bound."""
+    value, bound = measurement.found, measurement.bound
+    if isinstance(value, (int, float)) and isinstance(bound, (int, float)) and bound > 0:
+        return value / bound
     return None
 
 
 def describe(measurement: Measurement) -> str:
-    """A measurement on one line."""
+    """Format a measurement on one line."""
     text = measurement.name
     if measurement.found is not None:
         text += f": {figure(measurement.found)}"
@@ -128,27 +135,27 @@ def describe(measurement: Measurement) -> str:
 
 
 def figure(value: float | str) -> str:
-    """Three digits are enough for a terminal."""
+    """Format a figure with three digits."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def verdict(report: Report) -> str:
-    """The last line."""
+    """Return the last line of the report."""
     if report.failed:
         return f"FAILED: {', '.join(report.failed)}"
-    done = [section.name for section in report.sections if section.verdict == "ok"]
+    passed = [section.name for section in report.sections if section.verdict == "ok"]
     omitted = [section.name for section in report.sections if section.verdict == "left out"]
     where = " on the simulated device, which says nothing about cards" if report.about.get("simulated") else ""
-    return f"PASSED: {', '.join(done) or 'nothing'}{where}" + (f"; left out: {', '.join(omitted)}" if omitted else "")
+    return f"PASSED: {', '.join(passed) or 'nothing'}{where}" + (f"; left out: {', '.join(omitted)}" if omitted else "")
 
 
 def write_bundle(path: Path, report: Report, scrub: Scrubber) -> Path:
     """Write the bundle: ``report.json``, ``summary.txt``, and the end of the output of each section that failed."""
     content = scrub.value(json.loads(report.to_json()))
     files = {"report.json": json.dumps(content, indent=2) + "\n", "summary.txt": scrub.text(render(report)) + "\n"}
-    files |= {f"{section.name}.txt": scrub.text(tail_of(section)) for section in report.sections if section.tail}
+    files |= {f"{section.name}.txt": scrub.text(tail_text(section)) for section in report.sections if section.tail}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, text in files.items():
@@ -161,6 +168,6 @@ def write_bundle(path: Path, report: Report, scrub: Scrubber) -> Path:
     return path
 
 
-def tail_of(section: SectionResult) -> str:
-    """What a failed section printed last."""
+def tail_text(section: SectionResult) -> str:
+    """Return the end of a failed section's output."""
     return f"{section.name}: {section.problem}\n\n{section.tail}\n"

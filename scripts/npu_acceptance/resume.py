@@ -1,6 +1,6 @@
 """Section ``resume``: a run that is killed after a checkpoint and resumed ends as one that was not, bit for bit.
 
-``torchrun -m npu_acceptance.resume JOB`` is one rank of a run that is whole, killed or resumed.
+``torchrun -m npu_acceptance.resume JOB`` is one rank of a run that is uninterrupted ("whole"), killed or resumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import megascend
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from npu_acceptance.plan import Settings, largest_power_of_two
-from npu_acceptance.processes import Ended, read_job, run_ranks
+from npu_acceptance.processes import ProgramResult, read_job, run_ranks
 from npu_acceptance.records import Results, equal, failed
 
 LAYOUTS = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}, 8: {"tensor": 2, "pipeline": 2}}
@@ -26,33 +26,35 @@ DETERMINISTIC = {"HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1"}
 
 
 def run(settings: Settings, results: Results) -> None:
-    """Three launches: whole, killed, resumed."""
+    """Launch three runs (uninterrupted, killed, resumed) and compare them."""
     ranks = largest_power_of_two(settings.cards)
     folder = settings.folder / "resume"
-    whole, ended = launch("whole", ranks, settings)
-    if whole is None:
-        results.add(failed("the run that is not interrupted", ended.last_error))
+    baseline, outcome = launch("whole", ranks, settings)
+    if baseline is None:
+        results.add(failed("the run that is not interrupted", outcome.last_error))
         return
     _, killed = launch("killed", ranks, settings)
     reached = (folder / "killed.reached").is_file()
     results.add(equal(f"a rank killed in step {KILLED_IN}", (reached, bool(killed.code)), (True, True)))
-    resumed, ended = launch("resumed", ranks, settings)
+    resumed, outcome = launch("resumed", ranks, settings)
     if resumed is None:
-        results.add(failed("the run that is resumed", ended.last_error))
+        results.add(failed("the run that is resumed", outcome.last_error))
         return
     note = f"{ranks} cards, {LAYOUTS[ranks] or 'one process'}, saved after step {SAVED_AFTER}"
     results.add(equal("the step that it resumes with", resumed["first_step"], SAVED_AFTER + 1, note))
     for figure in ("losses", "grad_norms"):
         results.add(
             equal(
-                f"{figure.replace('grad_', 'gradient ')} after the resume", resumed[figure], whole[figure][SAVED_AFTER:]
+                f"{figure.replace('grad_', 'gradient ')} after the resume",
+                resumed[figure],
+                baseline[figure][SAVED_AFTER:],
             )
         )
-    results.add(equal("digest of the exported weights", resumed["weights"], whole["weights"]))
+    results.add(equal("digest of the exported weights", resumed["weights"], baseline["weights"]))
 
 
-def launch(mode: str, ranks: int, settings: Settings) -> tuple[dict[str, Any] | None, Ended]:
-    """Run one of the three; what rank 0 left, or None if it did not come to its end."""
+def launch(mode: str, ranks: int, settings: Settings) -> tuple[dict[str, Any] | None, ProgramResult]:
+    """Launch one run; return rank 0's answer (None if it did not complete) and the outcome of the program."""
     folder = settings.folder / "resume"
     folder.mkdir(parents=True, exist_ok=True)
     job = {
@@ -63,13 +65,13 @@ def launch(mode: str, ranks: int, settings: Settings) -> tuple[dict[str, Any] | 
         "folder": str(folder),
     }
     limit = LIMIT_S * (2 if settings.simulated else 1)
-    ended = run_ranks(settings, ranks, "resume", job, limit, **DETERMINISTIC)
+    outcome = run_ranks(settings, ranks, "resume", job, limit, **DETERMINISTIC)
     answer = folder / f"{mode}.json"
-    return (json.loads(answer.read_text(encoding="utf-8")) if ended.code == 0 and answer.is_file() else None), ended
+    return (json.loads(answer.read_text(encoding="utf-8")) if outcome.code == 0 and answer.is_file() else None), outcome
 
 
 def run_rank() -> None:
-    """Train; the last rank of the killed run ends itself in the middle of a step."""
+    """Train; the last rank of the killed run kills itself within a step."""
     job = read_job()
     mode, folder = job["mode"], Path(job["folder"])
     parallel = megascend.Parallel(**job["parallel"])
@@ -108,7 +110,7 @@ def run_rank() -> None:
 
 
 def digest(directory: Path) -> str:
-    """Of all weights of an exported model."""
+    """Return a digest of all weights of an exported model."""
     total = hashlib.sha256()
     for file in sorted(directory.glob("*.safetensors")):
         total.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Run the sections one after the other, each in a process of its own: one that fails or hangs stops no other.
+"""Run the sections in order, each in its own process, so that a failure or hang does not affect the next.
 
 ``python -m npu_acceptance.runner NAME`` is that process.
 """
@@ -21,14 +21,14 @@ def run_sections(
     sections: Sequence[Section],
     settings: Settings,
     deadline_s: float | None = None,
-    about_to: Callable[[Section], object] = lambda section: None,
+    on_start: Callable[[Section], object] = lambda section: None,
     command: Callable[[Section], list[str]] | None = None,
 ) -> Iterator[SectionResult]:
     """Run ``sections`` in order, yielding each result as it comes.
 
     Args:
-        deadline_s: of every section, in place of the plan's.
-        about_to: called before each section that is run.
+        deadline_s: overrides the plan's deadline of every section.
+        on_start: called before each section that is run.
         command: the program of a section; by default this module.
     """
     for section in sections:
@@ -37,7 +37,7 @@ def run_sections(
         if reason:
             yield SectionResult(section.name, "left out", 0.0, limit, (left_out(section.name, reason),), reason)
             continue
-        about_to(section)
+        on_start(section)
         yield run_section(section, settings, limit, (command or section_program)(section))
 
 
@@ -50,19 +50,19 @@ def run_section(section: Section, settings: Settings, deadline_s: float, command
     results = settings.folder / f"{section.name}.jsonl"
     results.unlink(missing_ok=True)
     environment = {SETTINGS_VARIABLE: settings.to_json(), "PYTHONUNBUFFERED": "1"}
-    # Without it every operator reports deprecations of the stack's packages, once a process.
+    # Otherwise every process prints deprecation warnings of the stack's packages.
     environment["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS", "ignore")
-    ended = processes.run(command, settings.folder / "logs" / f"{section.name}.log", deadline_s, environment)
+    outcome = processes.run(command, settings.folder / "logs" / f"{section.name}.log", deadline_s, environment)
     measurements = read_results(results)
-    problem = ended.problem(deadline_s)
+    problem = outcome.problem(deadline_s)
     if not problem and not measurements:
         problem = "it measured nothing"
-    bad = bool(problem) or any(each.verdict == "failed" for each in measurements)
+    bad = bool(problem) or any(measurement.verdict == "failed" for measurement in measurements)
     verdict: Verdict = "failed" if bad else "ok"
-    if not bad and all(each.verdict == "left out" for each in measurements):
+    if not bad and all(measurement.verdict == "left out" for measurement in measurements):
         verdict = "left out"
     return SectionResult(
-        section.name, verdict, ended.seconds, deadline_s, measurements, problem, ended.tail if problem else ""
+        section.name, verdict, outcome.seconds, deadline_s, measurements, problem, outcome.tail if problem else ""
     )
 
 

@@ -24,12 +24,12 @@ MIB, TERA = 2**20, 1e12
 
 @dataclass(frozen=True)
 class Load:
-    """What a step has to do.
+    """Model and batch of a step.
 
     Attributes:
         model: size of the random model.
         samples, length: of one data parallel rank in one step, in tokens.
-        warm_up, steps: steps that are not counted, and that are.
+        warm_up, steps: number of untimed and timed steps.
     """
 
     model: ModelSize
@@ -50,17 +50,17 @@ SIMULATED = Load(ModelSize(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=
 
 
 def layouts(cards: int) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Ranks and layout by name."""
-    all_of_them = largest_power_of_two(cards)
-    found: dict[str, tuple[int, dict[str, Any]]] = {"one card": (1, {})}
-    if all_of_them > 1:
-        found[f"DP{all_of_them}"] = (all_of_them, {})
-        found[f"TP2 + SP x DP{all_of_them // 2}"] = (all_of_them, {"tensor": 2, "sequence": True})
-    return found
+    """Return ranks and layout by name."""
+    ranks = largest_power_of_two(cards)
+    options: dict[str, tuple[int, dict[str, Any]]] = {"one card": (1, {})}
+    if ranks > 1:
+        options[f"DP{ranks}"] = (ranks, {})
+        options[f"TP2 + SP x DP{ranks // 2}"] = (ranks, {"tensor": 2, "sequence": True})
+    return options
 
 
 def run(settings: Settings, results: Results) -> None:
-    """A few steps in each layout."""
+    """Train a few steps in each layout."""
     load = SIMULATED if settings.simulated else ON_CARDS
     folder = settings.folder / "speed"
     model = folder / "model"
@@ -72,21 +72,21 @@ def run(settings: Settings, results: Results) -> None:
         job = {"name": name, "model": str(model), "parallel": parallel, "answer": str(answer)}
         job |= {"samples": load.samples, "length": load.length, "steps": load.warm_up + load.steps}
         limit = LIMIT_S * (2 if settings.simulated else 1)
-        ended = run_ranks(settings, ranks, "speed", job, limit)
-        if ended.code != 0 or not answer.is_file():
-            results.add(failed(name, f"{ended.problem(limit)}: {ended.last_error}"))
+        outcome = run_ranks(settings, ranks, "speed", job, limit)
+        if outcome.code != 0 or not answer.is_file():
+            results.add(failed(name, f"{outcome.problem(limit)}: {outcome.last_error}"))
             continue
         results.extend(figures(name, ranks, json.loads(answer.read_text(encoding="utf-8")), load.warm_up))
 
 
 def figures(name: str, ranks: int, seen: dict[str, Any], warm_up: int) -> list[Measurement]:
-    """What a layout took."""
+    """Return a layout's step time, memory and throughput."""
     milliseconds = 1e3 * statistics.median(seen["seconds"][warm_up:])
     a_second = seen["tokens"] / ranks / (milliseconds / 1e3)
     peak, total = max(seen["peaks"]) / MIB, seen["memory"] / MIB
     return [
         at_most(f"{name}, the loss falls", seen["losses"][-1], seen["losses"][0], note="last loss, under the first"),
-        at_most(f"{name}, peak memory of a card", peak, total, "MiB", "the bound is all that there is"),
+        at_most(f"{name}, peak memory of a card", peak, total, "MiB", "the bound is the card's memory"),
         noted(
             f"{name}, median step", milliseconds, "ms", f"{seen['parameters']:,} parameters, {seen['tokens']:,} tokens"
         ),
@@ -96,7 +96,7 @@ def figures(name: str, ranks: int, seen: dict[str, Any], warm_up: int) -> list[M
 
 
 def run_rank() -> None:
-    """Train on the same batch again and again; rank 0 leaves the figures of all."""
+    """Train on one batch repeatedly; rank 0 writes the figures of all ranks."""
     job = read_job()
     parallel = megascend.Parallel(**job["parallel"])
     megascend.bootstrap("npu", parallel)
@@ -116,7 +116,7 @@ def run_rank() -> None:
     count = job["samples"] * backend.topology.data
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, backend.vocab_size, (count, job["length"]), generator=generator).tolist()
-    share = backend.shard([megascend.Sample.causal(each) for each in ids])
+    share = backend.shard([megascend.Sample.causal(sequence) for sequence in ids])
     seconds, losses = [], []
     for _ in range(job["steps"]):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The bundle holds what was found, and nothing of who found it, where."""
+"""The bundle contains the results and nothing about the user or the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_acceptance.privacy import of_this_machine
+from npu_acceptance.privacy import machine_scrubber
 from npu_acceptance.records import Report, SectionResult, at_most, failed, noted
 from npu_acceptance.report import write_bundle
 
@@ -63,7 +63,7 @@ def text_of(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A report in which every private thing stands in every place that takes text."""
+    """Write a report with private data in every text field."""
     import megascend
 
     for name, value in PRIVATE.items():
@@ -86,10 +86,10 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         SectionResult("speed", "ok", 1.0, 2.0, (at_most("median step", 12.5, 20, "ms"),)),
     )
     report = Report({"versions": {"torch": "2.7.1.post2", "MindSpeed": line}, "device": line}, sections)
-    return write_bundle(tmp_path / "bundle.tar.gz", report, of_this_machine(os.environ))
+    return write_bundle(tmp_path / "bundle.tar.gz", report, machine_scrubber(os.environ))
 
 
-def test_nothing_private_is_in_any_of_its_files(bundle: Path) -> None:
+def test_bundle_files_contain_no_private_data(bundle: Path) -> None:
     files = text_of(bundle)
     assert set(files) == {f"npu_acceptance/{name}" for name in ("report.json", "summary.txt", "operators.txt")}
     forbidden = [
@@ -103,12 +103,12 @@ def test_nothing_private_is_in_any_of_its_files(bundle: Path) -> None:
     forbidden += ["evelyn", "cobalt", "10.0.0.1", "unannounced", "fe80", "lab.example.org"]
     for name, text in files.items():
         for private in {*forbidden} - {"localhost", "root"}:  # which are names of everybody
-            # As a word of its own: the short ones are parts of others.
-            found = re.search(rf"(?<![A-Za-z0-9]){re.escape(private)}(?![A-Za-z0-9])", text, re.IGNORECASE)
-            assert found is None, (name, private, text[max(found.start() - 60, 0) : found.end() + 60])
+            # As a whole word: the short names are substrings of ordinary words.
+            match = re.search(rf"(?<![A-Za-z0-9]){re.escape(private)}(?![A-Za-z0-9])", text, re.IGNORECASE)
+            assert match is None, (name, private, text[max(match.start() - 60, 0) : match.end() + 60])
 
 
-def test_what_was_found_stays(bundle: Path) -> None:
+def test_bundle_keeps_measurements(bundle: Path) -> None:
     files = text_of(bundle)
     for text in files.values():
         for part in MUST_STAY:
@@ -118,7 +118,7 @@ def test_what_was_found_stays(bundle: Path) -> None:
     assert "<MY_API_TOKEN>" in files["npu_acceptance/operators.txt"]
 
 
-def test_its_own_records_name_nobody(bundle: Path) -> None:
+def test_archive_headers_contain_no_owner_or_time(bundle: Path) -> None:
     with tarfile.open(bundle) as archive:
         for member in archive:
             assert (member.uid, member.gid, member.uname, member.gname, member.mtime) == (0, 0, "", "", 0)

@@ -1,4 +1,4 @@
-"""Sections in processes of their own: what each may do to the others, and what is left of it."""
+"""Sections in separate processes: isolation, verdicts, deadlines and clean-up."""
 
 from __future__ import annotations
 
@@ -48,44 +48,46 @@ def command(section: Section) -> list[str]:
     return [sys.executable, "-c", MEASURE.format(**values)]
 
 
-def test_every_section_has_a_verdict_and_none_stops_another(tmp_path: Path) -> None:
+def test_run_sections_gives_verdicts_despite_failures(tmp_path: Path) -> None:
     sections = [Section(name, name, 10 if name == "hangs" else 120) for name in BODIES] + [
         Section("larger", "larger", 6, least_cards=4)
     ]
     started: list[str] = []
     results = list(
-        run_sections(sections, Settings(tmp_path, 2), about_to=lambda each: started.append(each.name), command=command)
+        run_sections(
+            sections, Settings(tmp_path, 2), on_start=lambda section: started.append(section.name), command=command
+        )
     )
-    assert {each.name: (each.verdict, each.problem) for each in results} == EXPECTED
+    assert {section.name: (section.verdict, section.problem) for section in results} == EXPECTED
     assert started == list(BODIES)
-    by_name = {each.name: each for each in results}
+    by_name = {section.name: section for section in results}
     assert "RuntimeError: the card fell off" in by_name["raises"].tail
     assert len(by_name["hangs"].measurements) == len(by_name["raises"].measurements) == 1  # made before it ended
 
 
-def test_deadlines_are_longer_on_the_simulated_device(tmp_path: Path) -> None:
+def test_run_sections_doubles_deadlines_when_simulated(tmp_path: Path) -> None:
     (here,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2, simulated=True), command=command)
-    (told,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2), deadline_s=50, command=command)
-    assert (here.deadline_s, told.deadline_s) == (12, 50)
+    (overridden,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2), deadline_s=50, command=command)
+    assert (here.deadline_s, overridden.deadline_s) == (12, 50)
 
 
 @pytest.mark.parametrize("own_session", [False, True])
-def test_whatever_a_program_started_ends_with_it(
+def test_run_ends_descendants_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_session: bool
 ) -> None:
-    """Be it stubborn, or in a session of its own, as torchrun's ranks are."""
+    """Cover a child that ignores SIGTERM, with and without its own session, as torchrun's ranks have."""
     monkeypatch.setattr(processes, "TERMINATE_S", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     starts = "import subprocess, sys\n"
     starts += f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session={own_session})\n"
     starts += "print(child.pid, flush=True)\nchild.wait()\n"
     for deadline_s in (5, 60):  # on a busy machine it may not have started its child within the first
-        ended = processes.run([sys.executable, "-c", starts], tmp_path / "log", deadline_s)
-        assert ended.code is None
-        assert ended.problem(deadline_s) == f"not done after {deadline_s} s"
-        if ended.tail:
+        outcome = processes.run([sys.executable, "-c", starts], tmp_path / "log", deadline_s)
+        assert outcome.code is None
+        assert outcome.problem(deadline_s) == f"not done after {deadline_s} s"
+        if outcome.tail:
             break
-    command = Path(f"/proc/{ended.tail.split()[0]}/cmdline")
+    command = Path(f"/proc/{outcome.tail.split()[0]}/cmdline")
     until = time.monotonic() + 60
     while command.is_file() and command.read_bytes():
         assert time.monotonic() < until, "its child still runs"

@@ -198,7 +198,7 @@ def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accep
     assert section["problem"] == "not done after 1 s"
     for arguments, message in (
         (["--stand-in"], "--stand-in needs --simulated"),
-        (["--simulated", "--stand-in", "--only", "all"], "ConfigError: no section all"),
+        (["--simulated", "--stand-in", "--only", "all"], "ConfigError: unknown section all"),
     ):
         script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
         environment = os.environ | {"PYTHON": sys.executable}
