@@ -6,12 +6,12 @@
     python scripts/bench.py --store                          # writes them
     python scripts/bench.py --tiny --platform cpu            # checks the benchmarks, not speed
 
-A line whose work may not fit takes the largest of its sizes that the device's memory holds, and says which; its ratios are stored
+A line whose work may not fit runs at the largest of its sizes that fits the device's memory, and prints it; its ratios are stored
 under that size (``moe@4-layers``) and compared with those of the same size only.
 
 Absolute figures differ from machine to machine and hour to hour; ratios of one run hardly do, so they are what is stored and
-compared. Each line of the suite is a process of its own with a deadline, and its script fails if the ways that it compares
-have not computed the same. A line that fails is told, and the others still run.
+compared. Each line of the suite runs in its own process with a deadline, and its script fails if the variants that it compares
+do not agree numerically. A line that fails is reported, and the others still run.
 
 Exit code: 0; 1 if a line failed or a ratio has fallen by more than its noise or is missing; 2 for a wrong option; 3 if
 ``--compare`` found nothing to compare with: no stored ratios, or those of another device.
@@ -38,7 +38,7 @@ from bench_suite.running import Outcome, run
 SCRIPTS = Path(__file__).resolve().parent
 BENCHMARKS = SCRIPTS.parent / "benchmarks"
 TINY_DEADLINE_S = 300.0
-"""Of a line; they take seconds, but cores may be busy with other work."""
+"""Deadline of a tiny line; it takes seconds, but the cores may be busy."""
 HERE = Path("of this device")
 """``--compare`` without a file."""
 
@@ -55,21 +55,21 @@ print(json.dumps({"device": name, "versions": versions(), "memory_gib": memory /
 
 
 def this_device(platform: str) -> tuple[str, dict[str, str], float]:
-    """(name, versions, GiB of memory), asked in another process: this one holds no device while others measure.
+    """Query (name, versions, GiB of memory) in another process: this one holds no device while others measure.
 
     Raises:
-        SystemExit: there is no such device.
+        SystemExit: the device is not available.
     """
-    asked = [sys.executable, "-c", DEVICE, str(SCRIPTS), platform]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
-    if done.returncode != 0:
-        raise SystemExit(f"--platform {platform}: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["device"], found["versions"], found["memory_gib"]
+    command_line = [sys.executable, "-c", DEVICE, str(SCRIPTS), platform]
+    completed = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
+    if completed.returncode != 0:
+        raise SystemExit(f"--platform {platform}: {completed.stderr.strip().splitlines()[-1]}")
+    description = json.loads(completed.stdout.splitlines()[-1])
+    return description["device"], description["versions"], description["memory_gib"]
 
 
 def choose_sizes(lines: Sequence[Line], memory_gib: float, report: dict[str, Any]) -> list[Line]:
-    """Return the lines at sizes that the device holds; those that have none fail in ``report``."""
+    """Return the lines at sizes that fit the device; record those that have none as failed in ``report``."""
     chosen = []
     for line in lines:
         try:
@@ -89,7 +89,7 @@ def choose_sizes(lines: Sequence[Line], memory_gib: float, report: dict[str, Any
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people; a ratio is better when higher."""
+    """Format the rows as a table; a higher ratio is better."""
     width = max(len(row.name) for row in rows)
     text = [f"{'':<{width}} {'value':>11} {'':<9} {'ratio':>7}  to"]
     for row in rows:
@@ -99,16 +99,16 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def measure(lines: Sequence[Line], arguments: argparse.Namespace, report: dict[str, Any]) -> list[Row]:
-    """Run the lines one after the other; ``report`` is filled as they end, and written, since a rented machine may go away."""
+    """Run the lines in order; ``report`` is filled and written after each, since a rented machine may disappear."""
     rows: list[Row] = []
     for line in lines:
         deadline = TINY_DEADLINE_S if arguments.tiny else line.deadline_s
         script, *options = command(line, arguments.platform, arguments.tiny)
         outcome = run(
-            [str(SCRIPTS / script), *options], arguments.logs / f"{line.name}.json", log_of(line, arguments), deadline
+            [str(SCRIPTS / script), *options], arguments.logs / f"{line.name}.json", log_path(line, arguments), deadline
         )
-        found, problem = rows_of(line, outcome)
-        rows += found
+        line_rows, problem = read_rows(line, outcome)
+        rows += line_rows
         took = f"{line.name}: {outcome.seconds:.0f} s"
         print(f"{took}, FAILED: {problem}" if problem else took, flush=True)
         report["lines"][line.name] = {"seconds": outcome.seconds, "problem": problem, "figures": outcome.figures}
@@ -119,12 +119,12 @@ def measure(lines: Sequence[Line], arguments: argparse.Namespace, report: dict[s
     return rows
 
 
-def log_of(line: Line, arguments: argparse.Namespace) -> Path:
+def log_path(line: Line, arguments: argparse.Namespace) -> Path:
     return arguments.logs / f"{line.name}.log"
 
 
-def rows_of(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
-    """(rows, problem): figures of another form than this suite knows are a failure of the line like any other."""
+def read_rows(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
+    """Return (rows, problem); figures of an unknown form count as a failure of the line."""
     if outcome.figures is None:
         return [], outcome.problem
     try:
@@ -133,16 +133,16 @@ def rows_of(line: Line, outcome: Outcome) -> tuple[list[Row], str]:
         return [], f"its figures cannot be read: {error!r}"
 
 
-def told(verdict: Verdict, path: Path) -> str:
-    """The verdict for people."""
+def format_verdict(verdict: Verdict, path: Path) -> str:
+    """Format the verdict."""
     text = [f"FALLEN  {entry}" for entry in verdict.fallen] + [f"MISSING {entry}" for entry in verdict.missing]
     text += [f"new     {name}: nothing stored" for name in verdict.new]
     text.append(f"{path}: {'no ratio has fallen by more than its noise' if verdict.passed else 'FAILED'}")
     return "\n".join(text)
 
 
-def compared(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str, scale: str) -> int:
-    """Hold the run against the file; the exit code."""
+def compare(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str, scale: str) -> int:
+    """Compare the run with the file; return the exit code."""
     try:
         stored = gate.read(path)
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def compared(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str
         print(f"NOT COMPARED: {path}: {why}")
         return 3
     verdict = gate.compare(rows, stored, [line.name for line in lines])
-    print(told(verdict, path))
+    print(format_verdict(verdict, path))
     return 0 if verdict.passed else 1
 
 
@@ -163,7 +163,7 @@ def store(rows: Sequence[Row], path: Path, device: str, scale: str, versions: di
 
 
 def end_on_sigterm() -> None:
-    """End by an exception, so that the line which is running, in a session of its own, is ended too."""
+    """Turn SIGTERM into an exception, so that the running line, which has its own session, is ended too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -184,41 +184,41 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="fail if a ratio has fallen; default: this device's file",
     )
     parser.add_argument("--store", action="store_true", help="write the ratios to this device's file in benchmarks/")
-    given = parser.parse_args(arguments)
-    if given.store and given.compare:
+    options = parser.parse_args(arguments)
+    if options.store and options.compare:
         parser.error("--store would write what --compare compares with: use one of them")
     try:
-        given.lines = select(given.only)
+        options.lines = select(options.only)
     except ValueError as error:
         parser.error(str(error))
-    return given
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parse(arguments)
-    if given.list:
-        for line in given.lines:
+    options = parse(arguments)
+    if options.list:
+        for line in options.lines:
             sizes = "; ".join(f"{size.label} from {size.gib:g} GiB" for size in line.sizes)
             print(f"{line.name:<12} at most {line.deadline_s:4.0f} s  {line.about}{f' ({sizes})' if sizes else ''}")
         return 0
-    device, versions, memory_gib = this_device(given.platform)
-    scale = "tiny" if given.tiny else "full"
+    device, versions, memory_gib = this_device(options.platform)
+    scale = "tiny" if options.tiny else "full"
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        given.logs = given.logs or Path(folder)
-        given.logs.mkdir(parents=True, exist_ok=True)
+        options.logs = options.logs or Path(folder)
+        options.logs.mkdir(parents=True, exist_ok=True)
         report: dict[str, Any] = {"device": device, "scale": scale, "versions": versions, "lines": {}, "rows": []}
-        lines = given.lines if given.tiny else choose_sizes(given.lines, memory_gib, report)
-        rows = measure(lines, given, report)
+        lines = options.lines if options.tiny else choose_sizes(options.lines, memory_gib, report)
+        rows = measure(lines, options, report)
     print(f"\n{device}, {scale}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
     if rows:
         print(table(rows))
-    failed = [name for name, of in report["lines"].items() if of["problem"]]
-    print(f"{sum(of['seconds'] for of in report['lines'].values()):.0f} s; failed: {', '.join(failed) or 'none'}")
+    failed = [name for name, line in report["lines"].items() if line["problem"]]
+    print(f"{sum(line['seconds'] for line in report['lines'].values()):.0f} s; failed: {', '.join(failed) or 'none'}")
     path = BENCHMARKS / gate.file_name(device, scale)
     code = 0
-    if given.compare:
-        code = compared(rows, lines, path if given.compare == HERE else given.compare, device, scale)
-    if given.store and rows:
+    if options.compare:
+        code = compare(rows, lines, path if options.compare == HERE else options.compare, device, scale)
+    if options.store and rows:
         store(rows, path, device, scale, versions)
     return 1 if failed else code
 

@@ -72,9 +72,9 @@ def write_files(folder: Path, size: int) -> float:
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(share, range(THREADS)))
     seconds = time.perf_counter() - start
-    written = [folder / f"plain-{number}" for number in range(THREADS)]
-    seconds *= size / sum(path.stat().st_size for path in written)
-    for path in written:
+    files = [folder / f"plain-{number}" for number in range(THREADS)]
+    seconds *= size / sum(path.stat().st_size for path in files)
+    for path in files:
         path.unlink()
     return seconds
 
@@ -133,50 +133,50 @@ class Bench:
         figures: dict[str, Any] = {}
         self.backend.prepare_saves()
         self.step()
-        figures["step_s"] = tell("step", statistics.median(self.step() for _ in range(5)))
+        figures["step_s"] = show("step", statistics.median(self.step() for _ in range(5)))
         figures |= {"async_stall_s": [], "async_complete_s": [], "step_beside_s": []}
         for number in range(saves):
             path = folder / f"async-{number % 2}"
             start = time.perf_counter()
             stall, pending = timed(lambda path=path: self.backend.save(path))
-            figures["async_stall_s"].append(tell("async stall", stall))
+            figures["async_stall_s"].append(show("async stall", stall))
             while self.backend.any_rank(not pending.done)[0]:
                 figures["step_beside_s"].append(self.step())
             pending.wait()
-            figures["async_complete_s"].append(tell("async complete", time.perf_counter() - start))
+            figures["async_complete_s"].append(show("async complete", time.perf_counter() - start))
             shutil.rmtree(folder / f"async-{1 - number % 2}", ignore_errors=True)
         for path in folder.glob("async-*"):
             shutil.rmtree(path)
         figures["sync_s"] = [
-            tell("sync", timed(lambda: self.backend.save(folder / "sync", wait=True))[0]) for _ in range(syncs)
+            show("sync", timed(lambda: self.backend.save(folder / "sync", wait=True))[0]) for _ in range(syncs)
         ]
         figures["bytes"] = size = size_of(folder / "sync")
         drop_pages(folder / "sync")
-        figures["load_s"] = tell("load", timed(lambda: self.backend.load(folder / "sync"))[0])
+        figures["load_s"] = show("load", timed(lambda: self.backend.load(folder / "sync"))[0])
         shutil.rmtree(folder / "sync")
         plain = min(size, PLAIN)
-        figures["disk_write_s"] = tell(
+        figures["disk_write_s"] = show(
             "disk write", timed(lambda: write_file(folder / "plain", plain))[0] * size / plain
         )
-        figures["disk_writes_s"] = tell(f"disk write, {THREADS} files", write_files(folder, plain) * size / plain)
+        figures["disk_writes_s"] = show(f"disk write, {THREADS} files", write_files(folder, plain) * size / plain)
         drop_pages(folder / "plain")
-        figures["disk_read_s"] = tell("disk read", timed(lambda: read_file(folder / "plain"))[0] * size / plain)
+        figures["disk_read_s"] = show("disk read", timed(lambda: read_file(folder / "plain"))[0] * size / plain)
         return figures
 
 
-def tell(what: str, seconds: float) -> float:
-    """``seconds``, after printing them."""
-    print(f"{what}: {seconds:.3f} s", file=sys.stderr, flush=True)
+def show(label: str, seconds: float) -> float:
+    """Print ``seconds`` and return them."""
+    print(f"{label}: {seconds:.3f} s", file=sys.stderr, flush=True)
     return seconds
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Format the figures as text."""
     gib = figures["bytes"] / 2**30
     first, *later = figures["async_stall_s"]
     stall, sync = min(later or [first]), min(figures["sync_s"])
     speed = lambda seconds: f"{seconds:8.3f} s  {gib / seconds:6.2f} GiB/s"  # noqa: E731
-    beside = statistics.median(figures["step_beside_s"]) if figures["step_beside_s"] else None
+    step_during_save = statistics.median(figures["step_beside_s"]) if figures["step_beside_s"] else None
     lines = [
         f"checkpoint                  {gib:8.2f} GiB",
         f"sync: training stands still {speed(sync)}",
@@ -188,8 +188,8 @@ def table(figures: dict[str, Any]) -> str:
         f"disk: {THREADS} files at once       {speed(figures['disk_writes_s'])}",
         f"disk: plain file read       {speed(figures['disk_read_s'])}",
         f"step, nothing beside        {figures['step_s'] * 1e3:8.1f} ms",
-        f"step, while writing         {beside * 1e3:8.1f} ms"
-        if beside
+        f"step, while writing         {step_during_save * 1e3:8.1f} ms"
+        if step_during_save
         else "step, while writing         none was in time",
     ]
     return "\n".join(lines)

@@ -175,13 +175,13 @@ def size_of_weights(model: Path) -> int:
     return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
-def execute(way: str, work: Work, model: Path) -> float:
-    """One way, in this process; its seconds."""
-    if way == "reads":
+def execute(method: str, work: Work, model: Path) -> float:
+    """Run one method in this process; return its seconds."""
+    if method == "reads":
         return reads(model)
-    if way == "writes":
+    if method == "writes":
         return write_files(model.parent, size_of_weights(model))
-    if way == "model":
+    if method == "model":
         write_checkpoint(work, model)
         for path in model.iterdir():
             with path.open("rb") as file:
@@ -196,7 +196,7 @@ def execute(way: str, work: Work, model: Path) -> float:
         "transformers": load_by_transformers,
         "export": export,
     }
-    return ways[way](work, model, synchronize)
+    return ways[method](work, model, synchronize)
 
 
 def main() -> int:
@@ -208,32 +208,32 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where files are; default: the system's temporary directory")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--execute", nargs=3, metavar=("WAY", "MODEL", "RESULT"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    shape = dict(TINY if given.tiny else QWEN3_4B)
-    if given.layers:
-        shape["num_hidden_layers"] = given.layers
-    work = Work(shape, given.platform, "bf16", 0, 0, 0, 0, 1e-5, 1234)
-    if given.execute:
-        way, model, result = given.execute
-        Path(result).write_text(json.dumps(execute(way, work, Path(model))))
+    arguments = parser.parse_args()
+    shape = dict(TINY if arguments.tiny else QWEN3_4B)
+    if arguments.layers:
+        shape["num_hidden_layers"] = arguments.layers
+    work = Work(shape, arguments.platform, "bf16", 0, 0, 0, 0, 1e-5, 1234)
+    if arguments.execute:
+        method, model, result = arguments.execute
+        Path(result).write_text(json.dumps(execute(method, work, Path(model))))
         return 0
     seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-files-", dir=given.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-files-", dir=arguments.folder) as folder:
         model, result = Path(folder) / "model", Path(folder) / "seconds.json"
         model.mkdir()
-        for way in ("model", *WAYS[given.what]):
-            if way != "model":
+        for method in ("model", *WAYS[arguments.what]):
+            if method != "model":
                 drop_pages(model)
-            command = [sys.executable, __file__, *sys.argv[1:], "--execute", way, str(model), str(result)]
+            command = [sys.executable, __file__, *sys.argv[1:], "--execute", method, str(model), str(result)]
             subprocess.run(command, check=True, env=environment())
-            if way != "model":
-                seconds.setdefault(way, []).append(json.loads(result.read_text()))
-                print(f"{way}: {seconds[way][-1]:.3f} s", flush=True)
+            if method != "model":
+                seconds.setdefault(method, []).append(json.loads(result.read_text()))
+                print(f"{method}: {seconds[method][-1]:.3f} s", flush=True)
         size = size_of(model)
-    for way, times in seconds.items():
-        print(f"{way:<16} {min(times):8.3f} s  {size / min(times) / 2**30:6.2f} GiB/s of {size / 2**30:.2f} GiB")
-    if given.json:
-        given.json.write_text(json.dumps({"versions": versions(), "bytes": size, "seconds": seconds}, indent=1))
+    for method, times in seconds.items():
+        print(f"{method:<16} {min(times):8.3f} s  {size / min(times) / 2**30:6.2f} GiB/s of {size / 2**30:.2f} GiB")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"versions": versions(), "bytes": size, "seconds": seconds}, indent=1))
     return 0
 
 

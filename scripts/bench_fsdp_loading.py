@@ -52,9 +52,9 @@ def by_rows(model_dir: Path) -> float:
     info, model = inspect_checkpoint(model_dir), sharded(model_dir)
     sources = tensor_slices(model, False, info.tensors)
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     load(list(shards(model)), sources, info.tensors)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def by_broadcast(model_dir: Path) -> float:
@@ -62,11 +62,11 @@ def by_broadcast(model_dir: Path) -> float:
 
     model = sharded(model_dir)
     dist.barrier()
-    began = time.perf_counter()
-    whole = load_file(model_dir / "model.safetensors") if dist.get_rank() == 0 else {}
+    start = time.perf_counter()
+    tensors = load_file(model_dir / "model.safetensors") if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole, options=options)
-    return time.perf_counter() - began
+    set_model_state_dict(model, tensors, options=options)
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -74,12 +74,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=4)
-    given = parser.parse_args()
-    model_dir = make(given.folder, given.layers)
-    print(f"{len(inspect_checkpoint(model_dir).tensors)} tensors, {given.ranks} ranks")
-    for way in (by_rows, by_broadcast):
-        times = [max(run_distributed(way, given.ranks, model_dir, timeout_s=120)) for _ in range(TIMES)]
-        print(f"{way.__name__}: {statistics.median(times):.2f} s ({', '.join(f'{seconds:.2f}' for seconds in times)})")
+    arguments = parser.parse_args()
+    model_dir = make(arguments.folder, arguments.layers)
+    print(f"{len(inspect_checkpoint(model_dir).tensors)} tensors, {arguments.ranks} ranks")
+    for method in (by_rows, by_broadcast):
+        times = [max(run_distributed(method, arguments.ranks, model_dir, timeout_s=120)) for _ in range(TIMES)]
+        print(
+            f"{method.__name__}: {statistics.median(times):.2f} s ({', '.join(f'{seconds:.2f}' for seconds in times)})"
+        )
 
 
 if __name__ == "__main__":

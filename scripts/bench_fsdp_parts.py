@@ -36,23 +36,23 @@ def milliseconds(run: Run) -> float:
     return statistics.median(times)
 
 
-def report(name: str, ours: Run, other: Run) -> None:
-    """One line of the table."""
-    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(ours(), other(), strict=True))
+def report(name: str, fused: Run, reference: Run) -> None:
+    """Print one line of the table."""
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(fused(), reference(), strict=True))
     torch.cuda.reset_peak_memory_stats()
-    mine = milliseconds(ours)
+    fused_ms = milliseconds(fused)
     gib = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
-    theirs = milliseconds(other)
+    reference_ms = milliseconds(reference)
     print(
-        f"{name:<34} {mine:9.2f} {theirs:9.2f} {theirs / mine:7.2f} x   peak {gib:5.1f} and "
-        f"{torch.cuda.max_memory_allocated() / 2**30:5.1f} GiB   error {apart:.1e}",
+        f"{name:<34} {fused_ms:9.2f} {reference_ms:9.2f} {reference_ms / fused_ms:7.2f} x   peak {gib:5.1f} and "
+        f"{torch.cuda.max_memory_allocated() / 2**30:5.1f} GiB   error {error:.1e}",
         flush=True,
     )
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> Run:
-    """``function`` of ``inputs``, and their gradients."""
+    """Compute ``function`` of ``inputs`` and their gradients."""
 
     def run() -> list[Tensor]:
         out = function(*inputs)
@@ -113,8 +113,8 @@ def experts(
 
         return with_gradients(computed, [up, down, states, shares], upstream)
 
-    theirs = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    report(f"experts, {'even' if equal else 'uneven'} loads", of(transformers_api.experts_products()), of(theirs))
+    grouped_mm = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    report(f"experts, {'even' if equal else 'uneven'} loads", of(transformers_api.experts_products()), of(grouped_mm))
 
 
 if __name__ == "__main__":

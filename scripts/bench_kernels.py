@@ -216,7 +216,7 @@ def head_logits(cross_entropy: Callable[..., torch.Tensor]) -> Callable[..., Res
 
 
 def head_chunks(chunk: int, softmax_gradient: Callable[..., torch.Tensor]) -> Callable[..., Results]:
-    """A chunk of tokens at a time; no logits outlive their chunk, and there is nothing left for the backward pass."""
+    """Compute the loss a chunk of tokens at a time: no logits outlive their chunk, and nothing is saved for the backward pass."""
 
     def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> Results:
         main_grad = buffer_like(weight)
@@ -239,7 +239,7 @@ MAIN_GRADS: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 def buffer_like(weight: torch.Tensor) -> torch.Tensor:
-    """The fp32 gradient buffer, which exists whatever the step does; zeroed, outside what is timed in a real step."""
+    """Return the fp32 gradient buffer, which exists in every step; zeroed outside the timed part of a real step."""
     key = tuple(weight.shape)
     if key not in MAIN_GRADS:
         MAIN_GRADS[key] = torch.zeros(key, dtype=torch.float32, device=weight.device)
@@ -270,7 +270,7 @@ def softmax_gradient_triton(block: int, warps: int) -> Callable[..., torch.Tenso
 
 
 def te_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As megatron-core calls it with ``cross_entropy_fusion_impl="te"``: [sequence, batch, vocabulary]."""
+    """Call Transformer Engine's cross entropy as megatron-core does for "te"; logits are [sequence, batch, vocabulary]."""
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     return parallel_cross_entropy(logits[:, None], targets[:, None], 0.0, False, None)[:, 0]
@@ -291,7 +291,7 @@ def rope_table(sizes: Sizes, device: str) -> torch.Tensor:
 
 
 def rotate_plain(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """The arithmetic of mcore-bridge's unfused path."""
+    """Compute mcore-bridge's unfused path."""
     width = angles.shape[-1]
     x, rest = x[..., :width], x[..., width:]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -378,12 +378,12 @@ def qk_variant(kind: str, sizes: Sizes) -> Callable[..., Results]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, te_module: torch.nn.Module | None) -> torch.Tensor:
-    """Transformer Engine's kernel where a module of it is given, else PyTorch."""
+    """Apply Transformer Engine's kernel if a module of it is given, else PyTorch."""
     return F.rms_norm(x, (x.shape[-1],), weight, 1e-6) if te_module is None else te_module(x)
 
 
 def te_norms(weights: list[torch.Tensor]) -> list[torch.nn.Module]:
-    """Transformer Engine's RMSNorm modules with these weights."""
+    """Build Transformer Engine's RMSNorm modules with these weights."""
     from transformer_engine.pytorch import RMSNorm
 
     modules = []
@@ -448,17 +448,17 @@ def measure(run: Callable[..., Results], inputs: tuple[Any, ...], repeats: int) 
 
 
 def error(results: Results, exact: Results) -> tuple[float, str]:
-    """Largest relative 2-norm difference and whose it is. NaN counts as infinite."""
-    worst, name = 0.0, ""
+    """Return the largest relative 2-norm difference and its name. NaN counts as infinite."""
+    largest, name = 0.0, ""
     for key, expected in exact.items():
         gap = ((results[key].float() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-        if not gap <= worst:
-            worst, name = (gap if gap == gap else float("inf")), key
-    return worst, name
+        if not gap <= largest:
+            largest, name = (gap if gap == gap else float("inf")), key
+    return largest, name
 
 
 def in_fp32(run: Callable[..., Results], inputs: tuple[Any, ...]) -> Results:
-    """The results of ``run`` on fp32 copies of the inputs, without TF32. Copied, since buffers are used again."""
+    """Return the results of ``run`` on fp32 copies of the inputs, without TF32. Copied, since buffers are reused."""
     wide = tuple(x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs)
     return {key: value.float().clone() for key, value in run(*wide).items()}
 
@@ -541,10 +541,10 @@ def main() -> int:
                 rows.append((part, name, "", "", "", "", f"FAILED {type(failure).__name__}: {str(failure)[:300]}"))
                 bad += 1
                 continue
-            worst, where = error(results, exact)
-            bad += not worst <= ERROR_BOUND
-            flag = "" if worst <= ERROR_BOUND else "  BEYOND THE BOUND"
-            figures = (f"{milliseconds:.3f}", f"{peak:.2f}", f"{moved:.2f}", f"{worst:.1e}")
+            error_value, where = error(results, exact)
+            bad += not error_value <= ERROR_BOUND
+            flag = "" if error_value <= ERROR_BOUND else "  BEYOND THE BOUND"
+            figures = (f"{milliseconds:.3f}", f"{peak:.2f}", f"{moved:.2f}", f"{error_value:.1e}")
             rows.append((part, name, *figures, where + flag))
             del results
     header = ("part", "variant", "ms", "GiB", "GB moved", "error", "of")

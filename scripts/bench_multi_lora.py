@@ -61,46 +61,46 @@ class Bench:
 
         samples = make_samples(self.work, tenants, length)
         names = [f"tenant-{number}" for number in range(tenants)]
-        figures = {way: Figures() for way in WAYS}
+        figures = {mode: Figures() for mode in WAYS}
         lora = megascend.Lora(rank=self.rank, alpha=2 * self.rank)
         ways: dict[str, Callable[[], dict[str, tuple[float, float]]]] = {
             "a": lambda: self.in_turn(names, samples),
             "b": lambda: self.mixed(names, samples),
             "c": lambda: self.single(samples),
         }
-        for way, adapters in (("a", names), ("b", names), ("c", ["single"])):
+        for mode, adapters in (("a", names), ("b", names), ("c", ["single"])):
             for name in adapters:
                 self.backend.add_adapter(name, lora)
             self.synchronize(reset_peak=True)
-            figures[way].first = ways[way]()
+            figures[mode].first = ways[mode]()
             for _ in range(self.work.warmup - 1):
-                ways[way]()
+                ways[mode]()
             self.synchronize()
-            figures[way].peak_gib = self.peak()
+            figures[mode].peak_gib = self.peak()
             for name in adapters:
                 self.backend.remove_adapter(name)
         for name in [*names, "single"]:
             self.backend.add_adapter(name, lora)
         for step in range(self.work.steps + 1):
-            for way, run in ways.items():
+            for mode, run in ways.items():
                 self.synchronize()
                 start = time.perf_counter()
                 run()
                 self.synchronize()
                 if step:  # the first round allocates
-                    figures[way].ms.append(1000 * (time.perf_counter() - start))
+                    figures[mode].ms.append(1000 * (time.perf_counter() - start))
         for name in [*names, "single"]:
             self.backend.remove_adapter(name)
         return figures
 
     def in_turn(self, names: list[str], samples: list[Any]) -> dict[str, tuple[float, float]]:
-        """(a): each tenant's loss and gradient norm."""
-        found = {}
+        """Run (a); return each tenant's loss and gradient norm."""
+        results = {}
         for name, sample in zip(names, samples, strict=True):
             result = self.backend.forward_backward([sample], adapter=name)
             step = self.backend.optimizer_step(name)
-            found[name] = (result.loss, step.grad_norm)
-        return found
+            results[name] = (result.loss, step.grad_norm)
+        return results
 
     def mixed(self, names: list[str], samples: list[Any]) -> dict[str, tuple[float, float]]:
         """(b): likewise."""
@@ -146,7 +146,7 @@ class Bench:
         for name in [*names, "single"]:
             self.backend.add_adapter(name, megascend.Lora(rank=self.rank))
         folder.mkdir(parents=True, exist_ok=True)
-        for way, run in (
+        for mode, run in (
             ("a", lambda: self.in_turn(names[:1], samples[:1])),
             ("b", lambda: self.mixed(names, samples)),
             ("c", lambda: self.single(samples)),
@@ -159,7 +159,7 @@ class Bench:
             events = trace.key_averages()
             text = events.table(sort_by=sort, row_limit=40, max_name_column_width=70)
             text += events.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=70)
-            (folder / f"profile-{way}-{tenants}.txt").write_text(text)
+            (folder / f"profile-{mode}-{tenants}.txt").write_text(text)
         for name in [*names, "single"]:
             self.backend.remove_adapter(name)
 
@@ -176,12 +176,12 @@ def make_samples(work: Work, count: int, length: int) -> list[Any]:
 
 
 def disagreement(figures: dict[str, Figures], bound: float) -> str:
-    """The first tenant whose numbers differ between (a) and (b), or an empty string."""
+    """Return the first tenant whose numbers differ between (a) and (b), or an empty string."""
     for name, expected in figures["a"].first.items():
-        got = figures["b"].first[name]
-        for what, one, other in zip(("loss", "grad norm"), expected, got, strict=True):
-            if not abs(one - other) <= bound * abs(one):
-                return f"{name}: {what} {other:.6g} mixed, {one:.6g} alone (bound {bound:.0e})"
+        actual = figures["b"].first[name]
+        for quantity, expected_value, actual_value in zip(("loss", "grad norm"), expected, actual, strict=True):
+            if not abs(expected_value - actual_value) <= bound * abs(expected_value):
+                return f"{name}: {quantity} {actual_value:.6g} mixed, {expected_value:.6g} alone (bound {bound:.0e})"
     return ""
 
 
@@ -194,12 +194,12 @@ def report(work: Work, sizes: list[tuple[int, int]], all_figures: list[dict[str,
     )
     for (tenants, length), figures in zip(sizes, all_figures, strict=True):
         speed = {}
-        for way, name in WAYS.items():
-            one = figures[way]
-            speed[way] = tenants * length / statistics.median(one.ms) * 1000
+        for mode, name in WAYS.items():
+            mode_figures = figures[mode]
+            speed[mode] = tenants * length / statistics.median(mode_figures.ms) * 1000
             print(
-                f"{tenants:8d} {length:7d} ({way}) {name:<8} {speed[way]:9.0f} {statistics.median(one.ms):10.1f} "
-                f"{min(one.ms):8.1f} {max(one.ms):8.1f} {one.peak_gib:9.1f}"
+                f"{tenants:8d} {length:7d} ({mode}) {name:<8} {speed[mode]:9.0f} {statistics.median(mode_figures.ms):10.1f} "
+                f"{min(mode_figures.ms):8.1f} {max(mode_figures.ms):8.1f} {mode_figures.peak_gib:9.1f}"
             )
         difference = disagreement(figures, TOLERANCE[work.precision])
         agree &= not difference
@@ -209,7 +209,7 @@ def report(work: Work, sizes: list[tuple[int, int]], all_figures: list[dict[str,
 
 
 def shape_from(arguments: argparse.Namespace) -> dict[str, int]:
-    """The model's sizes, by the names of transformers' config."""
+    """Return the model's sizes by the names of transformers' config."""
     if arguments.tiny:
         return TINY | (TINY_EXPERTS if arguments.moe else {})
     return QWEN3_30B_A3B | {"num_hidden_layers": 6} if arguments.moe else QWEN3_1_7B
@@ -273,11 +273,11 @@ def main() -> int:
     agree = report(work, sizes, figures, arguments.rank)
     if arguments.json:
         rows = [
-            {"size": size, **{way: asdict(one) for way, one in each.items()}}
-            for size, each in zip(sizes, figures, strict=True)
+            {"size": size, **{mode: asdict(mode_figures) for mode, mode_figures in size_figures.items()}}
+            for size, size_figures in zip(sizes, figures, strict=True)
         ]
-        found = {"engine": arguments.engine, "versions": versions()}
-        arguments.json.write_text(json.dumps(found | {"work": asdict(work), "sizes": rows}, indent=1))
+        report_data = {"engine": arguments.engine, "versions": versions()}
+        arguments.json.write_text(json.dumps(report_data | {"work": asdict(work), "sizes": rows}, indent=1))
     backend.close()
     return 0 if agree else 1
 

@@ -49,14 +49,14 @@ def main() -> None:
         tokens = {}
         for _ in range(options.turns + 1):
             for kind, sampler in samplers.items():
-                began = time.perf_counter()
+                start = time.perf_counter()
                 results = sampler.generate(requests)
-                seconds[kind].append(time.perf_counter() - began)
+                seconds[kind].append(time.perf_counter() - start)
                 tokens[kind] = [result.samples[0].tokens for result in results]
         count = options.rows * options.tokens
         speeds = {kind: count / statistics.median(of[1:]) for kind, of in seconds.items()}
         if backend.rank == 0:
-            found = {
+            figures = {
                 **vars(options),
                 "device": str(backend.engine.device),
                 "why_no_cache": samplers["cache"].why_no_cache,
@@ -65,7 +65,7 @@ def main() -> None:
                 "ratio": speeds["cache"] / speeds["recomputed"],
                 "same_tokens": tokens["cache"] == tokens["recomputed"],
             }
-            print(json.dumps(found))
+            print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@ def server(options: argparse.Namespace, model: Path, folder: Path, settings: lis
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"MEGASCEND_API_KEYS": KEY}
         )
         try:
-            while not (found := re.search(r"at (http://\S+)", log.read_text())):
+            while not (match := re.search(r"at (http://\S+)", log.read_text())):
                 if process.poll() is not None:
                     raise SystemExit(f"the server ended:\n{log.read_text()}")
                 time.sleep(0.2)
-            yield found[1], process.pid
+            yield match[1], process.pid
         finally:
             if process.poll() is not None:
                 print(f"the server ended:\n{log.read_text()[-4000:]}", file=sys.stderr)
@@ -78,16 +78,16 @@ class Connections:
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str, bytes]:
-        """Status, content type and body of an answer."""
+        """Return status, content type and body of a response."""
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection(self._host, int(self._port))
-        given = {"host": self._host, "x-api-key": KEY, "content-length": str(len(body)), **headers}
-        lines = [f"{method} /api/v1/{path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items()), "", ""]
+        fields = {"host": self._host, "x-api-key": KEY, "content-length": str(len(body)), **headers}
+        lines = [f"{method} /api/v1/{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
         writer.write("\r\n".join(lines).encode() + body)
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        found = dict(line.split(": ", 1) for line in head.strip().split("\r\n")[1:])
-        content = await reader.readexactly(int(found.get("content-length", 0)))
+        response_headers = dict(line.split(": ", 1) for line in head.strip().split("\r\n")[1:])
+        content = await reader.readexactly(int(response_headers.get("content-length", 0)))
         self._free.append((reader, writer))
-        return int(head.split()[1]), found.get("content-type", ""), content
+        return int(head.split()[1]), response_headers.get("content-type", ""), content
 
     def close(self) -> None:
         for _, writer in self._free:
@@ -122,21 +122,21 @@ class Tenant:
         self._number = 0
 
     async def step(self) -> float:
-        """A forward_backward and a step; seconds until both are answered."""
+        """Run a forward_backward and a step; return the seconds until both have completed."""
         inside = types.ForwardBackwardInput(data=self._data, loss_fn="cross_entropy")
-        wanted = types.ForwardBackwardRequest(
+        request = types.ForwardBackwardRequest(
             forward_backward_input=inside, model_id=self._name, seq_id=self._number + 1
         )
-        body = forward_backward_request_to_proto(wanted).SerializeToString()
-        began = time.perf_counter()
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        start = time.perf_counter()
         train = self._post("forward_backward", body)
         adam = {"model_id": self._name, "seq_id": self._number + 2, "adam_params": {"learning_rate": self._rate}}
-        made = await asyncio.gather(train, self._post("optim_step", adam))
-        loss, step = await asyncio.gather(*(self._fetch(each["request_id"]) for each in made))
+        accepted = await asyncio.gather(train, self._post("optim_step", adam))
+        loss, step = await asyncio.gather(*(self._fetch(reply["request_id"]) for reply in accepted))
         self._number += 2
         assert "loss:sum" in loss.metrics, loss
         assert "metrics" in step, step
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     async def end(self, *, save: bool = False) -> None:
         if save:
@@ -151,15 +151,15 @@ class Tenant:
         headers = {"content-type": PROTOBUF if isinstance(body, bytes) else "application/json", **headers}
         status = 408
         while status in (408, 429):
-            status, kind, found = await self._http.request("POST", path, content, **headers)
+            status, kind, response = await self._http.request("POST", path, content, **headers)
             await asyncio.sleep(0.05 if status == 429 else 0)
-        assert status == 200, (path, status, found)
-        return deserialize_forward_backward_output(found) if kind == PROTOBUF else json.loads(found)
+        assert status == 200, (path, status, response)
+        return deserialize_forward_backward_output(response) if kind == PROTOBUF else json.loads(response)
 
     async def _fetch(self, name: str) -> Any:
-        found = await self._post("retrieve_future", {"request_id": name}, accept=PROTOBUF)
-        assert not isinstance(found, dict) or "error" not in found, found
-        return found
+        result = await self._post("retrieve_future", {"request_id": name}, accept=PROTOBUF)
+        assert not isinstance(result, dict) or "error" not in result, result
+        return result
 
 
 @contextmanager
@@ -172,31 +172,31 @@ def connected(url: str) -> Iterator[Connections]:
 
 
 def metrics(url: str) -> str:
-    """The server's figures in Prometheus' format."""
+    """Return the server's metrics in Prometheus format."""
     return httpx.get(f"{url}/metrics").raise_for_status().text
 
 
 def counted(url: str) -> tuple[float, float]:
-    """forward_backwards so far, and the sum over them of models in their batch."""
+    """Return the number of forward_backwards so far, and the sum over them of models in their batch."""
     text = metrics(url)
-    found = [re.search(rf"^megascend_models_in_batch_{name} (\S+)", text, re.MULTILINE) for name in ("count", "sum")]
-    return tuple(float(each[1]) if each else 0.0 for each in found)  # type: ignore[return-value]
+    matches = [re.search(rf"^megascend_models_in_batch_{name} (\S+)", text, re.MULTILINE) for name in ("count", "sum")]
+    return tuple(float(match[1]) if match else 0.0 for match in matches)  # type: ignore[return-value]
 
 
 async def load(url: str, model: str, count: int, options: argparse.Namespace) -> dict[str, float]:
-    """What ``count`` tenants get of a server in ``options.seconds``, after a step of each."""
+    """Measure ``count`` tenants on a server for ``options.seconds``, after one warm-up step of each."""
     with connected(url) as http:
         tenants = [Tenant(http, model, number, options) for number in range(count)]
         await asyncio.gather(*(tenant.begin() for tenant in tenants))
         await asyncio.gather(*(tenant.step() for tenant in tenants))
-        before, began, seconds = counted(url), time.perf_counter(), list[float]()
+        before, start, seconds = counted(url), time.perf_counter(), list[float]()
 
         async def steps(tenant: Tenant) -> None:
-            while time.perf_counter() - began < options.seconds:
+            while time.perf_counter() - start < options.seconds:
                 seconds.append(await tenant.step())
 
         await asyncio.gather(*(steps(tenant) for tenant in tenants))
-        wall, after = time.perf_counter() - began, counted(url)
+        wall, after = time.perf_counter() - start, counted(url)
         await asyncio.gather(*(tenant.end() for tenant in tenants))
     places = sorted(seconds)
     return {
@@ -209,35 +209,38 @@ async def load(url: str, model: str, count: int, options: argparse.Namespace) ->
 
 
 async def memory(url: str, pid: int, model: str, options: argparse.Namespace) -> list[tuple[int, float, float]]:
-    """(requests, MiB of the server, GiB on its device) every 1,000 of ``options.memory`` requests."""
-    found, done = [(0, resident(pid), on_device(url)[0])], 0
+    """Sample (requests, MiB of the server, GiB on its device) every 1,000 of ``options.memory`` requests."""
+    samples, completed = [(0, resident(pid), on_device(url)[0])], 0
     with connected(url) as http:
 
         async def requests(number: int) -> None:
-            nonlocal done
+            nonlocal completed
             tenant = Tenant(http, model, number, options)
-            while done < options.memory:
+            while completed < options.memory:
                 await tenant.begin()
                 for _ in range(25):
                     await tenant.step()
-                    done += 2
-                    if done // 1000 > found[-1][0] // 1000:
-                        found.append((done, resident(pid), on_device(url)[0]))
-                        print(f"{done:6d} requests: {found[-1][1]:.0f} MiB, device {found[-1][2]:.2f} GiB", flush=True)
+                    completed += 2
+                    if completed // 1000 > samples[-1][0] // 1000:
+                        samples.append((completed, resident(pid), on_device(url)[0]))
+                        print(
+                            f"{completed:6d} requests: {samples[-1][1]:.0f} MiB, device {samples[-1][2]:.2f} GiB",
+                            flush=True,
+                        )
                 await tenant.end(save=True)
-                done += 3
+                completed += 3
 
         await asyncio.gather(*(requests(number) for number in range(8)))
-    return found
+    return samples
 
 
 def on_device(url: str) -> tuple[float, float]:
-    """GiB that the server has on its device now, and had at most; zeros where the device tells nothing of it."""
+    """Return the server's current and peak device memory in GiB; zeros if the device does not report it."""
     text = metrics(url)
-    found = [
+    matches = [
         re.search(rf"^megascend_device_memory_{name} (\S+)", text, re.MULTILINE) for name in ("bytes", "peak_bytes")
     ]
-    return tuple(float(each[1]) / 2**30 if each else 0.0 for each in found)  # type: ignore[return-value]
+    return tuple(float(match[1]) / 2**30 if match else 0.0 for match in matches)  # type: ignore[return-value]
 
 
 def resident(pid: int) -> float:
@@ -278,18 +281,18 @@ def measure(options: argparse.Namespace, model: Path, folder: Path) -> dict[str,
     remembered: list[tuple[int, float, float]] = []
     failures = list[str]()
     with server(options, model, folder / "mixed", KINDS["mixed"]) as mixed:
-        with server(options, model, folder / "apart", KINDS["one by one"]) as apart:
+        with server(options, model, folder / "apart", KINDS["one by one"]) as unmixed:
             for count in options.tenants:
-                for kind, (url, _) in zip(KINDS, (mixed, apart), strict=True):
+                for kind, (url, _) in zip(KINDS, (mixed, unmixed), strict=True):
                     try:
-                        found = asyncio.run(load(url, str(model), count, options))
+                        result = asyncio.run(load(url, str(model), count, options))
                     except (AssertionError, OSError, EOFError) as error:  # memory for both servers, say
                         failures.append(f"{count} tenants, {kind}: {error!r}")
                         print(f"FAILED: {failures[-1]}", flush=True)
                         continue
-                    loads.setdefault(str(count), {})[kind] = found
+                    loads.setdefault(str(count), {})[kind] = result
                     print(
-                        f"{count:4d} tenants, {kind}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()),
+                        f"{count:4d} tenants, {kind}: " + ", ".join(f"{k} {v:.1f}" for k, v in result.items()),
                         flush=True,
                     )
         if options.memory:

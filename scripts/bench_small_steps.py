@@ -123,7 +123,7 @@ class Bench:
         return figures
 
     def service(self, requests: int, tenants: int, longest: int) -> dict[str, Any]:
-        """Requests of random lengths through the queue; tenants that leave and return."""
+        """Run requests of random lengths through the queue, with tenants that leave and return."""
         import megascend
 
         generator = random.Random(self.work.seed)
@@ -196,45 +196,45 @@ def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool
     if graphs and work.platform != "cuda":
         stand_in(backend, settings)
     bench = Bench(backend, work, arguments.rank)
-    found: dict[str, Any] = {"request": {}, "mixed": {}}
+    figures: dict[str, Any] = {"request": {}, "mixed": {}}
     for tokens in arguments.tokens:
-        found["request"][tokens] = bench.request(tokens)
+        figures["request"][tokens] = bench.request(tokens)
     for size in arguments.mixed:
         tenants, tokens = map(int, size.split("x"))
-        found["mixed"][size] = bench.mixed(tenants, tokens)
+        figures["mixed"][size] = bench.mixed(tenants, tokens)
     if arguments.requests:
-        found["service"] = bench.service(arguments.requests, arguments.tenants, max(arguments.tokens))
-    found["reserved_gib"] = bench.reserved()
-    found["report"] = asdict(backend.cuda_graphs) if graphs else None
+        figures["service"] = bench.service(arguments.requests, arguments.tenants, max(arguments.tokens))
+    figures["reserved_gib"] = bench.reserved()
+    figures["report"] = asdict(backend.cuda_graphs) if graphs else None
     backend.close()
-    return found
+    return figures
 
 
 def stand_in(backend: Any, settings: Any) -> None:
-    """What takes the place of CUDA graphs on a CPU."""
+    """Replace CUDA graphs by their stand-in on a CPU."""
     from support.graphed_steps import CaptureOnCpu, gradients_of
 
     backend.engine.graph_steps(settings, CaptureOnCpu(lambda: gradients_of(backend)))
 
 
-def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Of first losses and gradient norms, relative."""
-    worst = 0.0
+def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest relative difference of first losses and gradient norms."""
+    largest = 0.0
     for part in ("request", "mixed"):
         for size, figures in expected[part].items():
-            for one, other in zip(found[part][size]["first"], figures["first"], strict=True):
-                worst = max(worst, abs(one - other) / abs(other))
-    return worst
+            for value, reference in zip(actual[part][size]["first"], figures["first"], strict=True):
+                largest = max(largest, abs(value - reference) / abs(reference))
+    return largest
 
 
 def report(plain: dict[str, Any], graphed: dict[str, Any]) -> None:
     """Print the tables."""
 
-    def row(what: str, size: Any, part: str, key: str) -> None:
-        one, other = (statistics.median(of[part][size][key]) for of in (plain, graphed))
+    def row(label: str, size: Any, part: str, key: str) -> None:
+        eager_ms, graph_ms = (statistics.median(figures[part][size][key]) for figures in (plain, graphed))
         device, kernels = plain[part][size]["device"], plain[part][size]["kernels"]
         also = f"{device:9.1f} {kernels:8d} {graphed[part][size]['device']:9.1f}" if key == "step" else ""
-        print(f"{what:<10} {size!s:>8} {key:<17} {one:9.1f} {other:9.1f} {one / other:7.2f} {also}")
+        print(f"{label:<10} {size!s:>8} {key:<17} {eager_ms:9.1f} {graph_ms:9.1f} {eager_ms / graph_ms:7.2f} {also}")
 
     columns = f"{'eager ms':>9} {'graph ms':>9} {'ratio':>7} {'device':>9} {'kernels':>8} {'graph dev':>9}"
     print(f"\n{'':10} {'tokens':>8} {'':<17} {columns}")
@@ -243,12 +243,13 @@ def report(plain: dict[str, Any], graphed: dict[str, Any]) -> None:
             row("request", size, "request", key)
     for size in plain["mixed"]:
         row("mixed", size, "mixed", "step")
-    for name, of in (("eager", plain), ("graphs", graphed)):
-        if "service" in of:
-            one = of["service"]
+    for name, figures in (("eager", plain), ("graphs", graphed)):
+        if "service" in figures:
+            service = figures["service"]
             print(
-                f"service    {name:<7} {one['requests']} requests: {one['ms_per_request']:.1f} ms each, "
-                f"{one['tokens_per_s']:.0f} tokens/s; reserved GiB {' '.join(f'{value:.1f}' for value in one['reserved_gib'])}"
+                f"service    {name:<7} {service['requests']} requests: {service['ms_per_request']:.1f} ms each, "
+                f"{service['tokens_per_s']:.0f} tokens/s; reserved GiB "
+                f"{' '.join(f'{value:.1f}' for value in service['reserved_gib'])}"
             )
     print(
         f"graphs: {graphed['report']}; reserved {plain['reserved_gib']:.1f} GiB without, {graphed['reserved_gib']:.1f} with"
@@ -256,7 +257,7 @@ def report(plain: dict[str, Any], graphed: dict[str, Any]) -> None:
 
 
 def shape_of(*, tiny: bool, moe: bool) -> dict[str, int]:
-    """Of the model that is measured."""
+    """Return the model's sizes by the names of transformers' config."""
     if moe:
         return TINY | TINY_EXPERTS if tiny else QWEN3_30B_A3B | {"num_hidden_layers": 6}
     return TINY if tiny else QWEN3_1_7B
@@ -309,8 +310,8 @@ def main() -> int:
     agree = difference <= TOLERANCE[work.precision]
     print(f"first losses and gradient norms differ by {difference:.1e} at most: they {'agree' if agree else 'DIFFER'}")
     if arguments.json:
-        found = {"versions": versions(), "work": asdict(work), "eager": plain, "graphs": graphed}
-        arguments.json.write_text(json.dumps(found, indent=1))
+        report_data = {"versions": versions(), "work": asdict(work), "eager": plain, "graphs": graphed}
+        arguments.json.write_text(json.dumps(report_data, indent=1))
     return 0 if agree else 1
 
 

@@ -61,26 +61,26 @@ whole = time.time() - began
 print(json.dumps({"imports_s": starting + spent, "ready_s": whole - starting - spent}))
 backend.close()
 """
-"""A program as users write it. What takes place while a module is imported counts as import, in the constructor too."""
+"""A program as users write it. Work during an import counts as import time, even inside the constructor."""
 
 DEADLINE_S = 300.0
-"""Of each program."""
+"""Deadline of each program."""
 
 
 def ready(model: Path, platform: str, env: dict[str, str]) -> dict[str, float]:
-    """``imports_s`` and ``ready_s``."""
+    """Return ``imports_s`` and ``ready_s``."""
     command = [sys.executable, "-c", READY, str(model), platform, str(time.time())]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S)
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def train(launcher: list[str], config: Path, output: Path) -> list[str]:
-    """The command of one run."""
+    """Return the command of one run."""
     return [sys.executable, *launcher, "-m", "megascend", "train", str(config), "--set", f"output={output}"]
 
 
 def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, str]) -> tuple[float, float]:
-    """Seconds to the first step and to the end of the program."""
+    """Return the seconds to the first step and to the end of the program."""
     command = train(launcher, config, output)
     metrics, first = output / "metrics.jsonl", None
     start = time.perf_counter()
@@ -100,12 +100,12 @@ def first_step(launcher: list[str], config: Path, output: Path, env: dict[str, s
 
 
 def phases(output: Path, ended: float) -> list[tuple[str, float, float | None]]:
-    """(phase, seconds, processor seconds) of the run in ``output``, whose program ended at ``ended`` (time.time())."""
+    """Return (phase, seconds, processor seconds) of the run in ``output``, whose program ended at ``ended`` (time.time())."""
     events = {event["event"]: event for event in map(json.loads, (output / "events.jsonl").read_text().splitlines())}
     start, finished = events["first_step"], events["finished"]
-    found = [(name, seconds, start["processor_s"][name]) for name, seconds in start["seconds"].items()]
+    startup = [(name, seconds, start["processor_s"][name]) for name, seconds in start["seconds"].items()]
     return [
-        *found,
+        *startup,
         ("other steps, export, plot", finished["time"] - start["time"], None),
         ("leaving", ended - finished["time"], None),
     ]
@@ -116,17 +116,19 @@ IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$")
 
 
 def packages(command: list[str], env: dict[str, str]) -> list[tuple[str, float, int]]:
-    """(package, seconds, modules) of what a run imports until it ends, the longest first. Being watched costs time, too."""
-    watched = [command[0], "-X", "importtime", *command[1:]]
-    done = subprocess.run(watched, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    """Return (package, seconds, modules) of the imports of a run, the longest first. Tracing adds to the time."""
+    traced = [command[0], "-X", "importtime", *command[1:]]
+    completed = subprocess.run(
+        traced, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+    )
     seconds: defaultdict[str, float] = defaultdict(float)
     modules: defaultdict[str, int] = defaultdict(int)
-    for match in filter(None, map(IMPORT.match, done.stderr.splitlines())):
+    for match in filter(None, map(IMPORT.match, completed.stderr.splitlines())):
         package = match[2].partition(".")[0]
         seconds[package] += int(match[1]) / 1e6
         modules[package] += 1
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(watched)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    if completed.returncode != 0:
+        raise SystemExit(f"{' '.join(traced)}: exit code {completed.returncode}: {completed.stderr[-2000:]}")
     return [(name, seconds[name], modules[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
 
 
@@ -136,7 +138,7 @@ def main() -> int:
     parser.add_argument("--only-ready", action="store_true", help="leave megascend train out")
     parser.add_argument("--imports", action="store_true", help="one more run, for the packages that it imports")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="bench-start-") as temporary:
         folder = Path(temporary)
@@ -147,38 +149,38 @@ def main() -> int:
         line = {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]}
         (folder / "chat.jsonl").write_text(16 * (json.dumps(line) + "\n"))
         data = f"data: {{path: {folder / 'chat.jsonl'}, global_batch_size: 4}}"
-        config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {given.platform}\n{data}\n")
+        config.write_text(f"model: {model}\noutput: out\nsteps: 2\nplatform: {arguments.platform}\n{data}\n")
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env["TRITON_CACHE_DIR"] = str(folder / "triton")  # the first run's kernels are new, whatever ran here before
-        ready(model, given.platform, env)
-        show(figures, ready(model, given.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
+        ready(model, arguments.platform, env)
+        show(figures, ready(model, arguments.platform, env | {"MEGASCEND_CACHE": str(folder / "cache-again")}))
         ways = {"first_step": ([], "new"), "kept": ([], "new"), "torchrun": (torchrun(), "other")}
-        for way, (launcher, cache) in {} if given.only_ready else ways.items():
-            of_way = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
-            of_step = first_step(launcher, config, folder / way, of_way)
+        for mode, (launcher, cache) in {} if arguments.only_ready else ways.items():
+            mode_env = env | {"MEGASCEND_CACHE": str(folder / f"cache-{cache}")}
+            step_times = first_step(launcher, config, folder / mode, mode_env)
             ended = time.time()
-            show(figures, {f"{way}_s": of_step[0], f"{way}_end_s": of_step[1]})
-            for name, seconds, processor in phases(folder / way, ended):
-                figures[f"{way}: {name}"] = seconds
+            show(figures, {f"{mode}_s": step_times[0], f"{mode}_end_s": step_times[1]})
+            for name, seconds, processor in phases(folder / mode, ended):
+                figures[f"{mode}: {name}"] = seconds
                 used = "" if processor is None else f", {processor:.2f} of the processors"
                 print(f"    {name:<26} {seconds:7.2f}{used}", flush=True)
-        if given.imports:
-            found = packages(
+        if arguments.imports:
+            imported = packages(
                 train([], config, folder / "imports"), env | {"MEGASCEND_CACHE": str(folder / "cache-new")}
             )
-            print(f"{sum(count for *_, count in found)} modules, {sum(seconds for _, seconds, _ in found):.2f} s")
-            for name, seconds, count in found[:30]:
+            print(f"{sum(count for *_, count in imported)} modules, {sum(seconds for _, seconds, _ in imported):.2f} s")
+            for name, seconds, count in imported[:30]:
                 figures[f"import {name}"] = seconds
                 print(f"    {name:<26} {seconds:7.2f}, {count} modules", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"versions": versions(), "cores": os.cpu_count(), **figures}, indent=1))
     return 0
 
 
-def show(figures: dict[str, float], found: dict[str, float]) -> None:
-    """Print what was found, at once: a later part may pass the caller's deadline."""
-    figures |= found
-    for name, seconds in found.items():
+def show(figures: dict[str, float], measured: dict[str, float]) -> None:
+    """Record and print results at once: a later part may exceed the caller's deadline."""
+    figures |= measured
+    for name, seconds in measured.items():
         print(f"{name:<18} {seconds:7.2f}", flush=True)
 
 

@@ -98,7 +98,7 @@ TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_
 
 @dataclass(frozen=True)
 class Work:
-    """What every run does, whichever way it does it."""
+    """Workload that every run performs."""
 
     shape: dict[str, int]
     platform: str
@@ -134,7 +134,7 @@ class Work:
 
 @dataclass
 class Result:
-    """What one run reports. Losses and norms cover warm-up and timed steps; milliseconds the timed ones."""
+    """Result of one run. Losses and norms cover warm-up and timed steps; milliseconds the timed ones."""
 
     run: str = ""
     device: str = ""
@@ -277,8 +277,8 @@ class PlainSteps(Steps):
         self.device = torch.device("cuda", self.rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if work.ranks == 1 else {}
-        dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+        group_options = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if work.ranks == 1 else {}
+        dist.init_process_group("nccl" if on_gpu else "gloo", **group_options)
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         where = {"device_map": {"": self.rank}} if on_gpu else {}
@@ -412,7 +412,7 @@ def recompute_options(options: dict[str, str]) -> dict[str, Any]:
 
 
 def write_checkpoint(work: Work, directory: Path) -> None:
-    """A random checkpoint of Qwen3 or Qwen3-MoE (normal, 0.02) under Hugging Face's names; made on the GPU if there is one."""
+    """Write a random checkpoint of Qwen3 or Qwen3-MoE (normal, 0.02) under Hugging Face's names, on the GPU if there is one."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3MoeConfig
@@ -434,9 +434,9 @@ def write_checkpoint(work: Work, directory: Path) -> None:
     def normal(*size: int) -> torch.Tensor:
         return (torch.randn(size, generator=generator, device=device) * 0.02).to(dtype).cpu()
 
-    ones = lambda size: torch.ones(size, dtype=dtype)  # noqa: E731
+    unit_weight = lambda size: torch.ones(size, dtype=dtype)  # noqa: E731
     hidden, head = s["hidden_size"], s["head_dim"]
-    tensors = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    tensors = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": unit_weight(hidden)}
     if experts:
         tensors["lm_head.weight"] = normal(s["vocab_size"], hidden)
     for layer in range(s["num_hidden_layers"]):
@@ -446,10 +446,10 @@ def write_checkpoint(work: Work, directory: Path) -> None:
             prefix + "self_attn.k_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
             prefix + "self_attn.v_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
             prefix + "self_attn.o_proj.weight": normal(hidden, s["num_attention_heads"] * head),
-            prefix + "self_attn.q_norm.weight": ones(head),
-            prefix + "self_attn.k_norm.weight": ones(head),
-            prefix + "input_layernorm.weight": ones(hidden),
-            prefix + "post_attention_layernorm.weight": ones(hidden),
+            prefix + "self_attn.q_norm.weight": unit_weight(head),
+            prefix + "self_attn.k_norm.weight": unit_weight(head),
+            prefix + "input_layernorm.weight": unit_weight(hidden),
+            prefix + "post_attention_layernorm.weight": unit_weight(hidden),
         }
         if experts:
             tensors[prefix + "mlp.gate.weight"] = normal(experts, hidden)
@@ -505,13 +505,13 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
 
         result.peak_gib = result.reserved_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if profile is not None:
-        of_rank = f"-{os.environ['RANK']}" if work.ranks > 1 else ""
-        write_profile(steps, batches[0], profile / f"profile-{re.sub('[^a-z0-9]+', '-', run)}{of_rank}.txt", on_gpu)
+        suffix = f"-{os.environ['RANK']}" if work.ranks > 1 else ""
+        write_profile(steps, batches[0], profile / f"profile-{re.sub('[^a-z0-9]+', '-', run)}{suffix}.txt", on_gpu)
     return result
 
 
 def write_profile(steps: Steps, batch: torch.Tensor, path: Path, on_gpu: bool) -> None:
-    """One more step under torch's profiler: kernels by device time, then operators by time spent on the host."""
+    """Profile one more step with torch's profiler: kernels by device time, then operators by time spent on the host."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
@@ -541,20 +541,20 @@ def write_profile(steps: Steps, batch: torch.Tensor, path: Path, on_gpu: bool) -
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the speed."""
+    """Return the versions of packages that affect speed."""
     from importlib import metadata
 
-    found = {}
+    installed = {}
     for package in ("torch", "megatron-core", "mcore-bridge", "transformer-engine", "transformers", "triton"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+            installed[package] = "none"
+    return installed
 
 
 def parse_run(text: str) -> tuple[str, dict[str, str]]:
-    """``bare:micro_batch=4:fusions=rope`` as name and options."""
+    """Parse ``bare:micro_batch=4:fusions=rope`` into name and options."""
     name, *pairs = text.split(":")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
@@ -569,7 +569,7 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
 
 
 def disagreement(work: Work, reference: Result, other: Result) -> str:
-    """How far the numbers of two runs of the same work are apart, or an empty string if they agree."""
+    """Describe the differences between two runs of the same work; empty if they agree."""
     bounds = TOLERANCE[work.precision]
     pairs = {
         "first_loss": (reference.losses[0], other.losses[0]),
@@ -577,15 +577,17 @@ def disagreement(work: Work, reference: Result, other: Result) -> str:
         "first_norm": (reference.norms[0], other.norms[0]),
     }
     wrong = []
-    for name, (expected, got) in pairs.items():
-        relative = abs(got - expected) / max(abs(expected), 1e-12)
-        if not (math.isfinite(got) and relative <= bounds[name]):
-            wrong.append(f"{name} {got:.6g} against {expected:.6g} (relative {relative:.1e}, bound {bounds[name]:.0e})")
+    for name, (expected, actual) in pairs.items():
+        relative = abs(actual - expected) / max(abs(expected), 1e-12)
+        if not (math.isfinite(actual) and relative <= bounds[name]):
+            wrong.append(
+                f"{name} {actual:.6g} against {expected:.6g} (relative {relative:.1e}, bound {bounds[name]:.0e})"
+            )
     return "; ".join(wrong)
 
 
 def report(work: Work, results: list[Result]) -> bool:
-    """Print the table; returns whether all runs computed the same."""
+    """Print the table; return whether all runs agree numerically."""
     peak = next((flops for name, flops in PEAK_BF16.items() if name in results[0].device), None)
     print()
     print(f"{results[0].device}; {', '.join(f'{k} {v}' for k, v in results[0].versions.items())}")
@@ -726,7 +728,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The same for every run. Expandable segments would hide fragmentation, so they are left off for both."""
+    """Return the environment of every run. Expandable segments would hide fragmentation, so they are off for all."""
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
 
 

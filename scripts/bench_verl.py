@@ -51,13 +51,13 @@ FUSED = {
     "gradient_accumulation_fusion": True,
     "masked_softmax_fusion": True,
 }
-OURS = "verl's engine is megascend"
-"""What megascend's engine prints when it is ready."""
+READY_MESSAGE = "verl's engine is megascend"
+"""Message that megascend's engine prints when it is ready."""
 
 
 @dataclass
 class Figures:
-    """Of one run: of each step its loss, gradient norm, tokens and seconds; the first step has no seconds."""
+    """Figures of one run: loss, gradient norm, tokens and seconds of each step; the first step has no seconds."""
 
     loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Figures:
 
 
 def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, folder: Path) -> list[str]:
-    """verl's trainer under torchrun."""
+    """Build the command of verl's trainer under torchrun."""
     engine, _, option = run.partition(":")
     steps = work.warmup + work.steps
     bench = {
@@ -104,7 +104,7 @@ def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
 
 
 def environment(run: str, work: Work, log: Path) -> dict[str, str]:
-    """Of verl's trainer."""
+    """Build the environment of verl's trainer."""
     engine, _, option = run.partition(":")
     here = Path(__file__).parent
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -127,20 +127,20 @@ def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
     """Train as ``run`` says; raises RuntimeError if the trainer ends before its steps are done or takes too long."""
     folder.mkdir()
     log, output = folder / "verl.jsonl", folder / "output"
-    wanted = work.warmup + work.steps
+    total_steps = work.warmup + work.steps
     figures, last = Figures(), 0.0
-    with output.open("w") as written:
+    with output.open("w") as output_file:
         started = time.perf_counter()
         process = subprocess.Popen(
             command(run, work, arguments, model, folder),
             env=environment(run, work, log),
-            stdout=written,
+            stdout=output_file,
             stderr=subprocess.STDOUT,
         )
         try:
-            while len(figures.loss) < wanted:
+            while len(figures.loss) < total_steps:
                 lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-                for line in lines[len(figures.loss) : wanted]:
+                for line in lines[len(figures.loss) : total_steps]:
                     if not line.endswith(b"\n"):
                         break
                     now = time.perf_counter()
@@ -153,17 +153,17 @@ def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
                     figures.tokens.append(data["train/global_tokens"])
                     figures.peak_gib = data.get("perf/max_memory_allocated_gb", figures.peak_gib)
                 ended = process.poll() is not None
-                if len(figures.loss) < wanted and (ended or time.perf_counter() - started > arguments.deadline):
+                if len(figures.loss) < total_steps and (ended or time.perf_counter() - started > arguments.deadline):
                     how = f"ended with {process.returncode}" if ended else f"was stopped after {arguments.deadline} s"
                     raise RuntimeError(
-                        f"{run} {how}, after {len(figures.loss)} of {wanted} steps:\n{cause(output.read_text())}"
+                        f"{run} {how}, after {len(figures.loss)} of {total_steps} steps:\n{cause(output.read_text())}"
                     )
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its workers, which have sessions of their own
             process.wait(60)
-    if run.startswith("megascend") and OURS not in output.read_text():
+    if run.startswith("megascend") and READY_MESSAGE not in output.read_text():
         raise RuntimeError(
             f"{run}: verl trained with another engine; install megascend, whose entry point verl looks for"
         )
@@ -171,23 +171,24 @@ def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
 
 
 def cause(text: str) -> str:
-    """Of all that a trainer wrote, the end up to torchrun's own report."""
+    """Return the end of a trainer's output, without torchrun's own report."""
     lines = text.splitlines()
     torchrun = next((number for number, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
     return "\n".join(lines[max(0, torchrun - 40) : torchrun])[-5000:]
 
 
-def disagreement(one: Figures, other: Figures, bound: float) -> str:
-    """Where the second run's numbers are not the first's, or an empty string."""
-    for what in ("tokens", "loss", "norm"):
-        for step, (expected, found) in enumerate(zip(getattr(one, what), getattr(other, what), strict=True), start=1):
-            if not abs(found - expected) <= bound * abs(expected):
-                return f"{what} of step {step}: {found:.6g}, not {expected:.6g}"
+def disagreement(reference: Figures, other: Figures, bound: float) -> str:
+    """Describe the first difference between two runs; empty if they agree."""
+    for quantity in ("tokens", "loss", "norm"):
+        pairs = zip(getattr(reference, quantity), getattr(other, quantity), strict=True)
+        for step, (expected, value) in enumerate(pairs, start=1):
+            if not abs(value - expected) <= bound * abs(expected):
+                return f"{quantity} of step {step}: {value:.6g}, not {expected:.6g}"
     return ""
 
 
 def make_model(work: Work, folder: Path) -> Path:
-    """A random checkpoint of the work's shape, with the tokenizer of a small model of ours, which no data goes through."""
+    """Write a random checkpoint of the work's shape, with a small model's tokenizer, which no data goes through."""
     model = folder / "model"
     write_checkpoint(work, model)
     small = folder / "small"
@@ -233,7 +234,7 @@ def main() -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an outer timeout leaves no trainer behind
     runs = arguments.run or ["megatron", "megatron:fused", "megascend", "megatron"]
-    found: list[tuple[str, Figures]] = []
+    results: list[tuple[str, Figures]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,20 +242,20 @@ def main() -> int:
         for number, run in enumerate(runs):
             try:
                 figures = measure(run, work, arguments, model, folder / f"{number}-{run.replace(':', '-')}")
-            except RuntimeError as error:  # a machine's minutes are few: the other runs are made nevertheless
+            except RuntimeError as error:  # machine time is scarce: continue with the other runs
                 print(error, flush=True)
                 continue
-            found.append((run, figures))
+            results.append((run, figures))
             print(f"{run}: {statistics.median(figures.seconds[work.warmup - 1 :]):.3f} s a step", flush=True)
             if arguments.json:  # now: the next run may be stopped with this script
-                rows = [speed(work, *each) for each in found]
+                rows = [speed(work, *result) for result in results]
                 arguments.json.write_text(json.dumps({"work": vars(work), "runs": rows}, indent=1))
-    agree = report(work, found, arguments) if found else False
-    return 0 if agree and len(found) == len(runs) else 1
+    agree = report(work, results, arguments) if results else False
+    return 0 if agree and len(results) == len(runs) else 1
 
 
 def speed(work: Work, run: str, figures: Figures) -> dict[str, Any]:
-    """A run's figures, with those of its timed steps."""
+    """Return a run's figures, with the throughput of its timed steps."""
     seconds, tokens = figures.seconds[work.warmup - 1 :], figures.tokens[work.warmup :]
     return {
         "run": run,
@@ -264,9 +265,9 @@ def speed(work: Work, run: str, figures: Figures) -> dict[str, Any]:
     }
 
 
-def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Namespace) -> bool:
-    """Print the table; whether all runs computed the same."""
-    first = found[0][1]
+def report(work: Work, results: list[tuple[str, Figures]], arguments: argparse.Namespace) -> bool:
+    """Print the table; return whether all runs agree numerically."""
+    first = results[0][1]
     print(
         f"\n{versions()}\n{work.sequences} sequences of {arguments.shortest or work.length} to {work.length} tokens a step,"
     )
@@ -276,8 +277,8 @@ def report(work: Work, found: list[tuple[str, Figures]], arguments: argparse.Nam
     print(
         f"{'run':<16} {'tokens/s':>9} {'ms/step':>9} {'peak GiB':>9} {'x first':>8}   first loss, last loss, first norm"
     )
-    agree, base = True, speed(work, *found[0])["tokens_per_s"]
-    for run, figures in found:
+    agree, base = True, speed(work, *results[0])["tokens_per_s"]
+    for run, figures in results:
         row = speed(work, run, figures)
         numbers = f"{figures.loss[0]:.5f} {figures.loss[-1]:.5f} {figures.norm[0]:.5f}"
         measured = f"{row['tokens_per_s']:9.0f} {row['ms']:9.1f} {figures.peak_gib:9.1f}"

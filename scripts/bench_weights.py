@@ -58,10 +58,11 @@ class Live(TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.now = self.peak = 0
 
-    def known(self, tensors: list[torch.Tensor]) -> None:
-        """Do not count these."""
-        self._kept = [tensor.untyped_storage() for tensor in tensors]
-        self._seen.update(self._kept)
+    def exclude(self, tensors: list[torch.Tensor]) -> None:
+        """Exclude the storage of tensors that exist already."""
+        # Kept alive, since the set holds weak references.
+        self._excluded = [tensor.untyped_storage() for tensor in tensors]
+        self._seen.update(self._excluded)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
@@ -124,7 +125,7 @@ def measure(make: Callable[[], Any], engine: Any) -> tuple[int, int, float]:
         return time.perf_counter() - start
 
     received, live = [0], Live()
-    live.known([tensor for chunk in engine.bare_chunks for tensor in (*chunk.parameters(), *chunk.buffers())])
+    live.exclude([tensor for chunk in engine.bare_chunks for tensor in (*chunk.parameters(), *chunk.buffers())])
     with counted(received), live:
         consume()
     return received[0], live.peak, statistics.median(consume() for _ in range(TIMES))
@@ -171,11 +172,11 @@ def main() -> None:
             checkpoint = case_checkpoint(Path(folder), arch, **common, **sizes)
             size = (checkpoint / "model.safetensors").stat().st_size / 1e6
             ranks = run_distributed(on_rank, world_size, checkpoint, parallel, platform, init=False, timeout_s=280)
-            for what in ranks[0]:
-                received, peaks, seconds = zip(*(rank[what] for rank in ranks), strict=True)
-                others = f"{max(peaks[1:]) / 1e6:.1f}" if world_size > 1 else ""
+            for stage in ranks[0]:
+                received, peaks, seconds = zip(*(rank[stage] for rank in ranks), strict=True)
+                other_peaks = f"{max(peaks[1:]) / 1e6:.1f}" if world_size > 1 else ""
                 print(
-                    f"| {name} | {what} | {size:.0f} | {sum(received) / 1e6:.1f} | {peaks[0] / 1e6:.1f} | {others} "
+                    f"| {name} | {stage} | {size:.0f} | {sum(received) / 1e6:.1f} | {peaks[0] / 1e6:.1f} | {other_peaks} "
                     f"| {max(seconds):.3f} |",
                     flush=True,
                 )

@@ -70,12 +70,12 @@ def shapes(gb: float) -> list[tuple[str, tuple[int, ...]]]:
     layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
     names = [(f"model.{name}.weight", shape) for name, shape in ends.items()]
     return names + [
-        (f"model.layers.{place}.{name}.weight", shape) for place in range(layers) for name, shape in layer.items()
+        (f"model.layers.{index}.{name}.weight", shape) for index in range(layers) for name, shape in layer.items()
     ]
 
 
 class Side:
-    """What both processes have: a device, a pipe to the other one, and the arguments."""
+    """Common part of both processes: a device, a pipe to the other one, and the arguments."""
 
     def __init__(self, pipe: Any, device: str, arguments: argparse.Namespace) -> None:
         self.pipe, self.device, self.arguments = pipe, torch.device(device), arguments
@@ -136,10 +136,10 @@ def trainer(pipe: Any, results: Any, device: str, arguments: argparse.Namespace,
         first = time.perf_counter()
         with sender:
             seal = sender.send(weights.items())
-            sent = time.perf_counter()
+            send_end = time.perf_counter()
             side.exchange(seal.to_json())
             verified = time.perf_counter()
-        seconds.update(connect=first - begin, send=sent - first, update=verified - first)
+        seconds.update(connect=first - begin, send=send_end - first, update=verified - first)
         pause = time.perf_counter()
         side.exchange("commit")
         seconds["pause"] = time.perf_counter() - pause
@@ -186,14 +186,14 @@ def _received(pipe: Any) -> Any:
 
 
 def _bare(side: Side, listener: Listener | None, manifest: Manifest, transport: str, sends: bool) -> float:
-    """The transport alone, in a group of its own."""
+    """Measure the bare transport in a separate group."""
     if listener is not None:
-        place = [listener.host, listener.port, listener.new_group(["trainer", "engine"])]
-        side.exchange(place)
+        address = [listener.host, listener.port, listener.new_group(["trainer", "engine"])]
+        side.exchange(address)
     else:
-        place = _received(side.pipe)
+        address = _received(side.pipe)
         side.pipe.send("coming")
-    group = join(*place, 0 if sends else 1, TIMEOUT_S)
+    group = join(*address, 0 if sends else 1, TIMEOUT_S)
     medium = make_transport(transport, Setup(group, manifest, side.device, TIMEOUT_S))
     try:
         return side.bare(medium, sends, manifest.nbytes)
@@ -203,7 +203,7 @@ def _bare(side: Side, listener: Listener | None, manifest: Manifest, transport: 
 
 
 def local(device: str, arguments: argparse.Namespace, results: Any) -> None:
-    """What the parts do alone on one device, in GiB/s: the digest, and a copy."""
+    """Measure the digest, a copy and a sum on one device, in GiB/s."""
     where = torch.device(device)
     data = torch.randint(0, 256, (min(arguments.bucket_mb, 1024) * 2**20,), dtype=torch.uint8, device=where)
     other = torch.empty_like(data)
@@ -231,27 +231,27 @@ def local(device: str, arguments: argparse.Namespace, results: Any) -> None:
     )
 
 
-def pairs(asked: list[str] | None) -> Iterator[tuple[str, str, str]]:
-    """(transport, trainer's device, engine's device) of what this machine has."""
+def pairs(transports: list[str] | None) -> Iterator[tuple[str, str, str]]:
+    """Yield (transport, trainer's device, engine's device) for the devices of this machine."""
     gpus = torch.cuda.device_count()
-    for transport in asked or (ON_GPUS if gpus else ON_A_CPU):
+    for transport in transports or (ON_GPUS if gpus else ON_A_CPU):
         kinds = device_types(transport)
         if "cuda" in kinds and gpus >= 2:
             yield transport, "cuda:0", "cuda:1"
         if transport == "cuda_ipc" and gpus >= 1:
             yield transport, "cuda:0", "cuda:0"
-        if "cpu" in kinds and (asked or not gpus):
+        if "cpu" in kinds and (transports or not gpus):
             yield transport, "cpu", "cpu"
 
 
 def measure(transport: str, first: str, second: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Run both processes; the rounds."""
+    """Run both processes; return the rounds."""
     context = multiprocessing.get_context("spawn")
-    one, other = context.Pipe()
+    trainer_pipe, engine_pipe = context.Pipe()
     results = context.Queue()
     processes = [
-        context.Process(target=trainer, args=(one, results, first, arguments, transport)),
-        context.Process(target=engine, args=(other, second, arguments, transport)),
+        context.Process(target=trainer, args=(trainer_pipe, results, first, arguments, transport)),
+        context.Process(target=engine, args=(engine_pipe, second, arguments, transport)),
     ]
     for process in processes:
         process.start()
@@ -274,8 +274,8 @@ def measure(transport: str, first: str, second: str, arguments: argparse.Namespa
             process.join()
 
 
-def alone(device: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """:func:`local` in a process of its own."""
+def measure_local(device: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Run :func:`local` in a separate process."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=local, args=(device, arguments, results))
@@ -308,18 +308,18 @@ def main() -> None:
     rows, figures = [], {"torch": torch.__version__, "gb": arguments.gb, "rows": []}
     for bucket in buckets:
         arguments.bucket_mb = bucket
-        figures[f"alone, {bucket} MiB"] = alone("cuda:0" if gpus else "cpu", arguments)
+        figures[f"alone, {bucket} MiB"] = measure_local("cuda:0" if gpus else "cpu", arguments)
         for transport, first, second in pairs(arguments.transports):
-            what = {"transport": transport, "from": first, "to": second, "bucket_mib": bucket}
+            setup = {"transport": transport, "from": first, "to": second, "bucket_mib": bucket}
             try:
                 rounds = measure(transport, first, second, arguments)
             except RuntimeError as error:
-                print(f"{what}: {error}", file=sys.stderr, flush=True)
-                figures["rows"].append({**what, "failed": str(error)})
+                print(f"{setup}: {error}", file=sys.stderr, flush=True)
+                figures["rows"].append({**setup, "failed": str(error)})
                 continue
-            middle = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-            figures["rows"].append({**what, **middle, "rounds": rounds})
-            rows.append((what, middle))
+            middle = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
+            figures["rows"].append({**setup, **middle, "rounds": rounds})
+            rows.append((setup, middle))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(figures, file, indent=1)
@@ -327,16 +327,16 @@ def main() -> None:
 
 
 def report(figures: dict[str, Any], rows: list[tuple[dict[str, Any], dict[str, float]]]) -> None:
-    """The table."""
+    """Print the table."""
     for name, values in figures.items():
         if name.startswith("alone"):
             print(f"{name}: " + ", ".join(f"{part} {rate:.1f} GiB/s" for part, rate in values.items()))
     print("| transport | from, to | bucket MiB | GB | bare GiB/s | update GiB/s | share % | connect ms | pause ms |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for what, middle in rows:
+    for setup, middle in rows:
         bare, update = (middle["bytes"] / middle[name] / GIB for name in ("bare", "update"))
         print(
-            f"| {what['transport']} | {what['from']}, {what['to']} | {what['bucket_mib']} | {middle['bytes'] / 1e9:.2f} "
+            f"| {setup['transport']} | {setup['from']}, {setup['to']} | {setup['bucket_mib']} | {middle['bytes'] / 1e9:.2f} "
             f"| {bare:.1f} | {update:.1f} | {100 * update / bare:.0f} | {1e3 * middle['connect']:.0f} "
             f"| {1e3 * middle['pause']:.1f} |"
         )

@@ -57,38 +57,38 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: int = 0
 
-    def tensors(self, what: str, bound: float, reference: dict[str, Any], real: dict[str, Any]) -> None:
-        """One row for the worst tensor of a group that belongs together."""
+    def tensors(self, label: str, bound: float, reference: dict[str, Any], real: dict[str, Any]) -> None:
+        """Add a row for the worst tensor of a group."""
         if reference.keys() != real.keys():
             different = ", ".join(sorted(reference.keys() ^ real.keys()))
-            self.rows.append((what, "", "", "", f"FAILED: only one side has {different}"))
+            self.rows.append((label, "", "", "", f"FAILED: only one side has {different}"))
             self.failures += 1
             return
-        worst = ("", -1.0, 0.0)
+        largest = ("", -1.0, 0.0)
         for name, expected in real.items():
             relative, absolute = difference(reference[name], expected)
-            if not relative <= worst[1]:  # also catches NaN
-                worst = (name, relative, absolute)
-        good = worst[1] <= bound
+            if not relative <= largest[1]:  # also catches NaN
+                largest = (name, relative, absolute)
+        good = largest[1] <= bound
         self.failures += not good
-        self.rows.append((what, f"{worst[1]:.1e}", f"{worst[2]:.1e}", f"{bound:.0e}", "" if good else "FAILED "))
-        self.rows[-1] = (*self.rows[-1][:4], self.rows[-1][4] + worst[0])
+        self.rows.append((label, f"{largest[1]:.1e}", f"{largest[2]:.1e}", f"{bound:.0e}", "" if good else "FAILED "))
+        self.rows[-1] = (*self.rows[-1][:4], self.rows[-1][4] + largest[0])
 
-    def equal(self, what: str, reference: Any, real: Any) -> None:
-        """One row for values that must be the same."""
+    def equal(self, label: str, reference: Any, real: Any) -> None:
+        """Add a row for values that must be equal."""
         good = reference == real
         self.failures += not good
         text = str(real) if good else f"FAILED: reference {reference}, real {real}"
-        self.rows.append((what, "same" if good else "", "", "", text))
+        self.rows.append((label, "same" if good else "", "", "", text))
 
-    def note(self, what: str, text: str) -> None:
-        """A row that says why something was not compared."""
-        self.rows.append((what, "", "", "", text))
+    def note(self, label: str, text: str) -> None:
+        """Add a row with the reason why a case was not compared."""
+        self.rows.append((label, "", "", "", text))
 
-    def failed(self, what: str, text: str) -> None:
-        """A row for something that did not run."""
+    def failed(self, label: str, text: str) -> None:
+        """Add a row for a case that failed to run."""
         self.failures += 1
-        self.rows.append((what, "", "", "", f"FAILED: {text}"))
+        self.rows.append((label, "", "", "", f"FAILED: {text}"))
 
     def print(self) -> None:
         header = ("compared", "relative", "absolute", "bound", "worst tensor / value")
@@ -114,19 +114,19 @@ def difference(reference: torch.Tensor, real: torch.Tensor) -> tuple[float, floa
 
 
 def reference_class(name: str) -> type:
-    """A class of the reference implementation, wherever in the package it lives."""
+    """Find a class of the reference implementation in any of its modules."""
     package = import_module("megascend.reference_te")
     modules = [package] + [
         import_module(info.name) for info in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     for module in modules:
-        if isinstance(found := getattr(module, name, None), type):
-            return found
+        if isinstance(candidate := getattr(module, name, None), type):
+            return candidate
     raise AttributeError(f"megascend.reference_te has no class {name}")
 
 
 def classes(name: str, with_itself: bool) -> tuple[type, type]:
-    """Reference and real class of a name in ``transformer_engine.pytorch``."""
+    """Return the reference and the real class of a name in ``transformer_engine.pytorch``."""
     reference = reference_class(name)
     if with_itself:
         return reference, reference
@@ -147,7 +147,7 @@ def copy_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
 
 
 def run_layer(module: torch.nn.Module, inputs: list[torch.Tensor], call: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Outputs, input gradients and parameter gradients under one fixed output gradient."""
+    """Return outputs, input gradients and parameter gradients for a fixed output gradient."""
     import torch
 
     inputs = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
@@ -265,7 +265,7 @@ def compare_layers(table: Table, device: str, with_itself: bool) -> None:
         for precision in case.precisions:
             torch.manual_seed(1)
             dtype = dtypes[precision]
-            what = f"{case.label} {precision}"
+            label = f"{case.label} {precision}"
             reference_type, real_type = classes(case.name, with_itself)
             weights = {} if case.name == "DotProductAttention" else {"params_dtype": dtype, "device": device}
             real, reference = real_type(**case.arguments, **weights), reference_type(**case.arguments, **weights)
@@ -274,10 +274,10 @@ def compare_layers(table: Table, device: str, with_itself: bool) -> None:
             try:
                 expected = run_layer(real, inputs, case.call)
             except Exception as error:  # noqa: BLE001 - whatever the real one cannot do is reported, not compared
-                table.note(what, f"not compared: the real one raised {type(error).__name__}: {str(error)[:120]}")
+                table.note(label, f"not compared: the real one raised {type(error).__name__}: {str(error)[:120]}")
                 continue
-            got = run_layer(reference, inputs, case.call)
-            table.tensors(what, BOUNDS["layers", precision], got, expected)
+            actual = run_layer(reference, inputs, case.call)
+            table.tensors(label, BOUNDS["layers", precision], actual, expected)
     compare_adam(table, device, with_itself)
     compare_attributes(table, device, with_itself)
 
@@ -311,12 +311,12 @@ def compare_adam(table: Table, device: str, with_itself: bool) -> None:
 
 
 def compare_attributes(table: Table, device: str, with_itself: bool) -> None:
-    """What Megatron reads off the parameters (shards, gradient norm, sequence-parallel reduction), by parallel mode."""
+    """Compare the parameter attributes that Megatron reads (shards, gradient norm, sequence-parallel reduction)."""
     import torch
 
     modes = {"column": "column", "row": "row", "none": None}
     for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
-        for label, mode in modes.items():
+        for mode_label, mode in modes.items():
             if name == "LayerNormLinear" and mode == "row":
                 continue
             for sequence_parallel in (False, True):
@@ -336,12 +336,12 @@ def compare_attributes(table: Table, device: str, with_itself: bool) -> None:
                 }
                 if name == "GroupedLinear":
                     arguments |= {"num_gemms": 2}
-                found = []
-                what = f"attributes {name} {label}{' sequence parallel' if sequence_parallel else ''}"
+                attributes = []
+                label = f"attributes {name} {mode_label}{' sequence parallel' if sequence_parallel else ''}"
                 try:
                     for kind in classes(name, with_itself):
                         module = kind(**arguments)
-                        found.append(
+                        attributes.append(
                             {
                                 parameter_name: {key: getattr(parameter, key, ABSENT) for key in ATTRIBUTES}
                                 | {"shape": tuple(parameter.shape)}
@@ -349,14 +349,14 @@ def compare_attributes(table: Table, device: str, with_itself: bool) -> None:
                             }
                         )
                 except Exception as error:  # noqa: BLE001 - a layer that cannot be built is a row of the table
-                    table.failed(what, f"{type(error).__name__}: {str(error)[:160]}")
+                    table.failed(label, f"{type(error).__name__}: {str(error)[:160]}")
                     continue
-                reference, real = found
-                table.equal(f"{what}: parameters", sorted(reference), sorted(real))
+                reference, real = attributes
+                table.equal(f"{label}: parameters", sorted(reference), sorted(real))
                 for parameter_name in sorted(reference.keys() & real.keys()):
                     short = {k: v for k, v in real[parameter_name].items() if v != ABSENT}
                     other = {k: v for k, v in reference[parameter_name].items() if v != ABSENT}
-                    table.equal(f"{what}: {parameter_name}", other, short)
+                    table.equal(f"{label}: {parameter_name}", other, short)
 
 
 # --- the whole model --------------------------------------------------------------------------------------------------
@@ -489,15 +489,15 @@ def compare_model(table: Table, arguments: argparse.Namespace) -> None:
             real, reference = (torch.load(work / f"{side}-{rank}.pt") for side in ("real", "reference"))
             for name, arch, _, precision in model_cases(arguments.ranks):
                 bound = BOUNDS["moe" if arch == "qwen3_moe" else "model", precision]
-                what = f"{name} rank {rank}"
+                label = f"{name} rank {rank}"
                 losses = [{"losses": side[name]["losses"]} for side in (reference, real)]
-                table.tensors(f"{what}: losses", bound, *losses)
-                whole = [{"all gradients": as_one_vector(side[name]["gradients"])} for side in (reference, real)]
+                table.tensors(f"{label}: losses", bound, *losses)
+                vectors = [{"all gradients": as_one_vector(side[name]["gradients"])} for side in (reference, real)]
                 names = [sorted(side[name]["gradients"]) for side in (reference, real)]
-                table.equal(f"{what}: parameters with a gradient", len(names[0]), len(names[1]))
-                table.tensors(f"{what}: gradients as one vector", bound, *whole)
+                table.equal(f"{label}: parameters with a gradient", len(names[0]), len(names[1]))
+                table.tensors(f"{label}: gradients as one vector", bound, *vectors)
                 table.tensors(
-                    f"{what}: worst gradient", 5 * bound, reference[name]["gradients"], real[name]["gradients"]
+                    f"{label}: worst gradient", 5 * bound, reference[name]["gradients"], real[name]["gradients"]
                 )
 
 

@@ -20,24 +20,24 @@ CHANGES_THE_MACHINE = ("useradd",)
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """The instructions of a container file with their arguments; comments left out, continued lines joined."""
+    """Parse the instructions of a container file with their arguments, without comments and with continued lines joined."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n", " ", lines)
     return [(name, rest) for line in joined.splitlines() if line.strip() for name, _, rest in [line.partition(" ")]]
 
 
 def shell(text: str) -> str:
-    """The script.
+    """Build the script.
 
     Raises:
-        ValueError: there is an instruction that it does not know.
+        ValueError: an instruction is not supported.
     """
-    found = instructions(text)
-    targets = [rest.split()[-1].rstrip("/") for name, rest in found if name == "COPY"]
-    made = sorted({Path(target).parts[1] for target in targets if target.startswith("/")})
+    steps = instructions(text)
+    targets = [rest.split()[-1].rstrip("/") for name, rest in steps if name == "COPY"]
+    folders = sorted({Path(target).parts[1] for target in targets if target.startswith("/")})
     lines = ["set -eu"]
-    for name, rest in found:
-        here = re.sub(rf"(?<![\w/.])/({'|'.join(made)})\b", r"$ROOT/\1", rest) if made else rest
+    for name, rest in steps:
+        here = re.sub(rf"(?<![\w/.])/({'|'.join(folders)})\b", r"$ROOT/\1", rest) if folders else rest
         if name == "ARG":
             variable, _, value = rest.partition("=")
             lines.append(f"export {variable}=${{{variable}:-{value}}}")

@@ -89,24 +89,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--platform", default="auto")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     failed = False
     for name, (arch, precision, options, loss, norm) in (CASES | (ON_TWO if world_size == 2 else {})).items():
-        checkpoint = case_checkpoint(given.folder, arch)
+        checkpoint = case_checkpoint(arguments.folder, arch)
         try:
-            mine = trajectory(checkpoint, precision, given.platform, options)
+            measured = trajectory(checkpoint, precision, arguments.platform, options)
         except Exception as error:
             print(
                 json.dumps({"case": name, "rank": rank, "error": f"{type(error).__name__}: {error}"[:600]}), flush=True
             )
             raise
         if rank == 0:
-            whole = hf_reference(given.folder, checkpoint, token_lists())
-            apart = differences(mine, Trajectory(whole.losses, whole.grad_norms, []))
-            good = apart.loss <= loss and apart.grad_norm <= norm
+            reference = hf_reference(arguments.folder, checkpoint, token_lists())
+            errors = differences(measured, Trajectory(reference.losses, reference.grad_norms, []))
+            good = errors.loss <= loss and errors.grad_norm <= norm
             failed = failed or not good
-            print(json.dumps({"case": name, "loss": apart.loss, "norm": apart.grad_norm, "good": good}), flush=True)
+            print(json.dumps({"case": name, "loss": errors.loss, "norm": errors.grad_norm, "good": good}), flush=True)
     raise SystemExit(int(failed))
 
 

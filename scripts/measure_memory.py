@@ -134,7 +134,7 @@ class Measured:
 
 
 def config_of(case: Case, platform: str, model: Path) -> RunConfig:
-    """The case as a run file would have it."""
+    """Return the run configuration of the case."""
     tokens = int(case.share * TOKENS[platform])
     usual: dict[str, Any] = {
         "model": model,
@@ -148,21 +148,23 @@ def config_of(case: Case, platform: str, model: Path) -> RunConfig:
 
 
 def lengths_of(case: Case, config: RunConfig, data_ranks: int) -> list[int]:
-    """Of a step's samples: those of each micro batch fill it."""
+    """Return the lengths of a step's samples; those of each micro batch fill it."""
     tokens = config.batching.budget
     parts = [tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4] if case.packed else [tokens // 2] * 2
     return parts * (case.micro_batches * data_ranks)
 
 
 def estimate_of(case: Case, platform: str, model: Path) -> Estimate:
-    """What the formulas say of a case."""
+    """Estimate the memory of a case with the formulas."""
     config, info = config_of(case, platform, model), inspect_checkpoint(model)
     budget = config.batching.budget
     workload = Workload(budget, case.micro_batches, case.packed and case.engine != "single", longest=budget // 2)
     topology = plan(config.parallel, case.ranks, info.shape)
-    found = estimate(config, info, read_config(model), topology, workload, "plain" if platform == "cpu" else "fused")
-    assert found is not None
-    return found
+    prediction = estimate(
+        config, info, read_config(model), topology, workload, "plain" if platform == "cpu" else "fused"
+    )
+    assert prediction is not None
+    return prediction
 
 
 def measure(case: Case, platform: str, model: Path) -> Measured:
@@ -196,11 +198,11 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
         samples = [
             Sample.causal(torch.randint(0, vocabulary, (length + 1,), generator=generator)) for length in lengths
         ]
-        mine = backend.shard(samples)
+        share = backend.shard(samples)
         for step in range(3):
             if step == 1:
                 reset_peak()
-            backend.forward_backward(mine, adapter=None if config.lora is None else ADAPTER)
+            backend.forward_backward(share, adapter=None if config.lora is None else ADAPTER)
             backend.optimizer_step()
 
 
@@ -215,16 +217,16 @@ def worker(names: list[str], platform: str, folder: Path) -> dict[str, list[Meas
     import megascend.app.run
     import megascend.backends  # ranks find them imported
 
-    found = {}
+    figures = {}
     for name in names:
         case, model = CASES[name], folder / ("moe" if CASES[name].experts else "dense")
         if platform == "cpu":
             from megascend.testing import run_distributed
 
-            found[name] = run_distributed(measure, case.ranks, case, platform, model, init=False)
+            figures[name] = run_distributed(measure, case.ranks, case, platform, model, init=False)
         else:
-            found[name] = [measure(case, platform, model)]
-    return found
+            figures[name] = [measure(case, platform, model)]
+    return figures
 
 
 def start(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, list[Measured]]:
@@ -247,20 +249,20 @@ def start(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict
                 command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    figures: dict[str, list[Measured]] = {name: [] for name in names}
     try:
         for child in children:
             out, err = child.communicate(timeout=arguments.timeout)
             if child.returncode:
                 raise SystemExit(f"{', '.join(names)}: a worker ended with {child.returncode}\n{err[-6000:]}")
             for name, ranks in json.loads(out.strip().splitlines()[-1]).items():
-                found[name] += [Measured(**rank) for rank in ranks]
+                figures[name] += [Measured(**rank) for rank in ranks]
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
                 child.communicate()
-    return found
+    return figures
 
 
 def report(name: str, expected: Estimate, ranks: list[Measured]) -> bool:
@@ -276,7 +278,7 @@ def report(name: str, expected: Estimate, ranks: list[Measured]) -> bool:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", action="append", choices=list(CASES), help="only these; may be repeated")
@@ -294,12 +296,12 @@ def main() -> int:
     on_gpu = arguments.platform == "cuda"
     names = arguments.case or list(CASES)
     if arguments.worker:
-        found = worker(names, arguments.platform, arguments.worker)
-        print(json.dumps({name: [asdict(rank) for rank in ranks] for name, ranks in found.items()}))
+        group_figures = worker(names, arguments.platform, arguments.worker)
+        print(json.dumps({name: [asdict(rank) for rank in ranks] for name, ranks in group_figures.items()}))
         return 0
     ranks = arguments.ranks or (1 if on_gpu and not arguments.case else None)
     names = [name for name in names if ranks in (None, CASES[name].ranks)]
-    begun, good, rows = time.monotonic(), True, {}
+    start_time, good, rows = time.monotonic(), True, {}
     with tempfile.TemporaryDirectory(prefix="measure_memory_") as temporary:
         folder = Path(temporary)
         for kind, shape in (
@@ -319,15 +321,14 @@ def main() -> int:
             "| case | estimate MiB | measured MiB | estimate is off by | reserved MiB | the estimate |\n|---|---|---|---|---|---|"
         )
         with ThreadPoolExecutor(arguments.parallel if on_gpu else 1) as pool:
-            for found in pool.map(lambda group: start(group, arguments, folder), groups):
-                for name, measured in found.items():
+            for group_figures in pool.map(lambda group: start(group, arguments, folder), groups):
+                for name, measured in group_figures.items():
                     model = folder / ("moe" if CASES[name].experts else "dense")
                     expected = estimate_of(CASES[name], arguments.platform, model)
                     good &= report(name, expected, measured)
                     rows[name] = {"items": expected.items, "ranks": [asdict(rank) for rank in measured]}
-    print(
-        f"{time.monotonic() - begun:.0f} s; {'every' if good else 'not every'} estimate is within {LOWEST:+.0%} to {HIGHEST:+.0%}"
-    )
+    seconds = time.monotonic() - start_time
+    print(f"{seconds:.0f} s; {'every' if good else 'not every'} estimate is within {LOWEST:+.0%} to {HIGHEST:+.0%}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if good else 1

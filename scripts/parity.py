@@ -54,17 +54,17 @@ def measure(
         checkpoint = checkpoints[case.name]
         if lora:
             adapter = adapters[case.name]
-            mine = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
-            found: Any = adapter_differences(mine, peft_reference(folder, checkpoint, adapter, tokens))
+            measured = run(case, checkpoint, tokens, platform_name, precision, forks, adapter)
+            errors: Any = adapter_differences(measured, peft_reference(folder, checkpoint, adapter, tokens))
         else:
             reference = hf_reference(folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula)
-            found = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
-        within = found.loss <= case.loss_bound and found.grad_norm <= case.norm_bound
-        if case.precision == "fp32" and found.logits is not None:
-            within = within and found.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
+            errors = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
+        within = errors.loss <= case.loss_bound and errors.grad_norm <= case.norm_bound
+        if case.precision == "fp32" and errors.logits is not None:
+            within = within and errors.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
         verdict = "ok" if within else "OVER ITS BOUND"
-        print(f"{case.name}: {verdict}, {found}", file=sys.stderr, flush=True)
-        return {"case": case.name, "processes": case.world_size, **vars(found), "within_bounds": within}
+        print(f"{case.name}: {verdict}, {errors}", file=sys.stderr, flush=True)
+        return {"case": case.name, "processes": case.world_size, **vars(errors), "within_bounds": within}
 
     if forks or jobs == 1:
         return [row(case) for case in chosen]
@@ -73,12 +73,12 @@ def measure(
 
 
 def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
-    """The matrix's cases whose name matches, in ``precision`` if one is asked for."""
+    """Return the matrix's cases whose name matches, in ``precision`` if requested."""
     from megascend.testing.parity import matrix
     from support.lora_parity import lora_matrix
 
-    of_platform = lora_matrix(platform_name) if lora else matrix(platform_name)
-    chosen = [case for case in of_platform if re.search(pattern, case.name)]
+    matrix_cases = lora_matrix(platform_name) if lora else matrix(platform_name)
+    chosen = [case for case in matrix_cases if re.search(pattern, case.name)]
     if precision is None:
         return chosen
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
@@ -93,7 +93,7 @@ def make_adapters(pattern: str, folder: Path, platform_name: str, precision: str
 
 
 def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
-    """What the process of :func:`make_adapters` does."""
+    """Make adapters; the body of the process of :func:`make_adapters`."""
     from megascend.testing.parity import case_checkpoint
     from support.lora_parity import case_adapter
 
@@ -103,7 +103,7 @@ def adapter_maker(pattern: str, folder: Path, platform_name: str, precision: str
 
 
 def prepare(platform_name: str) -> bool:
-    """Whether ranks are forked from this process, where devices are CPU memory; Megatron is imported for them then."""
+    """Import Megatron for forked ranks if devices are CPU memory; return whether ranks are forked."""
     import megascend
     import simnpu
 
@@ -122,7 +122,7 @@ def run(
     forks: bool,
     adapter: Path | None = None,
 ) -> Any:
-    """The trajectory of the case, or of ``adapter`` in it, on forked processes or torchrun's."""
+    """Return the trajectory of the case, or of ``adapter`` in it, on forked processes or torchrun's."""
     import torch
 
     from megascend.testing.parity import train_case

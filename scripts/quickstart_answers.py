@@ -25,7 +25,7 @@ def read_answers(path: Path) -> dict[str, str]:
 
 
 def ask(model, tokenizer, question: str) -> str:
-    """The model's greedy answer."""
+    """Return the model's greedy answer."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)

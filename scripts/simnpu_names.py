@@ -30,7 +30,7 @@ RAISES_WHEN_CALLED = {"torch_npu.npu": {"NPUGraph"}}
 
 
 def published(path: Path) -> list[str]:
-    """The names in a file's ``__all__``, read without running it."""
+    """Return the names in a file's ``__all__`` without running it."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return sorted(ast.literal_eval(node.value))
@@ -53,12 +53,12 @@ def row(kind: str, names: list[str]) -> str:
 
 
 def section(module: str, names: list[str]) -> str:
-    """One package's part of the table, from what its stand-in has."""
-    place = import_module(module)
+    """Format one package's part of the table from the names of its stand-in."""
+    package = import_module(module)
     calls = RAISES_WHEN_CALLED.get(module, set())
-    there = [name for name in names if hasattr(place, name) and name not in calls]
+    there = [name for name in names if hasattr(package, name) and name not in calls]
     raises = [name for name in names if name in calls]
-    absent = [name for name in names if not hasattr(place, name)]
+    absent = [name for name in names if not hasattr(package, name)]
     text = f"### {module}: {len(there)} of {len(names)}\n\n| | | names |\n|---|---|---|\n" + row("there", there)
     return text + (row("raises when called", raises) if raises else "") + row("raises when looked up", absent) + "\n"
 

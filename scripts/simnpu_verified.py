@@ -24,18 +24,18 @@ COVERED = ("src/simnpu", "tests/simnpu", "scripts/npu_programs")
 
 
 def covered_files(root: Path) -> list[Path]:
-    """What the digest is over, relative to ``root``: every file but documentation and what Python and editors leave."""
-    found = (path.relative_to(root) for folder in COVERED for path in (root / folder).rglob("*") if path.is_file())
+    """List the files of the digest relative to ``root``: all but documentation and files that Python and editors leave."""
+    paths = (path.relative_to(root) for folder in COVERED for path in (root / folder).rglob("*") if path.is_file())
     return sorted(
         path
-        for path in found
+        for path in paths
         if path.suffix not in (".md", ".pyc")
         and not any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     )
 
 
 def state(root: Path) -> dict[str, str]:
-    """The digest, and the versions that the tests depend on; torch's without its build (``+cpu``)."""
+    """Return the digest and the versions that the tests depend on; torch's without its build (``+cpu``)."""
     digest = hashlib.sha256()
     for path in covered_files(root):
         content = (root / path).read_bytes()
@@ -48,7 +48,7 @@ def state(root: Path) -> dict[str, str]:
 
 
 def difference(root: Path) -> str:
-    """Why the tests must run; empty if they need not."""
+    """Return the reason why the tests must run; empty if they need not."""
     try:
         verified = json.loads((root / VERIFIED).read_text())
     except FileNotFoundError:
@@ -56,8 +56,8 @@ def difference(root: Path) -> str:
     now = state(root)
     if verified.get("files") != now["files"]:
         return f"{', '.join(COVERED)} have changed since {VERIFIED} was written"
-    others = [name for name in ("torch", "python") if verified.get(name) != now[name]]
-    changed = [f"{name} {verified.get(name)} -> {now[name]}" for name in others]
+    outdated = [name for name in ("torch", "python") if verified.get(name) != now[name]]
+    changed = [f"{name} {verified.get(name)} -> {now[name]}" for name in outdated]
     return f"verified with another version: {', '.join(changed)}" if changed else ""
 
 
@@ -65,12 +65,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Is the simulated device the one whose own tests passed?")
     parser.add_argument("--state", action="store_true", help="print what the tests are about to run on")
     parser.add_argument("--write", metavar="STATE", help="all of tests/simnpu passed on STATE: note it")
-    asked = parser.parse_args(arguments)
-    if asked.state:
+    options = parser.parse_args(arguments)
+    if options.state:
         print(json.dumps(state(ROOT)))
         return 0
-    if asked.write:
-        if json.loads(asked.write) != state(ROOT):
+    if options.write:
+        if json.loads(options.write) != state(ROOT):
             print(f"{VERIFIED} is not written: files have changed while the tests ran", file=sys.stderr)
             return 1
         (ROOT / VERIFIED).write_text(json.dumps(state(ROOT), indent=1) + "\n")

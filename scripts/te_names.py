@@ -48,27 +48,27 @@ class Wheel:
 
     def _file(self, module: str) -> str | None:
         path = f"{PACKAGE}/{module.replace('.', '/')}"
-        return next((each for each in (f"{path}/__init__.py", f"{path}.py") if each in self._files), None)
+        return next((file for file in (f"{path}/__init__.py", f"{path}.py") if file in self._files), None)
 
     def names(self, module: str) -> list[str]:
         """Sorted public names of ``module``, which is relative to the package; none if there is no such module."""
         file = self._file(module)
         if file is None:
             return []
-        found: set[str] = set()
+        names: set[str] = set()
         tree = ast.parse(self._archive.read(file))
         for node in statements(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
                 return sorted(ast.literal_eval(node.value))
             elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(PACKAGE)):
-                found |= self._imported(node, module, is_package=file.endswith("__init__.py"))
-        return sorted(name for name in found if not name.startswith("_"))
+                names |= self._imported(node, module, is_package=file.endswith("__init__.py"))
+        return sorted(name for name in names if not name.startswith("_"))
 
     def _imported(self, node: ast.ImportFrom, module: str, is_package: bool) -> set[str]:
-        if [each.name for each in node.names] != ["*"]:
-            return {each.asname or each.name for each in node.names}
+        if [alias.name for alias in node.names] != ["*"]:
+            return {alias.asname or alias.name for alias in node.names}
         if not node.level:
             return set(self.names((node.module or "").removeprefix(f"{PACKAGE}.")))
         parts = module.split(".")

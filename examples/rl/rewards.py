@@ -1,4 +1,4 @@
-"""Rewards of the example: how much of the answer is right."""
+"""Reward of the example: the share of the answer that is correct."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def sorted_digits(response: str, example: Mapping[str, Any]) -> float:
-    """Share of characters that are those of the answer, at their places."""
+    """Return the share of characters that equal the answer's at the same position."""
     answer = example["answer"]
-    right = sum(mine == theirs for mine, theirs in zip(response, answer, strict=False))
+    right = sum(token == expected for token, expected in zip(response, answer, strict=False))
     return right / max(len(answer), len(response))

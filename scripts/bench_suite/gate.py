@@ -1,4 +1,4 @@
-"""Ratios that were stored for a device, and which of a run's have fallen. Pure but for reading and writing the file."""
+"""Stored ratios of a device, and the check for those that have fallen. Pure except for reading and writing the file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``ratio`` is what is compared and is better when higher; None: there is nothing to compare with here."""
+    """One figure. ``ratio`` is compared, and is better when higher; None if there is nothing to compare with."""
 
     name: str
-    """``line/what``, once in a run."""
+    """``line/figure``, unique in a run."""
     value: float
     unit: str
     ratio: float | None
     against: str
-    """What the ratio is to."""
+    """The reference of the ratio."""
     noise: float = 0.04
-    """How much of the ratio may be gone without a reason: what repeated runs on one device differ by."""
+    """Tolerated relative drop of the ratio: the difference of repeated runs on one device."""
     ours: bool = True
-    """Of megascend: what others take is printed, and neither stored nor compared."""
+    """True for megascend; figures of other libraries are printed, but neither stored nor compared."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``fallen`` and ``missing`` fail; ``new`` is only said."""
+    """Result of a comparison: ``fallen`` and ``missing`` fail, ``new`` is only reported."""
 
     fallen: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -52,56 +52,59 @@ class Verdict:
 
 
 def compare(rows: Iterable[Row], stored: Stored, lines: Iterable[str]) -> Verdict:
-    """Hold a run against what is stored.
+    """Compare a run with the stored ratios.
 
     Args:
         rows: of this run.
-        lines: those that this run was asked for; stored rows of others are left out.
+        lines: names of the lines requested; stored rows of other lines are ignored.
     """
-    found = {row.name: row for row in rows}
-    asked = set(lines)
+    measured = {row.name: row for row in rows}
+    requested = set(lines)
     fallen, missing = [], []
     for name, (ratio, noise) in stored.ratios.items():
-        if name.partition("/")[0] not in asked:
+        if name.partition("/")[0] not in requested:
             continue
-        got = found[name].ratio if name in found else None
-        if got is None or not math.isfinite(got):
+        current = measured[name].ratio if name in measured else None
+        if current is None or not math.isfinite(current):
             missing.append(f"{name}: no ratio in this run, {ratio:.3f} stored")
-        elif got < ratio * (1 - noise):
-            fallen.append(f"{name}: {got:.3f}, {ratio:.3f} stored: {1 - got / ratio:.1%} less, noise is {noise:.0%}")
-    new = [name for name, row in found.items() if row.ratio is not None and row.ours and name not in stored.ratios]
+        elif current < ratio * (1 - noise):
+            fallen.append(
+                f"{name}: {current:.3f}, {ratio:.3f} stored: {1 - current / ratio:.1%} less, noise is {noise:.0%}"
+            )
+    new = [name for name, row in measured.items() if row.ratio is not None and row.ours and name not in stored.ratios]
     return Verdict(tuple(fallen), tuple(missing), tuple(new))
 
 
 def merged(stored: Stored | None, rows: Iterable[Row], device: str, scale: str, versions: Mapping[str, str]) -> Stored:
-    """What to store after a run: its ratios, and the stored ones of rows that it has not measured."""
+    """Merge a run's ratios into the stored ones, which stay for rows that it has not measured."""
     ratios = dict(stored.ratios) if stored else {}
     ratios |= {row.name: (row.ratio, row.noise) for row in rows if row.ratio is not None and row.ours}
     return Stored(device, scale, ratios, versions)
 
 
 def refusal(stored: Stored, device: str, scale: str) -> str:
-    """Why a run on this device cannot be held against ``stored``; empty if it can."""
+    """Return the reason why a run cannot be compared with ``stored``; empty if it can."""
     if stored.device != device:
         return f"the stored ratios are of {stored.device}, this is {device}"
     return "" if stored.scale == scale else f"the stored ratios are of scale {stored.scale}, this is {scale}"
 
 
 def file_name(device: str, scale: str) -> str:
-    """``NVIDIA H200``, ``full`` as ``nvidia-h200.json``."""
+    """Return the file name of a device and scale: ``nvidia-h200.json`` for ``NVIDIA H200``, ``full``."""
     name = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
     return f"{name}.json" if scale == "full" else f"{name}-{scale}.json"
 
 
 def read(path: Path) -> Stored:
-    """
+    """Read the stored ratios of a device.
+
     Raises:
-        ValueError: the file is no file of ratios.
+        ValueError: the file does not contain stored ratios.
     """
     try:
-        found = json.loads(path.read_text())
-        ratios = {name: (float(of["ratio"]), float(of["noise"])) for name, of in found["ratios"].items()}
-        return Stored(found["device"], found["scale"], ratios, found["versions"])
+        data = json.loads(path.read_text())
+        ratios = {name: (float(row["ratio"]), float(row["noise"])) for name, row in data["ratios"].items()}
+        return Stored(data["device"], data["scale"], ratios, data["versions"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no stored ratios: {error!r}") from error
 
@@ -110,6 +113,6 @@ def write(path: Path, stored: Stored) -> None:
     ratios = {
         name: {"ratio": round(ratio, 4), "noise": noise} for name, (ratio, noise) in sorted(stored.ratios.items())
     }
-    found = {"device": stored.device, "scale": stored.scale, "versions": dict(stored.versions), "ratios": ratios}
+    data = {"device": stored.device, "scale": stored.scale, "versions": dict(stored.versions), "ratios": ratios}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""The lines of ``scripts/bench.py``: for each the command that measures it, and its rows out of what that command writes.
+"""The lines of ``scripts/bench.py``: for each the command that measures it, and its rows from the command's output.
 
-A line is one call of one benchmark script, which takes ``--json`` and ends with an exit code other than 0 if its runs have
-not computed the same. Pure: nothing here starts anything.
+A line is one call of one benchmark script, which takes ``--json`` and ends with a nonzero exit code if its runs do not agree
+numerically. Pure: nothing here starts a process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from bench_suite.gate import Row
 
 Figures = Mapping[str, Any]
 
-OTHERS = ("mcore-bridge", "transformers")
+REFERENCES = ("mcore-bridge", "transformers")
 DISK = 0.25
-"""Noise of what a disk has a part in."""
+"""Noise of figures that involve a disk."""
 START = 0.2
 HOST_BOUND = 0.4
 """Noise of a step without graphs: the device waits for the host, and one host took 151, 161 and 205 ms for the same request."""
@@ -29,10 +29,10 @@ class Size:
     """A size of a line's work at full scale.
 
     Attributes:
-        label: names it in rows and stored ratios, since ratios of different sizes are not comparable.
-        gib: device memory that it needs, in GiB: the highest peak of its runs (measured, or reckoned from that of another size at
-            18 bytes a parameter), and room for the allocator.
-        options: of the script, beside the line's.
+        label: its name in rows and stored ratios, since ratios of different sizes are not comparable.
+        gib: device memory that it needs, in GiB: the highest peak of its runs (measured, or estimated from another size at
+            18 bytes a parameter) and a margin for the allocator.
+        options: options of the script in addition to the line's.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Line:
 
     Attributes:
         full, tiny: options of the script at either scale.
-        sizes: what the line can be at full scale, the largest first; none if it has one size that fits everywhere.
+        sizes: sizes at full scale, the largest first; empty if its one size fits everywhere.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Line:
 
 
 def training(name: str, figures: Figures) -> list[Row]:
-    """Of bench_train: every run's tokens per second, to those of the first one."""
+    """Build rows of bench_train: tokens per second of every run relative to the first one."""
     runs, work = figures["runs"], figures["work"]
     medians = [statistics.median(run["ms"]) for run in runs]
     tokens = 1000 * work["sequences"] * work["length"]
@@ -73,42 +73,50 @@ def training(name: str, figures: Figures) -> list[Row]:
 
 
 def small(name: str, figures: Figures) -> list[Row]:
-    """Of bench_small_steps: requests without graphs to the device's own time of them, and with graphs to those without."""
+    """Build rows of bench_small_steps: eager requests relative to device time, and graphs relative to eager."""
     rows = []
     for tokens, eager in figures["eager"]["request"].items():
         graphs = figures["graphs"]["request"][tokens]
-        one, other = statistics.median(eager["step"]), statistics.median(graphs["step"])
-        share = eager["device"] / one if math.isfinite(eager["device"]) else None
-        rows.append(Row(f"{name}/{tokens} eager", one, "ms", share, "the device's own time", HOST_BOUND))
-        rows.append(Row(f"{name}/{tokens} graphs", other, "ms", one / other, "eager", HOST_BOUND))
-        busy = graphs["device"] / other if math.isfinite(graphs["device"]) else None
-        rows.append(Row(f"{name}/{tokens} graphs, busy", other, "ms", busy, "the device's own time", 0.05))
+        eager_ms, graphs_ms = statistics.median(eager["step"]), statistics.median(graphs["step"])
+        share = eager["device"] / eager_ms if math.isfinite(eager["device"]) else None
+        rows.append(Row(f"{name}/{tokens} eager", eager_ms, "ms", share, "the device's own time", HOST_BOUND))
+        rows.append(Row(f"{name}/{tokens} graphs", graphs_ms, "ms", eager_ms / graphs_ms, "eager", HOST_BOUND))
+        busy = graphs["device"] / graphs_ms if math.isfinite(graphs["device"]) else None
+        rows.append(Row(f"{name}/{tokens} graphs, busy", graphs_ms, "ms", busy, "the device's own time", 0.05))
     return rows
 
 
 def mixed(name: str, figures: Figures) -> list[Row]:
-    """Of bench_multi_lora: all tenants in one batch, to one adapter with all samples and to one tenant after another."""
+    """Build rows of bench_multi_lora: all tenants in one batch, relative to a single adapter and to tenants in turn."""
     rows = []
     for size in figures["sizes"]:
         tenants, length = size["size"]
-        ms = {way: statistics.median(size[way]["ms"]) for way in "abc"}
-        what, speed = f"{name}/{tenants} x {length}", 1000 * tenants * length / ms["b"]
-        rows.append(Row(what, speed, "tokens/s", ms["c"] / ms["b"], "a single adapter"))
-        rows.append(Row(f"{what}, in turn", speed, "tokens/s", ms["a"] / ms["b"], "tenants in turn", 0.1))
+        ms = {mode: statistics.median(size[mode]["ms"]) for mode in "abc"}
+        label, speed = f"{name}/{tenants} x {length}", 1000 * tenants * length / ms["b"]
+        rows.append(Row(label, speed, "tokens/s", ms["c"] / ms["b"], "a single adapter"))
+        rows.append(Row(f"{label}, in turn", speed, "tokens/s", ms["a"] / ms["b"], "tenants in turn", 0.1))
     return rows
 
 
 def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Row]]:
-    """Of bench_files: seconds of ``ways``, as a share of the speed that the disk has for the same bytes."""
+    """Return a builder of rows of bench_files: seconds of ``ways`` relative to the disk's for the same bytes."""
 
     def rows(name: str, figures: Figures) -> list[Row]:
-        seconds = {way: min(times) for way, times in figures["seconds"].items()}
+        seconds = {mode: min(times) for mode, times in figures["seconds"].items()}
         bound = Row(f"{name}/{against}", seconds[against], "s", None, "")
         return [
             bound,
             *(
-                Row(f"{name}/{way}", seconds[way], "s", seconds[against] / seconds[way], of, DISK, way not in OTHERS)
-                for way in ways
+                Row(
+                    f"{name}/{mode}",
+                    seconds[mode],
+                    "s",
+                    seconds[against] / seconds[mode],
+                    of,
+                    DISK,
+                    mode not in REFERENCES,
+                )
+                for mode in ways
             ),
         ]
 
@@ -116,29 +124,29 @@ def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Ro
 
 
 def save(name: str, figures: Figures) -> list[Row]:
-    """Of bench_checkpoint."""
+    """Build rows of bench_checkpoint."""
     sync, stall = min(figures["sync_s"]), min(figures["async_stall_s"])
-    one, several, read = figures["disk_write_s"], figures["disk_writes_s"], figures["disk_read_s"]
+    single_write, several, read = figures["disk_write_s"], figures["disk_writes_s"], figures["disk_read_s"]
     return [
-        Row(f"{name}/plain file written", one, "s", None, ""),
+        Row(f"{name}/plain file written", single_write, "s", None, ""),
         Row(f"{name}/plain files at once", several, "s", None, ""),
-        Row(f"{name}/sync", sync, "s", min(one, several) / sync, "the faster of these", DISK),
+        Row(f"{name}/sync", sync, "s", min(single_write, several) / sync, "the faster of these", DISK),
         Row(f"{name}/async, training waits", stall, "s", sync / stall, "sync", DISK),
         Row(f"{name}/load", figures["load_s"], "s", read / figures["load_s"], "a plain file read", DISK),
     ]
 
 
 def start(name: str, figures: Figures) -> list[Row]:
-    """Of bench_start: the imports' part of what a start takes."""
+    """Build rows of bench_start: the share of imports in each start."""
     imports, ready = figures["imports_s"], figures["ready_s"]
     rows = [
         Row(f"{name}/imports", imports, "s", None, ""),
         Row(f"{name}/MegatronBackend, beside imports", ready, "s", imports / (imports + ready), "imports alone", START),
     ]
     steps = {"first_step_s": "train", "kept_s": "train, self-check known", "torchrun_s": "train under torchrun"}
-    for key, way in steps.items():
+    for key, label in steps.items():
         first = figures[key]
-        rows.append(Row(f"{name}/{way}, first step", first, "s", imports / first, "imports alone", START))
+        rows.append(Row(f"{name}/{label}, first step", first, "s", imports / first, "imports alone", START))
     return rows
 
 
@@ -271,17 +279,17 @@ LINES = (
 
 
 def select(only: str | None) -> list[Line]:
-    """Lines by ``--only``: names of suites or lines.
+    """Return the lines of ``--only``: names of suites or lines.
 
     Raises:
-        ValueError: a name that there is not.
+        ValueError: a name is unknown.
     """
     if only is None:
         return list(LINES)
     names = [name for name in only.split(",") if name]
-    known = {name for line in LINES for name in (line.name, line.suite)}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only {','.join(unknown)}: there are {', '.join(sorted(known))}")
+    choices = {name for line in LINES for name in (line.name, line.suite)}
+    if unknown := [name for name in names if name not in choices]:
+        raise ValueError(f"--only {','.join(unknown)}: there are {', '.join(sorted(choices))}")
     return [line for line in LINES if line.name in names or line.suite in names]
 
 
@@ -289,7 +297,7 @@ def sized(line: Line, memory_gib: float) -> Line:
     """Return ``line`` at the largest of its sizes that a device of ``memory_gib`` GiB holds, with that size in its name.
 
     Raises:
-        ValueError: the smallest one needs more.
+        ValueError: the smallest size needs more.
     """
     if not line.sizes:
         return line
@@ -303,5 +311,5 @@ def sized(line: Line, memory_gib: float) -> Line:
 
 
 def command(line: Line, platform: str, tiny: bool) -> list[str]:
-    """The script and its options, without ``python`` and ``--json``."""
+    """Return the script and its options, without ``python`` and ``--json``."""
     return [line.script, "--platform", platform, *(line.tiny if tiny else line.full)]

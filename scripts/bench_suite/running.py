@@ -1,4 +1,4 @@
-"""A line in a process of its own, with a deadline, and nothing of it left afterwards."""
+"""Run a line in its own process with a deadline, and end all its descendants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 15.0
-"""From SIGTERM, at which launchers end their ranks, to SIGKILL."""
+"""Seconds from SIGTERM, at which launchers end their ranks, to SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``figures``: what the script wrote; None if ``problem`` says why there are none."""
+    """Result of a line: the figures that the script wrote, or None and a ``problem``."""
 
     seconds: float
     figures: dict[str, Any] | None
@@ -58,7 +58,7 @@ def run(command: Sequence[str], result: Path, log: Path, deadline_s: float) -> O
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started; the group may outlive its leader."""
+    """End the process group; it may outlive its leader."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

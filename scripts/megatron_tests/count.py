@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 NOT_RUN = "not run"
-WORST = ("failed", NOT_RUN, "skipped", "passed")
+WORST_FIRST = ("failed", NOT_RUN, "skipped", "passed")
 
 REASONS = (
     (
@@ -53,38 +53,38 @@ NONE = "no reason is known"
 
 
 def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
-    """Test -> what became of it (one of ``WORST``) and why."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return the outcome of each test (one of ``WORST_FIRST``) and its reason."""
+    results: dict[str, tuple[str, str]] = {}
     for file in sorted(folder.glob("rank*.jsonl")):
-        for test, (outcome, reason) in of_rank(file).items():
-            if test not in found or WORST.index(outcome) < WORST.index(found[test][0]):
-                found[test] = outcome, reason
-    return found
+        for test, (outcome, reason) in read_rank(file).items():
+            if test not in results or WORST_FIRST.index(outcome) < WORST_FIRST.index(results[test][0]):
+                results[test] = outcome, reason
+    return results
 
 
-def of_rank(file: Path) -> dict[str, tuple[str, str]]:
-    """Test -> what became of it on one rank. "not run" is written down at the beginning and holds if nothing follows."""
-    found: dict[str, tuple[str, str]] = {}
+def read_rank(file: Path) -> dict[str, tuple[str, str]]:
+    """Return the outcome of each test on one rank. "not run" is recorded at collection and stays if nothing follows."""
+    results: dict[str, tuple[str, str]] = {}
     for text in file.read_text().splitlines():
         line = json.loads(text)
-        before = found.get(line["test"], (NOT_RUN, ""))[0]
-        if before == NOT_RUN or WORST.index(line["outcome"]) < WORST.index(before):
-            found[line["test"]] = line["outcome"], line["reason"]
-    return found
+        before = results.get(line["test"], (NOT_RUN, ""))[0]
+        if before == NOT_RUN or WORST_FIRST.index(line["outcome"]) < WORST_FIRST.index(before):
+            results[line["test"]] = line["outcome"], line["reason"]
+    return results
 
 
 def reason_of(text: str) -> str:
-    """The name of the first of ``REASONS`` that is found in a failure's text."""
+    """Return the name of the first of ``REASONS`` that matches a failure's text."""
     return next((name for name, pattern in REASONS if re.search(pattern, text)), NONE)
 
 
 def main(folder: Path) -> None:
     """Print the counts, and failures by reason."""
-    found = outcomes(folder)
-    counts = Counter(outcome for outcome, _ in found.values())
-    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in reversed(WORST)))
+    results = outcomes(folder)
+    counts = Counter(outcome for outcome, _ in results.values())
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in reversed(WORST_FIRST)))
     failures: dict[str, list[tuple[str, str]]] = {}
-    for test, (outcome, text) in found.items():
+    for test, (outcome, text) in results.items():
         if outcome in ("failed", NOT_RUN):
             failures.setdefault(reason_of(text), []).append((test, text))
     for name, tests in sorted(failures.items(), key=lambda item: -len(item[1])):

@@ -48,14 +48,14 @@ torch.distributed.new_group = _with_timeout(torch.distributed.new_group)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Here and not above: Megatron-Core is to be imported by the tests' own conftest."""
+    """Patch Megatron-Core for this machine."""
+    # Not at the top: the tests' own conftest must be the first to import Megatron-Core.
     import megatron.core.utils
     from megatron.core import parallel_state
 
     if importlib.util.find_spec("flash_attn") is None:
-        megatron.core.utils._fa_version = Version(
-            "0"
-        )  # a file that asks for the version while it is imported fails without one
+        # Modules that read the version at import fail without one.
+        megatron.core.utils._fa_version = Version("0")
 
     original = parallel_state.destroy_model_parallel
 
@@ -63,11 +63,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     def destroy_model_parallel() -> None:
         groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
         original()
-        known = torch.distributed.distributed_c10d._world.pg_map
+        registered = torch.distributed.distributed_c10d._world.pg_map
         for group in groups:
-            if group in known:
+            if group in registered:
                 torch.distributed.destroy_process_group(group)
-        del groups, known
+        del groups, registered
         gc.collect()
 
     parallel_state.destroy_model_parallel = destroy_model_parallel
@@ -87,7 +87,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What there is to run, so that tests that a process did not get to are counted."""
+    """Record all collected tests, so that those a process did not reach are counted."""
     for item in session.items:
         _note(test=item.nodeid, when="collect", outcome="not run", reason="the process ended before")
 
