@@ -72,7 +72,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def own_messages_as_before() -> Iterator[None]:
-    """A command that runs in this process shows megascend's messages from then on; other tests are no commands."""
+    """Restore megascend's log handlers: a command run in this process would enable its messages for later tests."""
     logger = logging.getLogger("megascend")
     handlers, propagate = list(logger.handlers), logger.propagate
     yield
@@ -81,9 +81,9 @@ def own_messages_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def runtime() -> Runtime:
-    """This process made ready for Megatron on the CPU, with megatron.core imported: forked ranks find it there.
+    """Bootstrap this process for Megatron on the CPU and import megatron.core, which forked ranks inherit.
 
-    A process can be bootstrapped once, so a test of the bootstrap itself needs a process of its own.
+    A process can be bootstrapped only once, so a test of the bootstrap itself needs a new process.
     """
     runtime = bootstrap("cpu")
     from megatron.core import parallel_state  # noqa: F401
@@ -93,7 +93,7 @@ def runtime() -> Runtime:
 
 @pytest.fixture(scope="session")
 def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny checkpoints and Hugging Face references are kept for all tests of the session, on every worker of it."""
+    """Return the folder of tiny checkpoints and Hugging Face references, shared by all workers of the session."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "parity"
     folder.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ SPREAD = (
     "tests/test_cookbook.py",
     "tests/test_upstream_faults.py",
 )
-"""Files whose tests share nothing but what is kept on the disk: each test goes to the worker that has time."""
+"""Files whose tests share only files on disk: each test goes to any idle worker."""
 
 
 FIRST = (
@@ -140,30 +140,30 @@ FIRST = (
     "tests/npu/test_contract.py",
     "tests/npu/test_cookbook_ascend.py",
 )
-"""Files that take longest; no worker is to begin one when the others have nothing left."""
+"""Files that take longest; started first, so that no worker starts one when the others are idle."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is nightly. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
+    """Mark nightly tests. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
     nightly.mark(items, whole_files=not any("::" in argument for argument in config.args))
 
-    place = {file: number for number, file in enumerate(FIRST)}
-    last = dict.fromkeys(SPREAD, len(place) + 1)
+    position = {file: number for number, file in enumerate(FIRST)}
+    last = dict.fromkeys(SPREAD, len(position) + 1)
 
     def order(item: pytest.Item) -> int:
         file = item.nodeid.partition("::")[0]
-        return place.get(file, last.get(file, len(place)))
+        return position.get(file, last.get(file, len(position)))
 
     items.sort(key=order)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one worker, which sets up once what they share, but for those of :data:`SPREAD`.
+    """Keep a file's tests on one worker, which sets up shared fixtures once, except for :data:`SPREAD`.
 
-    Of the ways that pytest-xdist has by itself, ``loadfile`` spreads no file, and ``loadgroup`` finds no group with pytest 9.2,
-    whose tests' names it cannot change any longer.
+    Of pytest-xdist's built-in schedulers, ``loadfile`` spreads no file, and ``loadgroup`` finds no group with pytest 9.2, where
+    it can no longer change the names of tests.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -331,22 +331,22 @@ NIGHTLY = {
 
 
 def mark(items: list[pytest.Item], whole_files: bool) -> None:
-    """Give those of :data:`NIGHTLY` the marker.
+    """Add the nightly marker to the tests of :data:`NIGHTLY`.
 
     Args:
-        whole_files: no single test was asked for.
+        whole_files: no single test was selected.
 
     Raises:
-        pytest.UsageError: an entry names no test of a file that was collected.
+        pytest.UsageError: an entry matches no test of a collected file.
     """
     dead = set()
     for file, starts in NIGHTLY.items():
-        mine = [item for item in items if item.nodeid.startswith(f"tests/{file}::")]
+        file_items = [item for item in items if item.nodeid.startswith(f"tests/{file}::")]
         for start in starts:
-            found = [item for item in mine if item.name.startswith(f"test_{start}")]
-            for item in found:
+            matches = [item for item in file_items if item.name.startswith(f"test_{start}")]
+            for item in matches:
                 item.add_marker(pytest.mark.nightly)
-            if mine and not found:
+            if file_items and not matches:
                 dead.add(f"{file}: {start}")
     if whole_files and dead:
         raise pytest.UsageError(f"tests/nightly.py names no test: {', '.join(sorted(dead))}")

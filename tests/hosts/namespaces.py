@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces each with a host name and, if asked for, a disk of its own."""
+"""Hosts on one machine: network namespaces, each with a host name and optionally a separate disk."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ NAMES = ("host-a", "host-b")
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here, in the system's words; None if they can."""
+    """Return the system's reason why hosts cannot be created here; None if they can."""
     name = f"mg{secrets.token_hex(3)}"
     try:
-        done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=20, check=False)
-        if done.returncode == 0:
-            done = subprocess.run(
+        completed = subprocess.run(
+            ["ip", "netns", "add", name], capture_output=True, text=True, timeout=20, check=False
+        )
+        if completed.returncode == 0:
+            completed = subprocess.run(
                 ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "true"],
                 capture_output=True, text=True, timeout=20, check=False,
             )  # fmt: skip
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"ip netns: {error}"
-    return None if done.returncode == 0 else f"ip netns and unshare: {done.stderr.strip()}"
+    return None if completed.returncode == 0 else f"ip netns and unshare: {completed.stderr.strip()}"
 
 
 @dataclass
@@ -52,10 +54,10 @@ class Hosts:
         cwd: Path,
         own_disk: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Run a command on a host, in a session of its own; what it says is appended to ``log``.
+        """Run a command on a host in a new session; its output is appended to ``log``.
 
         Args:
-            own_disk: a directory that is another one on this host, empty at first.
+            own_disk: a directory with separate, initially empty content on this host.
         """
         names = self.folder / f"hosts-{number}"
         names.write_text("127.0.0.1 localhost\n10.77.0.1 host-a\n10.77.0.2 host-b\n")
@@ -76,17 +78,17 @@ class Hosts:
         _ip("-n", self.namespace(number), "link", "set", "eth0", state)
 
     def give_up_after(self, number: int, retransmissions: int) -> None:
-        """Set how often a host's TCP repeats what nobody acknowledges; 5 are 13 s on this link, Linux's 15 are 15 minutes."""
+        """Set the number of TCP retransmissions of a host; 5 take 13 s on this link, Linux's 15 take 15 minutes."""
         setting = f"net.ipv4.tcp_retries2={retransmissions}"
         _ip("netns", "exec", self.namespace(number), "sysctl", "-q", "-w", setting)
 
     def running_on(self, number: int) -> list[str]:
-        """Command lines of a host's processes."""
-        found = []
+        """Return the command lines of a host's processes."""
+        command_lines = []
         for pid in _ip("netns", "pids", self.namespace(number)).split():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return found
+            with contextlib.suppress(OSError):  # the process has ended
+                command_lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return command_lines
 
     def kill(self, number: int) -> None:
         """End every process of a host at once."""
@@ -98,30 +100,30 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(folder: Path) -> Iterator[Hosts]:
-    """Two hosts for a block; afterwards their processes and namespaces are gone."""
-    made = Hosts(f"mg{secrets.token_hex(2)}", folder)
+    """Create two hosts for a block; remove their processes and namespaces afterwards."""
+    pair = Hosts(f"mg{secrets.token_hex(2)}", folder)
     try:
         for number in (0, 1):
-            _ip("netns", "add", made.namespace(number))
-        a, b = made.namespace(0), made.namespace(1)
+            _ip("netns", "add", pair.namespace(number))
+        a, b = pair.namespace(0), pair.namespace(1)
         _ip("-n", a, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", b)
         for number in (0, 1):
-            _ip("-n", made.namespace(number), "address", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
-            _ip("-n", made.namespace(number), "link", "set", "lo", "up")
-            made.link(number, "up")
-        yield made
+            _ip("-n", pair.namespace(number), "address", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", pair.namespace(number), "link", "set", "lo", "up")
+            pair.link(number, "up")
+        yield pair
     finally:
         for number in (0, 1):
             with contextlib.suppress(subprocess.CalledProcessError):
-                made.kill(number)
-        for process in made.running:
+                pair.kill(number)
+        for process in pair.running:
             process.wait(30)
         for number in (0, 1):
-            subprocess.run(["ip", "netns", "del", made.namespace(number)], capture_output=True, timeout=20, check=False)
+            subprocess.run(["ip", "netns", "del", pair.namespace(number)], capture_output=True, timeout=20, check=False)
 
 
 def torchrun(*arguments: str, restarts: int = 0, nproc: int = 1) -> list[str]:
-    """The command that a user gives on each of two hosts; the rendezvous is on host-a."""
+    """Return the command for each of two hosts; the rendezvous is on host-a."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}",
         "--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400", "--rdzv-id=run-1",
@@ -130,7 +132,7 @@ def torchrun(*arguments: str, restarts: int = 0, nproc: int = 1) -> list[str]:
 
 
 def wait_until(true, seconds: float, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
-    """Wait until ``true()``; fails, with the end of the logs, if a process ends before or the time is up."""
+    """Wait until ``true()``; fail with the end of the logs if a process ends first or the time is up."""
     until = time.monotonic() + seconds
     while not true():
         ended = [process.returncode for process in processes if process.poll() is not None]

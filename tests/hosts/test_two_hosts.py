@@ -1,4 +1,4 @@
-"""Two hosts under torchrun: what works, and what a lost host, a silent one, separate disks and a wrong interface lead to."""
+"""Two hosts under torchrun: a lost host, a silent host, and separate disks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DEADLINE_S = 240
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Hosts]:
-    with hosts(tmp_path) as made:
-        yield made
+    with hosts(tmp_path) as pair:
+        yield pair
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory with data and settings, which both hosts see."""
+    """Create a directory with data and settings that both hosts share."""
     work = tmp_path / "work"
     work.mkdir()
     sizes = ["--hidden", "32", "--layers", "2", "--context", "256"]
@@ -82,7 +82,7 @@ def start_both(two: Hosts, folder: Path, *arguments: str, restarts: int = 0, own
     return [two.start(n, command, logs(folder)[n], environment(), folder, own_disk) for n in (0, 1)]
 
 
-def test_a_host_is_lost_and_comes_back_and_the_run_resumes_from_its_checkpoint(two, folder) -> None:
+def test_run_resumes_from_checkpoint_after_lost_host_returns(two, folder) -> None:
     settings = ("--resume", "auto", "--set", "steps=2000")
     a, b = start_both(two, folder, *settings, restarts=3)
     saved = folder / "out" / "checkpoints" / "latest"
@@ -97,15 +97,15 @@ def test_a_host_is_lost_and_comes_back_and_the_run_resumes_from_its_checkpoint(t
     before = max(steps(folder))
 
     b = two.start(1, torchrun(*settings, restarts=3), logs(folder)[1], environment(), folder)
-    said = "resumed from"
-    wait_until(lambda: said in logs(folder)[0].read_text(), DEADLINE_S, [a, b], logs(folder))
+    message = "resumed from"
+    wait_until(lambda: message in logs(folder)[0].read_text(), DEADLINE_S, [a, b], logs(folder))
     wait_until(lambda: max(steps(folder), default=0) > before, DEADLINE_S, [a, b], logs(folder))
-    found = steps(folder)
-    assert found == list(range(1, len(found) + 1))
+    steps_run = steps(folder)
+    assert steps_run == list(range(1, len(steps_run) + 1))
 
 
-def test_a_host_whose_link_is_down_is_named_on_the_other_and_ends_on_both(two, folder) -> None:
-    """On the silent host, torchrun waits for an answer of the rendezvous for as long as TCP does."""
+def test_host_with_link_down_is_named_and_both_hosts_exit(two, folder) -> None:
+    """Limit TCP retransmissions: on the silent host torchrun waits for the rendezvous as long as TCP does."""
     two.give_up_after(1, retransmissions=5)
     a, b = start_both(two, folder, "--set", "steps=2000")
     wait_until(lambda: len(steps(folder)) > 3, DEADLINE_S, [a, b], logs(folder))
@@ -118,7 +118,7 @@ def test_a_host_whose_link_is_down_is_named_on_the_other_and_ends_on_both(two, f
     assert "at host-a:" in errors[1]
 
 
-def test_ranks_of_a_silent_host_end_while_torchrun_waits_for_the_network(two, folder) -> None:
+def test_ranks_of_silent_host_exit_before_torchrun(two, folder) -> None:
     a, b = start_both(two, folder, "--set", "steps=2000")
     wait_until(lambda: len(steps(folder)) > 3, DEADLINE_S, [a, b], logs(folder))
     two.link(1, "down")
@@ -131,7 +131,7 @@ def test_ranks_of_a_silent_host_end_while_torchrun_waits_for_the_network(two, fo
     assert b.wait(120) != 0
 
 
-def test_separate_disks_are_refused_before_the_first_step(two, folder) -> None:
+def test_separate_disks_are_rejected_before_first_step(two, folder) -> None:
     disk = folder / "out"
     disk.mkdir()
     a, b = start_both(two, folder, own_disk=disk)

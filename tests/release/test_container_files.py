@@ -1,4 +1,4 @@
-"""Container files: what they copy and install is there. ``scripts/test_release.sh container`` does what that of the CPU does."""
+"""Container files: their sources and extras exist. ``scripts/test_release.sh container`` executes the CPU file's steps."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def steps() -> ModuleType:
     return module
 
 
-def test_there_is_one_for_each_platform() -> None:
+def test_container_files_cover_all_platforms() -> None:
     assert [path.suffix for path in FILES] == [".cpu", ".cuda", ".npu"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.suffix[1:])
-def test_what_it_names_is_there(path: Path, steps: ModuleType) -> None:
+def test_container_file_sources_and_extras_exist(path: Path, steps: ModuleType) -> None:
     text = path.read_text()
-    found = steps.instructions(text)
-    assert found[-1] == ("ENTRYPOINT", '["megascend"]')
+    instructions = steps.instructions(text)
+    assert instructions[-1] == ("ENTRYPOINT", '["megascend"]')
     assert f"-f containers/{path.name} " in text
-    for name, rest in found:
+    for name, rest in instructions:
         if name == "COPY":
             assert all((ROOT / source).exists() for source in rest.split()[:-1])
     extras = re.findall(r"^([\w-]+) = \[", PROJECT[PROJECT.index("[project.optional-dependencies]") :], re.MULTILINE)
     [installed] = re.findall(r'"/src\[([^]]+)\]"', text)
-    arguments = dict(rest.split("=", 1) for name, rest in found if name == "ARG" and "=" in rest)
+    arguments = dict(rest.split("=", 1) for name, rest in instructions if name == "ARG" and "=" in rest)
     assert {arguments.get(extra.removeprefix("$"), extra) for extra in installed.split(",")} <= {*extras}
     assert arguments["STACK"] == f"stack-{STACKS[0].name.replace('.', '-')}"
     assert arguments.get("MINDSPEED", BRANCHES[STACKS[0].name]) == BRANCHES[STACKS[0].name]
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-n"], input=steps.shell(text), text=True, capture_output=True, check=False, timeout=20
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_a_script_does_in_a_directory_what_the_file_does(tmp_path: Path, steps: ModuleType) -> None:
+def test_shell_script_executes_container_steps(tmp_path: Path, steps: ModuleType) -> None:
     text = """FROM base
 # a comment
 ARG GREETING=hello
@@ -69,10 +69,10 @@ USER somebody
     for name in ("a.txt", "b.txt", "folder/c.txt"):
         (tree / name).write_text(f"{name}\n")
     run = ["env", f"ROOT={root}", "GREETING=good day", "bash", "-c", steps.shell(text)]
-    done = subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True, timeout=20)
+    completed = subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True, timeout=20)
     assert (root / "made" / "said").read_text() == "good day\na.txt\nfolder/c.txt\n"
     assert (root / "made" / "folder" / "c.txt").is_file()
-    assert done.stdout.splitlines() == [
+    assert completed.stdout.splitlines() == [
         "left out: FROM base",
         "left out: RUN useradd somebody",
         "left out: USER somebody",

@@ -1,4 +1,4 @@
-"""What a wheel of this tree holds, built as pip builds it. What its extras install is tried by ``scripts/test_release.sh``."""
+"""Contents of the wheel, built as pip builds it. ``scripts/test_release.sh`` tests installing its extras."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ ADDED = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built in a copy of the tree: what an earlier build has left in the tree must not get into it, nor anything here."""
+    """Build in a copy of the tree, isolated from leftovers of earlier builds; the tree stays unchanged."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     build = [sys.executable, "-c", BUILD, str(tree)]
-    done = subprocess.run(build, cwd=tree, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = subprocess.run(build, cwd=tree, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     (path,) = tree.glob("*.whl")
     assert path.name == f"megascend-{megascend.__version__}-py3-none-any.whl"
     return zipfile.ZipFile(path)
 
 
-def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel) -> None:
+def test_wheel_contains_exactly_the_package_files(wheel) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     ).stdout.split()  # fmt: skip
-    wanted = {path.removeprefix("src/") for path in listed if (ROOT / path).exists()}
+    expected = {path.removeprefix("src/") for path in listed if (ROOT / path).exists()}
     about = f"megascend-{megascend.__version__}.dist-info"
-    assert set(wheel.namelist()) == wanted | {f"{about}/{name}" for name in ADDED}
-    assert {f"{package}/py.typed" for package in ("megascend", "simnpu", "weightwire")} <= wanted
-    assert "simnpu/bin/npu-smi" in wanted
-    assert all(name.partition("/")[0] in ("megascend", "simnpu", "weightwire") for name in wanted)  # no tests
+    assert set(wheel.namelist()) == expected | {f"{about}/{name}" for name in ADDED}
+    assert {f"{package}/py.typed" for package in ("megascend", "simnpu", "weightwire")} <= expected
+    assert "simnpu/bin/npu-smi" in expected
+    assert all(name.partition("/")[0] in ("megascend", "simnpu", "weightwire") for name in expected)  # no tests

@@ -1,4 +1,4 @@
-"""Which cases of a matrix stand for the others in CI."""
+"""Selection of the matrix cases that represent the others in CI."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def first_stack_only(test: T) -> T:
 
 
 COMBINED = ("MoE CP2 x EP2", "TP2 tied", "TP2 x CP2 + SP", "TP2 x PP2 x VPP2 + SP")
-"""What CI has on the first stack beside: layouts that meet in one code path, not only in one run."""
+"""Extra CI cases of the first stack: layouts that combine in one code path, not only in one run."""
 
 
 def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
-    """Few of ``cases`` with every setting that one of all has.
+    """Select few of ``cases`` that together have every setting of all of them.
 
-    Chosen one after the other, each time one that adds most; the same ones every time.
+    Greedy (each step takes the case that adds most) and deterministic.
 
     Args:
-        settings: what distinguishes a case from the plain one; the value of every axis that has another value there.
+        settings: returns the axes on which a case differs from the plain one, with their values.
     """
     parts = [{*settings(case).items()} for case in cases]
     lacking = set().union(*parts)
@@ -47,29 +47,29 @@ def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
 
 
 def settings_of(case: Case) -> Settings:
-    """The axes of a parity case on which it is not the plain one."""
+    """Return the axes on which a parity case differs from the plain one."""
     layout, plain = case.parallel, Case("plain")
     ranks = layout.tensor * layout.pipeline * layout.context
-    found = {f"parallel.{axis}": value for axis, value in layout if value != getattr(plain.parallel, axis)}
-    found |= {"parallel.context_algorithm": layout.context_algorithm} if layout.context > 1 else {}
-    found |= {"data": case.world_size // ranks} if case.world_size > ranks else {}
-    found |= {f"model.{name}": value for name, value in case.overrides.items()}
-    found |= {f"optimizer.{name}": value for name, value in case.optimizer.items()}
+    settings = {f"parallel.{axis}": value for axis, value in layout if value != getattr(plain.parallel, axis)}
+    settings |= {"parallel.context_algorithm": layout.context_algorithm} if layout.context > 1 else {}
+    settings |= {"data": case.world_size // ranks} if case.world_size > ranks else {}
+    settings |= {f"model.{name}": value for name, value in case.overrides.items()}
+    settings |= {f"optimizer.{name}": value for name, value in case.optimizer.items()}
     for axis in ("arch", "precision", "recompute", "packing", "targets", "aux_loss", "experts", "resumes"):
         value = getattr(case, axis)
         if value != getattr(plain, axis):
-            found[axis] = repr(value)
-    return found | ({"aux_formula": case.aux_formula} if case.aux_loss else {})
+            settings[axis] = repr(value)
+    return settings | ({"aux_formula": case.aux_formula} if case.aux_loss else {})
 
 
 def chosen(cases: Sequence[Case]) -> list[Any]:
-    """Parameters of a test: those cases that do not cover are nightly, but for :data:`COMBINED` on the first stack."""
+    """Return test parameters: cases that are not selected are nightly, except :data:`COMBINED` on the first stack."""
     few = covering(cases, settings_of) + [case for case in cases if FIRST_STACK and case.name in COMBINED]
     return [case if case in few else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
 
 
 def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:
-    """Parameters of a test: on the first stack all cases but ``nightly``; on the second one few that cover all."""
+    """Return test parameters: on the first stack all cases but ``nightly``; on the second, few that cover all."""
     if not FIRST_STACK:
         return chosen(cases)
     return [pytest.param(case, marks=pytest.mark.nightly) if case.name in nightly else case for case in cases]

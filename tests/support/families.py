@@ -1,8 +1,8 @@
-"""Programs of tests that end with the test, with all that they have started, however the test ends.
+"""Test programs that end, with all their descendants, when the test ends in any way.
 
-torchrun gives each rank a session of its own, and Ray each of its processes: whoever kills the launcher, or pytest, leaves
-them behind. So a watcher stands beside the program. It waits for the end of a pipe that only this process holds, which comes
-when this process closes it or is gone, and then kills the program and its descendants.
+torchrun starts each rank in a new session, and Ray each of its processes: killing the launcher, or pytest, would leave them
+running. So a watcher process accompanies the program. It waits until a pipe that only this process holds is closed (by this
+process or by its end), and then kills the program and its descendants.
 
     python families.py PID         the watcher
 """
@@ -20,7 +20,7 @@ import psutil
 
 @contextlib.contextmanager
 def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """``subprocess.Popen(command, **options)``; nothing of it is alive after the block."""
+    """Start ``subprocess.Popen(command, **options)``; all its processes have ended after the block."""
     process = subprocess.Popen(command, text=True, **options)
     watcher = subprocess.Popen([sys.executable, __file__, str(process.pid)], stdin=subprocess.PIPE)
     try:
@@ -31,14 +31,14 @@ def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen
 
 
 def run(command: Sequence[Any], deadline_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The program to its end, with its output; raises subprocess.TimeoutExpired."""
+    """Run the program to its end and return its output; raises subprocess.TimeoutExpired."""
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         output, errors = process.communicate(timeout=deadline_s)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and its descendants, the launcher last: it would report those that end before it, or start others."""
+    """Return the process and its descendants, the launcher last: it would report or restart ranks that end before it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         return [*reversed(first.children(recursive=True)), first]
@@ -49,11 +49,11 @@ def watch(pid: int) -> None:
     """Kill the process and its descendants when the standard input ends."""
     first = psutil.Process(pid) if psutil.pid_exists(pid) else None
     sys.stdin.read()
-    if first is None or not first.is_running():  # its number may be another's by now
+    if first is None or not first.is_running():  # the PID may have been reused
         return
-    for each in family(pid):
+    for process in family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            process.kill()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Programs and commands of tests, in forks of one process that has torch, transformers and what else others wrote imported.
+"""Programs and commands of tests, in forks of one process that has imported torch, transformers and other third-party packages.
 
-A process that imports them by itself spends 4 of its 5 s of processor time on it. Nothing of megascend, Megatron-Core or
-mcore-bridge is there before the fork. What is about the start of a process (the first import, signals, launchers) starts one.
+A new process spends 4 of its 5 s of processor time on these imports. Nothing of megascend, Megatron-Core or mcore-bridge is
+imported before the fork. Tests of process start (the first import, signals, launchers) must start a process instead.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ PACKAGES = [
     *("pydantic.fields", "pydantic.functional_validators", "pydantic.type_adapter", "pydantic.main", "einops"),
     *("typer", "typer.rich_utils"),
 ]
-"""What megascend and mcore-bridge import of others."""
+"""Third-party modules that megascend and mcore-bridge import."""
 COMMAND = "import runpy\nrunpy.run_module('megascend.cli.main', run_name='__main__', alter_sys=True)"
 
 _server = ProgramServer(PACKAGES)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Of a program that finds what this process finds and computes on one thread.
+    """Return the environment of a program with this process's import path and one thread.
 
-    Without what the bootstrap may have set in this process: another value would start another server.
+    Excludes variables that the bootstrap may have set in this process: another value would start another server.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    mine = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    return mine | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    return variables | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 
 def run_forked(
@@ -43,11 +43,11 @@ def run_forked(
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A script, or a program given as text (``python -c``), ended, with its output.
+    """Run a script, or a program passed as text (``python -c``), to its end and return its output.
 
     Args:
         arguments: ``sys.argv[1:]``.
-        directory: to run in; default: the present one.
+        directory: working directory; default: the current one.
         variables: its environment; default: :func:`environment`.
     """
     return _server.run(
@@ -61,5 +61,5 @@ def run_command(
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``megascend ARGUMENTS``, ended, with its output. Arguments as of :func:`run_forked`."""
+    """Run ``megascend ARGUMENTS`` to its end and return its output. Arguments as of :func:`run_forked`."""
     return run_forked(COMMAND, *arguments, directory=directory, timeout_s=timeout_s, variables=variables)

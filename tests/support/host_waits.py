@@ -1,8 +1,8 @@
-"""Where the host would wait for a device, found on a CPU.
+"""Detection, on a CPU, of places where the host would wait for a device.
 
-A program that never asks for a value of the device runs ahead of it. On a GPU ``torch.cuda.set_sync_debug_mode`` tells who
-does ask; on a CPU nothing waits. So some tensors are taken to be a device's: what :func:`~megascend.kernels.host_copy.to_device`
-or ``Tensor.to(device)`` has brought there, what is made with ``device=`` a torch.device, and what is computed from any of them.
+A program that never reads a device value runs ahead of the device. On a GPU ``torch.cuda.set_sync_debug_mode`` reports reads;
+on a CPU nothing waits. So some tensors are treated as device tensors: results of :func:`~megascend.kernels.host_copy.to_device`
+or ``Tensor.to(device)``, tensors created with ``device=`` a torch.device, and all tensors computed from them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.utils._pytree import tree_iter
 from megascend.kernels import host_copy
 
 READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "_unique2"))
-"""Operators whose result, or its size, the host needs."""
+"""Operators whose result, or the size of it, the host reads."""
 MAKERS = ("arange", "as_tensor", "empty", "full", "ones", "tensor", "zeros")
 FROM_HOST = ("as_tensor", "tensor")
-"""Of these, the ones that copy from pageable memory."""
+"""The subset of ``MAKERS`` that copies from pageable memory."""
 
 PASSED_OVER = ("/torch/", "/tensordict/", "/contextlib.py")
-"""Lines of these are not named."""
+"""Frames in these paths are skipped when a wait is located."""
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts, in the block, reads of device tensors and copies from pageable memory: the host waits for both.
+    """Context that counts reads of device tensors and copies from pageable memory: the host waits for both.
 
-    Not seen: ``.to("cpu")`` of a device tensor (use ``.cpu()``), and whatever reads memory from C++.
+    Not detected: ``.to("cpu")`` of a device tensor (use ``.cpu()``), and whatever reads memory from C++.
 
     Attributes:
-        found: how often, by ``what at FILE:LINE``, the innermost line that is neither torch's nor tensordict's.
+        found: number of waits by ``operation at FILE:LINE``, the innermost line outside torch and tensordict.
 
     Args:
-        ignored: ends of files' paths whose waits there are on a CPU alone.
+        ignored: suffixes of file paths whose waits occur only on a CPU.
     """
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
@@ -55,7 +55,7 @@ class HostWaits(TorchDispatchMode):
         return self.found.total()
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
-        """Take these for tensors on the device."""
+        """Treat these as device tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -75,10 +75,10 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # of a nested tensor: what it does to plain ones comes here by itself
+            return NotImplemented  # nested tensor: its operations on plain tensors are dispatched here too
         name = func.overloadpacket.__name__
-        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        here = [value for value in given if self._holds(value)]
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        here = [value for value in tensors if self._holds(value)]
         if name == "copy_" and len(here) < 2 and here and not kwargs.get("non_blocking"):
             self._wait("copy_")
         elif name in READS and here:
@@ -101,17 +101,17 @@ class HostWaits(TorchDispatchMode):
     def _holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, operation: str) -> None:
         for frame in reversed(traceback.extract_stack()):
             if frame.filename != __file__ and not any(part in frame.filename for part in PASSED_OVER):
                 break
         if not frame.filename.endswith(self._ignored or ("\0",)):
-            self.found[f"{what} at {'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}"] += 1
+            self.found[f"{operation} at {'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}"] += 1
 
-    # --- what reaches no operator on a CPU ---
+    # --- calls that dispatch no operator on a CPU ---
 
     def watch(self, owner: Any, name: str) -> None:
-        """In the block, count every call of ``owner.name``, which copies to or from the device."""
+        """Count every call of ``owner.name``, which copies to or from the device, within the context."""
 
         def make(before: Any) -> Any:
             def function(*args: Any, **kwargs: Any) -> Any:
@@ -123,9 +123,9 @@ class HostWaits(TorchDispatchMode):
         self._replace(owner, name, make)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before, own = getattr(owner, name), name in vars(owner)
+        before, has_own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, make(before))
-        self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
+        self._undo.append(lambda: setattr(owner, name, before) if has_own else delattr(owner, name))
 
     def _patch_methods(self) -> None:
         def read(name: str) -> Callable[[Any], Any]:
@@ -142,15 +142,16 @@ class HostWaits(TorchDispatchMode):
 
         def to(before: Any) -> Any:
             def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                found = before(tensor, *args, **kwargs)
-                device = next((each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)), None)
+                result = before(tensor, *args, **kwargs)
+                arguments = (*args, kwargs.get("device"))
+                device = next((value for value in arguments if isinstance(value, torch.device)), None)
                 if device is None or type(tensor) is not Tensor or self._holds(tensor):
-                    return found
+                    return result
                 if not kwargs.get("non_blocking"):
                     self._wait("to(device)")
-                found = found.clone() if found is tensor else found
-                self.mark([found])
-                return found
+                result = result.clone() if result is tensor else result
+                self.mark([result])
+                return result
 
             return method
 
@@ -162,15 +163,17 @@ class HostWaits(TorchDispatchMode):
         def maker(name: str) -> Callable[[Any], Any]:
             def make(before: Any) -> Any:
                 def function(*args: Any, **kwargs: Any) -> Any:
-                    found = before(*args, **kwargs)
-                    values = sys._getframe(1).f_locals.get("values")  # of a nested tensor, which is made where they are
+                    result = before(*args, **kwargs)
+                    values = sys._getframe(1).f_locals.get(
+                        "values"
+                    )  # of a nested tensor, which is created on their device
                     nested = sys._getframe(1).f_code.co_name == "jagged_from_list"
-                    of_host = nested and isinstance(values, Tensor) and not self._holds(values)
-                    if isinstance(kwargs.get("device"), torch.device) and not of_host and not self._holds(found):
+                    on_host = nested and isinstance(values, Tensor) and not self._holds(values)
+                    if isinstance(kwargs.get("device"), torch.device) and not on_host and not self._holds(result):
                         if name in FROM_HOST:
                             self._wait(f"{name}(device=)")
-                        self.mark([found])
-                    return found
+                        self.mark([result])
+                    return result
 
                 return function
 
@@ -180,26 +183,26 @@ class HostWaits(TorchDispatchMode):
             self._replace(torch, name, maker(name))
 
     def _patch_copies(self) -> None:
-        """Those of ``host_copy``: to the device none waits; from there, one that is read before anything else was waited for."""
+        """Patch ``host_copy``: copies to the device never wait; copies from it wait if read before any other wait."""
         original = host_copy.to_device
 
         def to_device(values: Tensor, device: torch.device) -> Tensor:
-            found = values.detach().clone()
-            self.mark([found])
-            return found
+            copy = values.detach().clone()
+            self.mark([copy])
+            return copy
 
         for module in list(sys.modules.values()):
             if vars(module).get("to_device") is original:
                 self._replace(module, "to_device", lambda _: to_device)
 
-        sent: weakref.WeakKeyDictionary[host_copy.HostCopy, int] = (
+        waits_at_start: weakref.WeakKeyDictionary[host_copy.HostCopy, int] = (
             weakref.WeakKeyDictionary()
         )  # how many waits there had been
 
         def start(before: Any) -> Any:
             def method(copy: host_copy.HostCopy, values: Tensor) -> None:
                 if self._holds(values):
-                    sent[copy] = self.count
+                    waits_at_start[copy] = self.count
                 with _disable_current_modes():
                     before(copy, values.detach().clone())  # unknown to this mode: it is on the host
 
@@ -207,7 +210,7 @@ class HostWaits(TorchDispatchMode):
 
         def read(before: Any) -> Any:
             def method(copy: host_copy.HostCopy) -> Tensor:
-                if sent.pop(copy, None) == self.count:
+                if waits_at_start.pop(copy, None) == self.count:
                     self._wait("HostCopy.read")
                 return before(copy)
 

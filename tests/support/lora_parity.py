@@ -59,11 +59,11 @@ distance that adapters move is the same within a tenth."""
 
 @dataclass(frozen=True)
 class PeftTrajectory:
-    """What peft makes of an adapter.
+    """Trajectory of an adapter under peft.
 
     Attributes:
         losses, grad_norms: of every step, before clipping; empty without training.
-        logits: of the adapter as given, one fp32 [length, vocabulary] a sample.
+        logits: of the initial adapter, one fp32 [length, vocabulary] a sample.
         factors: after the last step, by Hugging Face name.
     """
 
@@ -129,18 +129,18 @@ def peft_reference(
 
 
 def lora_matrix(platform: str = "cpu") -> list[Case]:
-    """The layouts of the full fine-tuning matrix that make a difference to a single adapter.
+    """Return the layouts of the full fine-tuning matrix that affect a single adapter.
 
     Left out are cases about the optimizer of the model's own parameters, and the auxiliary loss, which adapters refuse. Added
     are those in which the adapter acts on the embedding and the head as well.
     """
     cases = [case for case in matrix(platform) if not (case.optimizer or case.aux_loss or case.resumes)]
-    both = [case for case in cases if case.name in WITH_EMBEDDING_AND_HEAD]
-    return cases + [replace(case, name=f"embedding and head, {case.name}", targets=ALL) for case in both]
+    selected = [case for case in cases if case.name in WITH_EMBEDDING_AND_HEAD]
+    return cases + [replace(case, name=f"embedding and head, {case.name}", targets=ALL) for case in selected]
 
 
 def case_adapter(checkpoint: Path, case: Case, seed: int = SEED) -> Path:
-    """The adapter that all layouts of a checkpoint start from, one for each choice of targets; made once."""
+    """Return the adapter that all layouts of a checkpoint start from, created once for each choice of targets."""
     name = f"{checkpoint.name}-adapter{'' if case.targets == 'all-linear' else '-embedding-and-head'}-{seed}"
 
     def make(path: Path) -> None:
@@ -175,7 +175,7 @@ def write_adapter(backend: Backend, path: Path, lora: Lora) -> None:
 
 
 def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
-    """What one rank of ``case`` does and sees when it trains ``adapter``, which it leaves in ``out`` afterwards."""
+    """Train ``adapter`` on one rank of ``case`` and save it to ``out``."""
     backend = _backend(case, checkpoint)
     trajectory = train_one(backend, adapter, steps, out)
     backend.close()
@@ -183,14 +183,14 @@ def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Pa
 
 
 def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
-    """What one rank does and sees when it trains ``adapter``, which it leaves in ``out`` afterwards."""
+    """Train ``adapter`` on one rank and save it to ``out``."""
     from megascend.lora import peft_format
 
     backend.load_adapter("tenant", adapter, optimizer=False)
     everything = causal_samples(token_lists())
     samples = backend.shard(everything)
-    whole = backend.topology.data == 1
-    logits = backend.forward(everything, logits=True, adapter="tenant").logits if whole else None
+    unsharded = backend.topology.data == 1
+    logits = backend.forward(everything, logits=True, adapter="tenant").logits if unsharded else None
     losses, norms = [], []
     for _ in range(steps):
         losses.append(backend.forward_backward(samples, adapter="tenant").loss)
@@ -200,7 +200,7 @@ def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTra
 
 
 def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps: int = STEPS) -> PeftTrajectory:
-    """Run ``case`` on forked processes; rank 0's trajectory, equal on all ranks or an error."""
+    """Run ``case`` on forked processes; return the trajectory, which must be equal on all ranks."""
     from megascend.testing.distributed import run_distributed
 
     arguments = (case, checkpoint, adapter, steps, out)
@@ -209,7 +209,7 @@ def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps:
 
 
 def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
-    """What one rank of ``case`` does and sees when it trains several adapters; see :func:`train_mixed`."""
+    """Train several adapters on one rank of ``case``; see :func:`train_mixed`."""
     backend = _backend(case, checkpoint)
     trajectories = train_mixed(backend, adapters, steps, out)
     backend.close()
@@ -217,7 +217,7 @@ def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int
 
 
 def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
-    """One rank: train several adapters in the same batches, each on its share of the tokens; a trajectory for each.
+    """Train several adapters in the same batches on one rank, each on its share of the tokens; return their trajectories.
 
     Adapters stay in the backend as ``tenant-0`` and so on.
     """
@@ -244,7 +244,7 @@ def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Pat
 
 
 def share_of(number: int, count: int) -> list[list[int]]:
-    """The samples of :func:`token_lists` that one of ``count`` tenants trains on."""
+    """Return the samples of :func:`token_lists` that one of ``count`` tenants trains on."""
     return token_lists()[number::count]
 
 
@@ -262,21 +262,22 @@ class AdapterDifferences:
     logits: float | None
 
 
-def adapter_differences(mine: PeftTrajectory, reference: PeftTrajectory) -> AdapterDifferences:
-    """Hold a trajectory against peft's."""
-    if mine.factors.keys() != reference.factors.keys():
-        raise DistributedTestError(f"adapted layers differ: {sorted(mine.factors.keys() ^ reference.factors.keys())}")
-    pairs = [(mine.factors[name], reference.factors[name]) for name in reference.factors]
-    logits = (
-        [float((a - b).abs().max()) for a, b in zip(mine.logits, reference.logits, strict=True)] if mine.logits else []
-    )
+def adapter_differences(trajectory: PeftTrajectory, reference: PeftTrajectory) -> AdapterDifferences:
+    """Compare a trajectory with peft's."""
+    if trajectory.factors.keys() != reference.factors.keys():
+        raise DistributedTestError(
+            f"adapted layers differ: {sorted(trajectory.factors.keys() ^ reference.factors.keys())}"
+        )
+    pairs = [(trajectory.factors[name], reference.factors[name]) for name in reference.factors]
+    pairs_of_logits = zip(trajectory.logits, reference.logits, strict=True) if trajectory.logits else ()
+    logits = [float((a - b).abs().max()) for a, b in pairs_of_logits]
     return AdapterDifferences(
-        loss=max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)),
-        grad_norm=max(abs(a - b) for a, b in zip(mine.grad_norms, reference.grad_norms, strict=True)),
+        loss=max(abs(a - b) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
+        grad_norm=max(abs(a - b) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
         factors=max(
-            float((one - other).norm() / other.norm())
-            for own, theirs in pairs
-            for one, other in ((own.a, theirs.a), (own.b, theirs.b))
+            float((value - reference_value).norm() / reference_value.norm())
+            for factors, expected in pairs
+            for value, reference_value in ((factors.a, expected.a), (factors.b, expected.b))
         ),
         logits=max(logits) if logits else None,
     )
@@ -286,7 +287,7 @@ def adapter_differences(mine: PeftTrajectory, reference: PeftTrajectory) -> Adap
 
 
 def isolation_cases() -> list[Case]:
-    """The layouts in which mixed training must equal separate training."""
+    """Return the layouts in which mixed training must equal separate training."""
     return [
         Case("single"),
         Case("TP2", 2, Parallel(tensor=2)),
@@ -355,19 +356,19 @@ def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: in
                     batch.append(sample)
             backend.forward_backward(backend.shard(batch))
             backend.optimizer_step()
-        found = {name: backend.adapters[name].values.detach().clone() for name in names}
+        values = {name: backend.adapters[name].values.detach().clone() for name in names}
         for name in names:
             backend.remove_adapter(name)
-        return found
+        return values
 
     mixed = train(list(loras))
     values, movements = [], []
     for name in loras:
-        alone = train([name])[name]
-        moved = (alone - backend_start(backend, name, loras[name])).norm()
+        separate = train([name])[name]
+        moved = (separate - backend_start(backend, name, loras[name])).norm()
         if moved == 0:
             raise DistributedTestError(f"{name} has not been trained")
-        difference = mixed[name] - alone
+        difference = mixed[name] - separate
         values.append(float(difference.abs().max()))
         movements.append(float(difference.norm() / moved))
     backend.close()
@@ -375,7 +376,7 @@ def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: in
 
 
 def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
-    """The values that a new adapter starts from."""
+    """Return the initial values of a new adapter."""
     backend.add_adapter(name, lora)
     values = backend.adapters[name].values.detach().clone()
     backend.remove_adapter(name)
@@ -395,5 +396,5 @@ def _backend(case: Case, checkpoint: Path) -> MegatronBackend:
         moe=Moe(experts=case.experts),
         adapters=Adapters(targets=case.targets),
         timeout_s=60,
-        self_check=False,  # its whole trajectory is held against Hugging Face
+        self_check=False,  # the tests compare the whole trajectory with the reference
     )

@@ -44,7 +44,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def load(checkpoint: str, adapter: str) -> Any:
-    """The model in fp32 with the adapter's factors on it, the only parameters that are trained."""
+    """Load the model in fp32 with the adapter's factors, the only trainable parameters."""
     if Version(peft.__version__) < Version("0.20"):
         keep_keys()
     base = AutoModelForCausalLM.from_pretrained(

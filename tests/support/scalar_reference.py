@@ -23,8 +23,8 @@ def main(job_path: str, result_path: str) -> None:
     with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
     with open(f"{job['checkpoint']}/config.json", encoding="utf-8") as file:
-        of_tokens = json.load(file)["architectures"][0].endswith("ForTokenClassification")
-    loader: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+        token_level = json.load(file)["architectures"][0].endswith("ForTokenClassification")
+    loader: Any = AutoModelForTokenClassification if token_level else AutoModelForSequenceClassification
     model = loader.from_pretrained(
         job["checkpoint"], dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
@@ -61,7 +61,7 @@ def train(model: Any, job: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def pairs_loss(model: Any, job: dict[str, Any]) -> Tensor:
-    """The mean of -log sigmoid(chosen - rejected) of the model's score of each sequence."""
+    """Compute the mean of -log sigmoid(chosen - rejected) of the model's score of each sequence."""
     scores: dict[Any, dict[bool, Tensor]] = {}
     for sample in job["samples"]:
         score = model(torch.tensor([sample["token_ids"]])).logits[0, -1]
@@ -70,7 +70,7 @@ def pairs_loss(model: Any, job: dict[str, Any]) -> Tensor:
 
 
 def values_loss(model: Any, job: dict[str, Any]) -> Tensor:
-    """The weighted mean of (clipped) squared errors, halved, as in PPO's own code (baselines/ppo2/model.py)."""
+    """Compute the weighted mean of (clipped) squared errors, halved, as in PPO's own code (baselines/ppo2/model.py)."""
     total, count = torch.zeros(()), 0.0
     for sample in job["samples"]:
         values = model(torch.tensor([sample["token_ids"]])).logits[0, :, 0]

@@ -1,4 +1,4 @@
-"""Bytes of all tensors that are alive, and their peak: what a CPU has in place of ``torch.cuda.max_memory_allocated``."""
+"""Live and peak bytes of all tensors: the CPU counterpart of ``torch.cuda.max_memory_allocated``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts the storages of tensors that operators read or write in the block, each once, as long as it lives.
+    """Context that counts the live storages of tensors that operators read or write, each once.
 
     Temporaries inside an operator, and communication libraries' own buffers, are not seen. Storages of other devices than
     ``device_type`` do not count.
@@ -21,7 +21,7 @@ class TensorMemory(TorchDispatchMode):
     Attributes:
         allocated: bytes that are alive.
         peak: most bytes since the beginning or :meth:`reset_peak`.
-        at_peak: with ``explain``, what was alive then: ``{(operator, dtype, shape): bytes}``.
+        at_peak: with ``explain``, the live storages at the peak: ``{(operator, dtype, shape): bytes}``.
     """
 
     def __init__(self, device_type: str = "cpu", *, explain: bool = False) -> None:
@@ -42,9 +42,9 @@ class TensorMemory(TorchDispatchMode):
         memory = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            found = memory._resize(storage, size)  # FSDP2 frees and brings back gathered parameters in this way
+            storage_result = memory._resize(storage, size)  # FSDP2 frees and restores gathered parameters this way
             memory._measure(storage, ("resize_", "", (size,)))
-            return found
+            return storage_result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()
@@ -55,10 +55,10 @@ class TensorMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        for value in _tensors((args, kwargs, found)):
+        result = func(*args, **kwargs)
+        for value in _tensors((args, kwargs, result)):
             self._measure(value.untyped_storage(), (str(func), str(value.dtype), tuple(value.shape)))
-        return found
+        return result
 
     def _measure(self, storage: torch.UntypedStorage, made_by: tuple[str, str, tuple[int, ...]]) -> None:
         if storage.device.type != self._device_type:
@@ -74,8 +74,8 @@ class TensorMemory(TorchDispatchMode):
         if self.allocated > self.peak:
             if self._explain and self.allocated > 1.002 * self.peak:
                 self.at_peak = {}
-                for each, bytes_ in self._sizes.items():
-                    self.at_peak[self._made_by[each]] = self.at_peak.get(self._made_by[each], 0) + bytes_
+                for storage_key, bytes_ in self._sizes.items():
+                    self.at_peak[self._made_by[storage_key]] = self.at_peak.get(self._made_by[storage_key], 0) + bytes_
             self.peak = self.allocated
 
     def _forget(self, key: int) -> None:
@@ -85,7 +85,7 @@ class TensorMemory(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The plain tensors among ``values``; of a tensor in shards, this rank's."""
+    """Yield the plain tensors among ``values``; of a sharded tensor, this rank's shard."""
     for value in tree_iter(values):
         local = getattr(value, "_local_tensor", value)
         if isinstance(local, Tensor) and type(local) in (Tensor, torch.nn.Parameter):

@@ -56,7 +56,10 @@ class BigramEngine(Engine):
 
     def hf_slices(self):
         weights = {"embedding": (EMBEDDING, self.embedding), "head": (HEAD, self.head)}
-        return {name: [HfSlice((0, 0), tuple(own.shape), weight, (0, 0))] for name, (weight, own) in weights.items()}
+        return {
+            name: [HfSlice((0, 0), tuple(parameter.shape), weight, (0, 0))]
+            for name, (weight, parameter) in weights.items()
+        }
 
     def named_weights(self, adapter=None, *, receivers="all", device=None):
         if receivers == "all" or self.groups.rank in ({0} if receivers == "main" else receivers):
