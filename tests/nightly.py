@@ -304,27 +304,27 @@ NIGHTLY = {
         "the_missing_member_is_named[1]": "[0]",
     },
     "test_bad_input.py": {
-        "a_rank_that_stops_between_steps_is_named_in_time": "reliability/test_hang_and_death.py",
+        "rank_that_stops_between_steps_is_named_within_timeout": "reliability/test_hang_and_death.py",
     },
     "test_bench_suite.py": {
-        "a_real_line_has_its_rows": "a line that fails; rows of stored figures",
+        "save_line_produces_its_rows": "a line that fails; rows of stored figures",
     },
     "test_cookbook.py": {
-        "a_cookbook_script_learns[CP2]": "experts on EP2; npu/test_cookbook_ascend.py: tp_moe_cp_npu",
-        "a_cookbook_script_learns[PP2]": "experts on EP2; PP2 in parity",
-        "experts_learn_and_resume_on_two_forked_ranks[MoE FSDP2]": "MoE EP2; engines/fsdp/test_fsdp_experts.py",
-        "tenants_that_had_no_time_to_learn_are_a_failure": "npu/test_cookbook_ascend.py: multi_lora_npu",
+        "cookbook_script_learns[CP2]": "experts on EP2; npu/test_cookbook_ascend.py: tp_moe_cp_npu",
+        "cookbook_script_learns[PP2]": "experts on EP2; PP2 in parity",
+        "moe_scripts_learn_and_resume_on_two_ranks[MoE FSDP2]": "MoE EP2; engines/fsdp/test_fsdp_experts.py",
+        "multi_lora_fails_after_too_few_steps": "npu/test_cookbook_ascend.py: multi_lora_npu",
     },
     "test_docs.py": {
-        "the_examples_of_tests_run": "test_snippets.py; the tests themselves",
+        "examples_in_testing_page_run": "test_snippets.py; the tests themselves",
     },
     "test_own_data.py": {
-        "a_new_user_follows_the_page[few steps]": "test_readme.py; cli/test_cli_train.py",
-        "a_new_user_follows_the_page[whole]": "the same commands with fewer steps",
+        "own_data_page_commands_work[few steps]": "test_readme.py; cli/test_cli_train.py",
+        "own_data_page_commands_work[whole]": "the same commands with fewer steps",
     },
     "test_readme.py": {
-        "the_program_without_a_cluster_runs": "engines/single/test_single.py",
-        "the_programs_about_lora_run": "lora/test_backend_adapters.py, lora/test_peft_format.py",
+        "single_process_program_runs": "engines/single/test_single.py",
+        "lora_program_runs": "lora/test_backend_adapters.py, lora/test_peft_format.py",
     },
 }
 """By file below tests: beginnings of tests' names, without ``test_``, and what covers them."""

@@ -1,6 +1,6 @@
-"""Bad input is an error of our hierarchy, on every rank alike, in seconds, and leaves nothing half-done behind.
+"""Bad input raises the same megascend error on every rank within seconds and leaves no partial results.
 
-What concerns the command line is in ``tests/cli/test_bad_inputs.py``; here it is the Python API on real ranks.
+``tests/cli/test_bad_inputs.py`` covers the command line; this file the Python API on real ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 LIMIT_S = 60.0
-"""What a mistake may take on all ranks; half of their groups' timeout, which nobody has waited out."""
+"""Longest time until all ranks raise; half of the groups' timeout, so that none has run into it."""
 WORLDS = {
     "single": (1, Parallel()),
     "TP2": (2, Parallel(tensor=2)),
@@ -63,12 +63,12 @@ def build(model: Path, parallel: Parallel | None = None, **options: Any):
         "batching": Batching(micro_batch_tokens=64),
         "self_check": False,
     }
-    settings |= options  # the self-check has tests of its own
+    settings |= options  # the self-check is tested separately
     return MegatronBackend(model=model, parallel=parallel, **settings)
 
 
 def errors(world_size: int, attempt: Callable[[], Any]) -> list[tuple[type, str]]:
-    """Class and message of what ``attempt`` raises on every rank; all within :data:`LIMIT_S`."""
+    """Return class and message of the error that ``attempt`` raises on every rank within :data:`LIMIT_S`."""
 
     def on_rank() -> tuple[type, str]:
         try:
@@ -80,9 +80,9 @@ def errors(world_size: int, attempt: Callable[[], Any]) -> list[tuple[type, str]
     return run_distributed(on_rank, world_size, init=False, timeout_s=LIMIT_S)
 
 
-def assert_all(found: list[tuple[type, str]], kind: type, *words: str) -> None:
-    assert len({message for _, message in found}) == 1, found
-    for error, message in found:
+def assert_all(raised: list[tuple[type, str]], kind: type, *words: str) -> None:
+    assert len({message for _, message in raised}) == 1, raised
+    for error, message in raised:
         assert error is kind, message
         for word in words:
             assert word in message, message
@@ -91,7 +91,7 @@ def assert_all(found: list[tuple[type, str]], kind: type, *words: str) -> None:
 # --- settings ---
 
 
-def test_an_unknown_setting_is_named_with_its_path_and_value(tmp_path):
+def test_unknown_setting_error_names_path_and_value(tmp_path):
     (tmp_path / "run.yaml").write_text("model: m\noutput: o\ndata: {path: d}\noptimizer: {learning_rate: 0.1}\n")
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate: unknown setting \(value 0\.1\)"):
         load_config(tmp_path / "run.yaml")
@@ -108,13 +108,13 @@ def test_an_unknown_setting_is_named_with_its_path_and_value(tmp_path):
         (lambda: Batching(micro_batch_tokens="many"), ["micro_batch_tokens", "'many'"]),
     ],
 )
-def test_a_value_out_of_range_is_named_with_its_limit(make, words):
+def test_value_out_of_range_error_names_limit(make, words):
     with pytest.raises(ConfigError) as raised:
         make()
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_an_unknown_precision_or_platform_is_refused(checkpoint):
+def test_unknown_precision_or_platform_raises_config_error(checkpoint):
     assert_all(errors(1, lambda: build(checkpoint, precision="fp8")), ConfigError, "fp32, fp16 or bf16", "'fp8'")
     assert_all(errors(1, lambda: build(checkpoint, platform="tpu")), ConfigError, "'cpu'", "'tpu'")
 
@@ -135,20 +135,20 @@ def test_an_unknown_precision_or_platform_is_refused(checkpoint):
         (2, Parallel(expert=2), ["parallel.expert=2", "no experts"]),
     ],
 )
-def test_an_impossible_layout_names_the_setting_and_what_would_fit(checkpoint, world_size, parallel, words):
+def test_unsupported_layout_raises_topology_error(checkpoint, world_size, parallel, words):
     assert_all(errors(world_size, lambda: build(checkpoint, parallel)), TopologyError, *words)
 
 
-def test_a_topology_for_another_world_is_refused(megatron_imported):
+def test_topology_of_other_world_size_raises_topology_error(megatron_imported):
     from megascend.distributed.process_groups import initialize
     from megascend.topology.topology import plan
 
     def attempt():
         initialize(plan(Parallel(), 4), megatron_imported.platform, timeout_s=2 * LIMIT_S)
 
-    found = errors(2, attempt)
-    assert [kind for kind, _ in found] == [TopologyError] * 2
-    for rank, (_, message) in enumerate(found):
+    raised = errors(2, attempt)
+    assert [kind for kind, _ in raised] == [TopologyError] * 2
+    for rank, (_, message) in enumerate(raised):
         assert f"rank {rank}: the topology is for 4 ranks, but 2 were started (WORLD_SIZE)" in message
 
 
@@ -244,10 +244,13 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ("damage", "layouts"),
     [
         *[pytest.param(damage, [[*WORLDS][n % len(WORLDS)]], id=damage) for n, damage in enumerate(DAMAGED)],
-        *[pytest.param(each, [*WORLDS], id=f"{each}, all layouts", marks=pytest.mark.nightly) for each in DAMAGED],
+        *[
+            pytest.param(damage, [*WORLDS], id=f"{damage}, all layouts", marks=pytest.mark.nightly)
+            for damage in DAMAGED
+        ],
     ],
 )
-def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_path, damage, layouts):
+def test_damaged_checkpoint_raises_same_error_on_every_rank(checkpoint, tmp_path, damage, layouts):
     change, words = DAMAGED[damage]
     damaged = tmp_path / "model"
     shutil.copytree(checkpoint, damaged)
@@ -257,16 +260,16 @@ def test_a_damaged_checkpoint_is_refused_alike_on_every_rank(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("experts", [2, 8])
-def test_another_number_of_experts_is_refused(parity_folder, tmp_path, experts):
+def test_wrong_number_of_experts_raises_checkpoint_error(parity_folder, tmp_path, experts):
     damaged = tmp_path / "model"
     shutil.copytree(case_checkpoint(parity_folder, "qwen3_moe"), damaged)
     change_config(damaged, num_experts=experts, num_local_experts=experts)
     for parallel in (Parallel(tensor=2), Parallel(expert=2)):
-        found = errors(2, lambda parallel=parallel: build(damaged, parallel))
-        assert_all(found, CheckpointError, "does not fit the model that config.json describes")
+        raised = errors(2, lambda parallel=parallel: build(damaged, parallel))
+        assert_all(raised, CheckpointError, "does not fit the model that config.json describes")
 
 
-def test_after_a_refusal_the_same_process_can_build_another_model(checkpoint, tmp_path):
+def test_process_can_build_a_model_after_an_error(checkpoint, tmp_path):
     damaged = tmp_path / "model"
     shutil.copytree(checkpoint, damaged)
     without("q_norm")(damaged)
@@ -351,12 +354,12 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_BATCHES)
-def test_a_bad_batch_is_refused_on_all_ranks_even_if_one_has_it(checkpoint, bad):
+def test_bad_batch_on_one_rank_raises_on_all_ranks(checkpoint, bad):
     act, words = BAD_BATCHES[bad]
     assert_all(errors(2, lambda: act(build(checkpoint))), DataError, *words)
 
 
-def test_after_a_bad_batch_training_goes_on_as_if_it_had_not_been(checkpoint):
+def test_training_is_unaffected_by_rejected_batches(checkpoint):
     def norm(with_bad_batch: bool) -> Callable[[], float]:
         def on_rank() -> float:
             backend = build(checkpoint)
@@ -373,33 +376,33 @@ def test_after_a_bad_batch_training_goes_on_as_if_it_had_not_been(checkpoint):
     assert run_distributed(norm(True), 2, init=False) == pytest.approx(expected, rel=1e-6)
 
 
-def test_batching_max_length_is_the_limit_that_is_named(checkpoint):
+def test_max_length_error_names_the_setting(checkpoint):
     batching = Batching(max_length=30, micro_batch_tokens=64)
-    found = errors(1, lambda: build(checkpoint, batching=batching).forward_backward(causal_samples(token_lists())))
-    assert_all(found, DataError, "limit of 30", "batching.max_length=30")
+    raised = errors(1, lambda: build(checkpoint, batching=batching).forward_backward(causal_samples(token_lists())))
+    assert_all(raised, DataError, "limit of 30", "batching.max_length=30")
 
 
-def test_an_unknown_loss_is_refused(checkpoint):
-    found = errors(2, lambda: forward_backward(good, "hinge")(build(checkpoint)))
-    assert_all(found, ConfigError, "'hinge'", "cross_entropy, importance_sampling, ppo,", "dpo")
+def test_unknown_loss_raises_config_error(checkpoint):
+    raised = errors(2, lambda: forward_backward(good, "hinge")(build(checkpoint)))
+    assert_all(raised, ConfigError, "'hinge'", "cross_entropy, importance_sampling, ppo,", "dpo")
 
 
-def test_a_loss_of_the_wrong_shape_is_refused(checkpoint):
-    found = errors(2, lambda: forward_backward(good, lambda logprobs, inputs: logprobs.mean())(build(checkpoint)))
-    assert [kind for kind, _ in found] == [LossFunctionError] * 2
-    assert all("shape ()" in message for _, message in found)
+def test_loss_of_wrong_shape_raises_loss_function_error(checkpoint):
+    raised = errors(2, lambda: forward_backward(good, lambda logprobs, inputs: logprobs.mean())(build(checkpoint)))
+    assert [kind for kind, _ in raised] == [LossFunctionError] * 2
+    assert all("shape ()" in message for _, message in raised)
 
 
 @pytest.mark.parametrize("field", ["weights", "advantages", "old_logprobs", "ref_logprobs", "extra"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_values_that_are_not_finite_do_not_become_a_sample(field, value):
+def test_sample_rejects_non_finite_values(field, value):
     values = {"mine": [0.0, value]} if field == "extra" else [0.0, value]
     with pytest.raises(DataError, match=rf"{field}.*\[1\] is {value}"):
         sample(1, 2, **{field: values})
 
 
-def test_advantages_gone_nan_skip_the_step_on_every_rank(checkpoint):
-    """What gets past the checks, and shows only in the gradients, leaves every rank's parameters alone."""
+def test_nan_advantages_skip_the_step_on_every_rank(checkpoint):
+    """Check that values that pass the checks, but yield NaN gradients, leave all ranks' parameters unchanged."""
 
     def on_rank():
         backend = build(checkpoint)
@@ -445,19 +448,19 @@ def below_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", [a_file, a_foreign_directory, below_a_file])
-def test_an_export_that_cannot_be_written_is_refused_and_changes_nothing(checkpoint, tmp_path, obstacle):
+def test_export_to_invalid_target_raises_and_changes_nothing(checkpoint, tmp_path, obstacle):
     target = tmp_path / "runs" / "out"
     target.parent.mkdir()
     obstacle(target)
     before = tree(tmp_path)
-    found = errors(2, lambda: build(checkpoint, Parallel(tensor=2)).export_hf(target))
-    assert_all(found, CheckpointError, f"export: {target}")
+    raised = errors(2, lambda: build(checkpoint, Parallel(tensor=2)).export_hf(target))
+    assert_all(raised, CheckpointError, f"export: {target}")
     assert tree(tmp_path) == before
     assert "precious" in str(before)
 
 
 @pytest.mark.parametrize("where", ["add", "finish"])
-def test_an_export_that_runs_out_of_disk_leaves_the_earlier_one(checkpoint, tmp_path, monkeypatch, where):
+def test_export_without_disk_space_keeps_previous_export(checkpoint, tmp_path, monkeypatch, where):
     from megascend.huggingface.safetensors_writer import SafetensorsWriter
 
     target = tmp_path / "out"
@@ -468,16 +471,16 @@ def test_an_export_that_runs_out_of_disk_leaves_the_earlier_one(checkpoint, tmp_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SafetensorsWriter, where, full)
-    found = errors(2, lambda: build(checkpoint, Parallel(pipeline=2)).export_hf(target))
-    assert_all(found, CheckpointError, f"export: {target} could not be written", "No space left on device")
+    raised = errors(2, lambda: build(checkpoint, Parallel(pipeline=2)).export_hf(target))
+    assert_all(raised, CheckpointError, f"export: {target} could not be written", "No space left on device")
     assert tree(tmp_path) == before
 
 
-# --- ranks that do not come ---
+# --- missing ranks ---
 
 
-def test_a_rank_that_dies_before_it_comes_is_named_in_time(checkpoint):
-    """Rank 1 never arrives; rank 0 says so within its timeout."""
+def test_missing_rank_is_named_within_timeout(checkpoint):
+    """Check that rank 0 names rank 1, which never arrives, within its timeout."""
 
     def on_rank():
         if int(os.environ["RANK"]) == 1:
@@ -490,7 +493,7 @@ def test_a_rank_that_dies_before_it_comes_is_named_in_time(checkpoint):
     assert re.search(r"rank 0: 1 of 2 ranks did not arrive at start-up within 2 s: rank 1\b.*raise timeout_s", message)
 
 
-def test_a_rank_that_stops_between_steps_is_named_in_time(checkpoint, tmp_path):
+def test_rank_that_stops_between_steps_is_named_within_timeout(checkpoint, tmp_path):
     named = tmp_path / "named"
 
     def on_rank():
@@ -517,15 +520,15 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
     return run_forked(program)
 
 
-def test_the_wrong_import_order_is_refused_before_anything_is_built(checkpoint):
+def test_wrong_import_order_raises_import_order_error(checkpoint):
     program = f"import megatron.core, megascend\nmegascend.MegatronBackend({str(checkpoint)!r}, platform='cpu')"
-    done = run_program(program)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("megascend.errors.ImportOrderError: megatron.core"), done.stderr
+    completed = run_program(program)
+    last = completed.stderr.strip().splitlines()[-1]
+    assert last.startswith("megascend.errors.ImportOrderError: megatron.core"), completed.stderr
     assert "before megascend.bootstrap()" in last
 
 
-def test_an_unsupported_pair_of_versions_is_refused():
+def test_unsupported_versions_raise_version_error():
     versions = {
         "torch": "2.8.0",
         "megatron-core": "0.16.1",
@@ -537,17 +540,19 @@ def test_an_unsupported_pair_of_versions_is_refused():
         require_supported(versions)
 
 
-def test_a_platform_that_is_not_here_is_refused():
-    done = run_program("import megascend\nmegascend.bootstrap('cuda')")
+def test_unavailable_platform_raises_platform_error():
+    completed = run_program("import megascend\nmegascend.bootstrap('cuda')")
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     assert (
-        done.stderr.strip().splitlines()[-1].startswith(f"megascend.errors.{PlatformError.__name__}: platform 'cuda'")
+        completed.stderr.strip()
+        .splitlines()[-1]
+        .startswith(f"megascend.errors.{PlatformError.__name__}: platform 'cuda'")
     )
 
 
-def test_a_window_that_would_be_left_out_is_refused_unless_no_sample_reaches_it(tmp_path):
-    """mcore-bridge drops Qwen's sliding_window: longer samples would silently see everything."""
+def test_sliding_window_requires_shorter_max_length(tmp_path):
+    """Check the guard: mcore-bridge drops Qwen's sliding_window, so longer samples would silently attend to everything."""
     checkpoint = write_tiny_checkpoint(
         tmp_path / "window", "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0
     )
@@ -560,9 +565,9 @@ def test_a_window_that_would_be_left_out_is_refused_unless_no_sample_reaches_it(
         backend.close()
         return True
 
-    def refused():
+    def on_rank():
         with pytest.raises(ConfigError, match=r"window of 16 tokens.*set batching\.max_length: 16 or less"):
             build(None)
         return build(16)
 
-    assert run_distributed(refused, 1, init=False) == [True]
+    assert run_distributed(on_rank, 1, init=False) == [True]

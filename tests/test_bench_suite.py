@@ -1,4 +1,4 @@
-"""``scripts/bench.py``: which ratios count as fallen, what a failed line does to the others, and that one real line works."""
+"""``scripts/bench.py``: comparison of ratios, isolation of failed lines, and one real line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row(name: str, ratio: float | None, noise: float = 0.04) -> Row:
     return Row(name, 1.0, "s", ratio, "something", noise)
 
 
-def test_a_ratio_has_fallen_when_more_than_its_noise_is_gone() -> None:
+def test_compare_fails_when_ratio_drops_beyond_noise() -> None:
     within = gate.compare([row("moe/a", 2.9), row("moe/b", 0.76)], STORED, ["moe"])
     assert within == gate.Verdict()
     assert within.passed
@@ -40,19 +40,19 @@ def test_a_ratio_has_fallen_when_more_than_its_noise_is_gone() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [row("moe/a", None)], [row("moe/a", math.nan)]])
-def test_a_stored_ratio_that_this_run_has_not_is_missing_unless_nobody_asked_for_it(rows: list[Row]) -> None:
+def test_compare_reports_missing_ratios_of_requested_lines(rows: list[Row]) -> None:
     verdict = gate.compare([*rows, row("moe/b", 1.0)], STORED, ["moe"])
-    assert [entry.partition(":")[0] for entry in verdict.missing] == ["moe/a"], "load is not of this run"
+    assert [entry.partition(":")[0] for entry in verdict.missing] == ["moe/a"], "load was not requested"
     assert not verdict.passed
 
 
-def test_a_new_ratio_is_said_and_passes() -> None:
+def test_compare_passes_new_ratios() -> None:
     verdict = gate.compare([row("save/d", 1.0), row("save/no ratio", None)], STORED, ["save"])
     assert verdict.new == ("save/d",)
     assert verdict.passed
 
 
-def test_stored_ratios_return_from_their_file_and_keep_what_was_not_measured(tmp_path: Path) -> None:
+def test_merged_keeps_stored_ratios_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "new" / gate.file_name("NVIDIA H200", "full")
     assert path.name == "nvidia-h200.json"
     assert gate.file_name("CPU", "tiny") == "cpu-tiny.json"
@@ -68,13 +68,13 @@ def test_stored_ratios_return_from_their_file_and_keep_what_was_not_measured(tmp
         gate.read(path)
 
 
-def test_ratios_of_another_device_or_scale_are_refused() -> None:
+def test_refusal_names_other_device_or_scale() -> None:
     assert gate.refusal(STORED, "NVIDIA H200", "full") == ""
     assert gate.refusal(STORED, "CPU", "full") == "the stored ratios are of NVIDIA H200, this is CPU"
     assert "scale full" in gate.refusal(STORED, "NVIDIA H200", "tiny")
 
 
-def test_names_of_lines_and_suites_select() -> None:
+def test_select_accepts_lines_and_suites() -> None:
     assert [line.name for line in lines.select("dense,start")] == ["dense-1.7b", "dense-4b", "start"]
     assert [line.name for line in lines.select("dense-4b")] == ["dense-4b"]
     assert len({line.name for line in lines.select(None)}) == len(lines.LINES)
@@ -82,7 +82,7 @@ def test_names_of_lines_and_suites_select() -> None:
         lines.select("dens")
 
 
-def test_the_options_of_every_line_are_those_of_its_script() -> None:
+def test_line_options_exist_in_their_scripts() -> None:
     for line in lines.LINES:
         text = (SCRIPTS / line.script).read_text(encoding="utf-8")
         for option in {
@@ -102,7 +102,7 @@ CARDS = {
     "A100 40 GB": 39.4,
     "RTX 4090": 23.5,
 }
-"""GiB that torch gives as a device's total memory."""
+"""GiB that torch reports as a device's total memory."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ CARDS = {
         ("RTX 4090", [None, None, None]),
     ],
 )
-def test_line_takes_the_largest_size_that_the_device_holds(card: str, names: list[str | None]) -> None:
+def test_sized_takes_largest_size_that_fits(card: str, names: list[str | None]) -> None:
     for line, name in zip(lines.select("dense,moe"), names, strict=True):
         if name is None:
             with pytest.raises(
@@ -133,21 +133,21 @@ def test_line_takes_the_largest_size_that_the_device_holds(card: str, names: lis
         assert options.count("--layers") == 1
 
 
-def test_sizes_descend_and_lines_without_them_stay_as_they_are() -> None:
+def test_sizes_descend_and_lines_without_sizes_are_unchanged() -> None:
     for line in lines.LINES:
         needs = [size.gib for size in line.sizes]
         assert needs == sorted(needs, reverse=True)
         assert line.sizes or lines.sized(line, 1.0) is line
 
 
-def test_stored_ratios_of_training_are_of_sizes_that_the_lines_have() -> None:
-    known = {f"{line.name}@{size.label}" for line in lines.LINES for size in line.sizes}
-    known |= {line.name for line in lines.LINES if not line.sizes}
+def test_stored_ratios_match_lines_and_sizes() -> None:
+    names = {f"{line.name}@{size.label}" for line in lines.LINES for size in line.sizes}
+    names |= {line.name for line in lines.LINES if not line.sizes}
     for path in (SCRIPTS.parent / "benchmarks").glob("*.json"):
-        assert {name.partition("/")[0] for name in gate.read(path).ratios} <= known, path.name
+        assert {name.partition("/")[0] for name in gate.read(path).ratios} <= names, path.name
 
 
-def test_rows_of_a_training_line_are_ratios_to_its_first_run() -> None:
+def test_training_rows_are_relative_to_first_run() -> None:
     runs = [{"run": "bare", "ms": [100.0, 102.0, 98.0]}, {"run": "megascend", "ms": [80.0, 80.0, 200.0]}]
     rows = lines.training("moe", {"work": {"sequences": 8, "length": 100}, "runs": runs})
     assert [(row.name, row.value, row.ratio) for row in rows] == [
@@ -156,13 +156,13 @@ def test_rows_of_a_training_line_are_ratios_to_its_first_run() -> None:
     ]
 
 
-def test_a_share_of_the_disk_s_speed_takes_the_fastest_of_each() -> None:
+def test_file_rows_compare_fastest_times() -> None:
     make = lines.files("ours", against="reads", of="parallel direct reads")
     rows = make("load", {"seconds": {"reads": [4.0, 2.0], "ours": [4.0]}})
     assert [(row.name, row.ratio) for row in rows] == [("load/reads", None), ("load/ours", 0.5)]
 
 
-def test_a_line_without_device_time_has_no_ratio_to_it() -> None:
+def test_small_rows_omit_ratio_without_device_time() -> None:
     request = {"24": {"step": [30.0], "device": math.nan}}
     graphs = {"24": {"step": [10.0], "device": 9.0}}
     rows = lines.small("small", {"eager": {"request": request}, "graphs": {"request": graphs}})
@@ -174,14 +174,14 @@ def test_a_line_without_device_time_has_no_ratio_to_it() -> None:
 
 
 def script(folder: Path, name: str, body: str) -> lines.Line:
-    """A line of a suite of its own, measured by a program of a few lines; ``result`` is where its figures go."""
+    """Build a line measured by a short program, which writes its figures to ``result``."""
     path = folder / f"{name}.py"
     path.write_text(f"import json, sys, time, os\nresult = sys.argv[-1]\n{body}\n")
     rows = lambda name, figures: [Row(f"{name}/x", figures["x"], "s", figures["x"], "one")]  # noqa: E731
     return lines.Line(name, name, str(path), (), (), rows, 60.0, "")
 
 
-def test_a_line_that_fails_is_told_and_the_others_run(
+def test_failed_line_is_reported_and_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = "json.dump({}, open(result, 'w'))"
@@ -199,15 +199,15 @@ def test_a_line_that_fails_is_told_and_the_others_run(
     report = tmp_path / "out" / "report.json"
 
     assert bench.main(["--tiny", "--json", str(report), "--store"]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"broken: \d+ s, FAILED: exit code 1\n    what it said\n    no such thing", said)
-    assert "FAILED: not done after its deadline of 10 s" in said
-    assert "FAILED: its figures cannot be read: KeyError('x')" in said
-    assert "FAILED: exit code 0, but no figures" in said
-    assert "failed: broken, slow, strange, silent" in said
-    found = json.loads(report.read_text())
-    assert [(row["name"], row["ratio"]) for row in found["rows"]] == [("good/x", 2.0)]
-    assert found["lines"]["slow"]["seconds"] < 60
+    output = capsys.readouterr().out
+    assert re.search(r"broken: \d+ s, FAILED: exit code 1\n    what it said\n    no such thing", output)
+    assert "FAILED: not done after its deadline of 10 s" in output
+    assert "FAILED: its figures cannot be read: KeyError('x')" in output
+    assert "FAILED: exit code 0, but no figures" in output
+    assert "failed: broken, slow, strange, silent" in output
+    stored_report = json.loads(report.read_text())
+    assert [(row["name"], row["ratio"]) for row in stored_report["rows"]] == [("good/x", 2.0)]
+    assert stored_report["lines"]["slow"]["seconds"] < 60
 
     assert bench.main(["--tiny", "--only", "good", "--compare"]) == 0
     script(tmp_path, "good", write.format('{"x": 1.9}'))
@@ -222,10 +222,10 @@ def test_a_line_that_fails_is_told_and_the_others_run(
     assert "the stored ratios are of Test 1, this is Test 2" in capsys.readouterr().out
 
 
-def test_size_is_said_and_ratios_are_stored_and_compared_by_it(
+def test_size_is_printed_and_part_of_stored_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line of two sizes: its program's figure is the last option, by which it is 2.0 at 50 GiB and 3.0 at 100."""
+    """Use a line of two sizes whose figure is its option: 2.0 at 50 GiB and 3.0 at 100."""
     plain = script(tmp_path, "work", "json.dump({'x': float(sys.argv[-3])}, open(result, 'w'))")
     line = replace(plain, sizes=(lines.Size("big", 100.0, ("3.0",)), lines.Size("small", 50.0, ("2.0",))))
     monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
@@ -236,23 +236,23 @@ def test_size_is_said_and_ratios_are_stored_and_compared_by_it(
         monkeypatch.setattr(bench, "this_device", lambda platform: ("Test", {}, memory_gib))
         return bench.main(options), capsys.readouterr().out
 
-    code, said = run(80.0, "--store")
+    code, output = run(80.0, "--store")
     assert code == 0
-    assert "work: runs as work@small: big needs 100 GiB of device memory, this device has 80.0" in said
+    assert "work: runs as work@small: big needs 100 GiB of device memory, this device has 80.0" in output
     assert gate.read(stored).ratios == {"work@small/x": (2.0, 0.04)}
-    code, said = run(120.0, "--compare")
+    code, output = run(120.0, "--compare")
     assert code == 0
-    assert "new     work@big/x: nothing stored" in said
-    assert "runs as" not in said
+    assert "new     work@big/x: nothing stored" in output
+    assert "runs as" not in output
     assert run(120.0, "--store")[0] == 0
     assert gate.read(stored).ratios == {"work@small/x": (2.0, 0.04), "work@big/x": (3.0, 0.04)}
-    code, said = run(40.0)
+    code, output = run(40.0)
     assert code == 1
-    assert "work: FAILED: its smallest size, small, needs 50 GiB of device memory; this device has 40.0" in said
+    assert "work: FAILED: its smallest size, small, needs 50 GiB of device memory; this device has 40.0" in output
 
 
 def parent(folder: Path, child: Path) -> lines.Line:
-    """A line whose program starts another one, writes that one's process id to ``child``, and waits."""
+    """Build a line whose program starts a child process, writes its PID to ``child``, and waits."""
     body = "import subprocess\nstarted = subprocess.Popen(['sleep', '600'])\n"
     body += f"open({str(child)!r} + '.new', 'w').write(str(started.pid))\n"
     return script(folder, "parent", body + f"os.rename({str(child)!r} + '.new', {str(child)!r})\ntime.sleep(600)")
@@ -265,9 +265,9 @@ def ended(pid: int, within_s: float = 60.0) -> bool:
     return not running_process(pid)
 
 
-def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
+def test_run_ends_descendants_at_the_deadline_of_a_line(tmp_path: Path) -> None:
     line = parent(tmp_path, tmp_path / "pid")
-    for deadline_s in (2.0, 60.0):  # on a busy machine it may not have started the other one within the first
+    for deadline_s in (2.0, 60.0):  # on a busy machine the child may not start within the first deadline
         outcome = running.run([line.script], tmp_path / "result.json", tmp_path / "log", deadline_s)
         assert outcome.figures is None
         if (tmp_path / "pid").is_file():
@@ -275,7 +275,7 @@ def test_nothing_of_a_line_is_left_after_its_deadline(tmp_path: Path) -> None:
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-def test_sigterm_ends_the_line_that_is_running(tmp_path: Path) -> None:
+def test_sigterm_ends_the_running_line(tmp_path: Path) -> None:
     line, child = parent(tmp_path, tmp_path / "pid"), tmp_path / "pid"
     program = (
         "import sys; from pathlib import Path; import bench; from bench_suite import running; bench.end_on_sigterm(); "
@@ -295,7 +295,7 @@ def test_sigterm_ends_the_line_that_is_running(tmp_path: Path) -> None:
 
 
 def running_process(pid: int) -> bool:
-    """Whether it exists and is no zombie that waits for the first process of this machine."""
+    """Check whether a process exists and is not a zombie that init has not reaped."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -303,7 +303,7 @@ def running_process(pid: int) -> bool:
         return False
 
 
-def test_a_real_line_has_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_line_produces_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--tiny", "--platform", "cpu", "--only", "save"]) == 0
     names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("save/")}
     disk = {"save/plain file written", "save/plain files at once"}

@@ -42,10 +42,10 @@ def run(
     kill_after: str = "",
     **environment: str,
 ) -> str:
-    """Output of a shell script of the cookbook, which ends with all its processes at the deadline; it succeeds, or ``fails``.
+    """Run a shell script of the cookbook with a deadline for all its processes; return its output. It succeeds, or ``fails``.
 
     Args:
-        kill_after: end all its processes when a line of its output begins so.
+        kill_after: kill all its processes at an output line with this prefix.
     """
     path = os.pathsep.join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
     variables = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGASCEND_RUN": str(folder)}
@@ -65,8 +65,8 @@ def run(
             for line in process.stdout:
                 output += line
                 if line.startswith(kill_after):
-                    for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
-                        each.kill()  # torchrun's ranks are in sessions of their own
+                    for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
+                        child.kill()  # torchrun's ranks run in separate sessions
                     break
         output += process.communicate(timeout=deadline_s)[0]
     finally:
@@ -77,11 +77,11 @@ def run(
 
 
 def assert_learned(output: str, steps: int) -> None:
-    """Every step is there and finite, the loss has fallen, and the last line says so."""
-    found = [(int(number), float(loss), float(norm)) for number, _, loss, norm, _ in STEP.findall(output)]
-    assert [number for number, *_ in found] == list(range(1, steps + 1)), output[-6000:]
-    assert all(math.isfinite(loss) and norm > 0 for _, loss, norm in found)
-    losses = [loss for _, loss, _ in found]
+    """Check that every step is logged and finite, the loss has fallen, and the last line reports it."""
+    steps_logged = [(int(number), float(loss), float(norm)) for number, _, loss, norm, _ in STEP.findall(output)]
+    assert [number for number, *_ in steps_logged] == list(range(1, steps + 1)), output[-6000:]
+    assert all(math.isfinite(loss) and norm > 0 for _, loss, norm in steps_logged)
+    losses = [loss for _, loss, _ in steps_logged]
     assert sum(losses[-3:]) / 3 < 0.9 * losses[0], losses
     assert output.strip().splitlines()[-1].startswith("learned: loss ")
 
@@ -114,7 +114,7 @@ def assert_learned(output: str, steps: int) -> None:
     ],
     ids=["PP2", "TP2 x PP2", "DP2", "MoE EP2", "MoE TP2 x DP2, EP2", "CP2", "MoE FSDP2"],
 )
-def test_a_cookbook_script_learns(
+def test_cookbook_script_learns(
     script: str, processes: int, arguments: tuple[str, ...], layout: str, tmp_path: Path
 ) -> None:
     output = run(script, tmp_path, *arguments, "--steps", "10", NPROC=str(processes))
@@ -154,13 +154,13 @@ if __name__ == "__main__":
     ],
     ids=["MoE FSDP2", "MoE EP2"],
 )
-def test_experts_learn_and_resume_on_two_forked_ranks(
+def test_moe_scripts_learn_and_resume_on_two_ranks(
     name: str, arguments: tuple[str, ...], layout: str, tmp_path: Path
 ) -> None:
-    """The scripts of fsdp_moe.sh and moe_ep.sh, which nightly tests start as their users do."""
+    """Run the scripts of fsdp_moe.sh and moe_ep.sh on forked ranks; nightly tests run the shell scripts."""
     model, output = tmp_path / "model", tmp_path / "output"
-    made = run_command("new-model", model, "--arch", "qwen3_moe", "--experts", "8", "--layers", "2")
-    assert made.returncode == 0, made.stderr
+    created = run_command("new-model", model, "--arch", "qwen3_moe", "--experts", "8", "--layers", "2")
+    assert created.returncode == 0, created.stderr
     script = (
         f"cookbook/{name}",
         *arguments,
@@ -173,17 +173,17 @@ def test_experts_learn_and_resume_on_two_forked_ranks(
         "--save-every",
         "6",
     )
-    done = run_forked(FORKED, *script, directory=ROOT)
-    assert done.returncode == 0, done.stderr[-6000:]
-    whole, resumed = done.stdout.split("RESUMED")
-    assert layout in whole
-    assert_learned(whole, 10)
-    steps = [[found[:4] for found in STEP.findall(part)] for part in (whole, resumed)]
+    completed = run_forked(FORKED, *script, directory=ROOT)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    complete, resumed = completed.stdout.split("RESUMED")
+    assert layout in complete
+    assert_learned(complete, 10)
+    steps = [[step_match[:4] for step_match in STEP.findall(part)] for part in (complete, resumed)]
     assert steps[1] == steps[0][6:]
     assert (output / "hf" / "model.safetensors").is_file()
 
 
-OWN = [
+CONVERSATIONS = [
     [
         ("system", "Answer in one word."),
         ("user", f"{word}?"),
@@ -196,8 +196,8 @@ OWN = [
 
 
 def own_data(path: Path) -> Path:
-    """Conversations with a system message, two turns each, as JSON."""
-    turns = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in OWN]
+    """Write conversations with a system message, two turns each, as JSON."""
+    turns = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in CONVERSATIONS]
     path.write_text(json.dumps(turns))
     return path
 
@@ -215,7 +215,7 @@ SHORT = ("--max-length", "128", "--micro-batch-tokens", "256")
         ("long_context_cp.sh", ("--length", "128")),
     ],
 )
-def test_own_data_end_in_a_model_and_a_killed_run_resumes(
+def test_scripts_train_on_own_data_and_resume_after_kill(
     script: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     arguments = (
@@ -225,26 +225,26 @@ def test_own_data_end_in_a_model_and_a_killed_run_resumes(
         "--steps",
         "12",
         "--data",
-        own_data(tmp_path / "own.json").name,  # of the directory in which the script is called
+        own_data(tmp_path / "own.json").name,  # relative to the working directory of the script
         "--save-every",
         "2",
     )
-    whole = run(script, tmp_path, *arguments, "--output", "whole", NPROC="2")
-    assert_learned(whole, 12)
+    complete = run(script, tmp_path, *arguments, "--output", "whole", NPROC="2")
+    assert_learned(complete, 12)
     killed = ("--output", "killed")
     run(script, tmp_path, *arguments, *killed, NPROC="2", kill_after="step 7/12", fails=True)
     output = run(script, tmp_path, *arguments, *killed, "--resume", NPROC="2")
-    losses = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(whole)}
+    losses = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(complete)}
     resumed = {number: (loss, norm) for number, _, loss, norm, _ in STEP.findall(output)}
     assert {"9", "10", "11", "12"} <= resumed.keys()
     assert "1" not in resumed
     assert resumed == {number: losses[number] for number in resumed}
-    kept = [load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("whole", "killed")]
-    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0].keys() | kept[1].keys())
+    weights = [load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf").num_parameters() > 0
 
 
-def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
+def test_scripts_keep_the_working_directory() -> None:
     scripts = [*(ROOT / "cookbook").rglob("*.sh")]
     assert len(scripts) > 10
     for script in scripts:
@@ -265,8 +265,8 @@ def test_paths_are_of_the_directory_in_which_a_script_is_called() -> None:
         ("tinker_two_tenants.sh", "learned: each tenant its own answer"),
     ],
 )
-def test_a_client_of_the_service_learns_and_the_service_ends(script: str, says: str, tmp_path: Path) -> None:
-    """Scripts that start with ``tinker_`` start a server themselves, with a small model, and end it."""
+def test_tinker_scripts_learn_and_stop_their_server(script: str, says: str, tmp_path: Path) -> None:
+    """Check that scripts named ``tinker_*`` start a server with a small model, and stop it."""
     output = run(script, tmp_path, deadline_s=240)
     assert re.search(f"^{says}", output, re.MULTILINE), output
     address = re.search(r"http://[\d.]+:(\d+)", (tmp_path / "tinker-server.log").read_text())
@@ -274,37 +274,47 @@ def test_a_client_of_the_service_learns_and_the_service_ends(script: str, says: 
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(address[1])), timeout=5)
     for script in (ROOT / "cookbook").rglob("*.py"):
-        assert not re.search(r'default=Path\("(?!runs/)', script.read_text()), (
-            f"{script}: of the repository's directory"
-        )
+        assert not re.search(r'default=Path\("(?!runs/)', script.read_text()), f"{script}: a path in the repository"
 
 
 @pytest.mark.nightly
-def test_tenants_with_data_of_their_own(tmp_path: Path) -> None:
+def test_tenants_train_on_separate_data_and_resume(tmp_path: Path) -> None:
     data = own_data(tmp_path / "own.json")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"abc {n}"}) + "\n" for n in range(9)))
-    own = ("--data", f"ada={data}", "--data", f"bob={tmp_path / 'texts.jsonl'}", "--steps", "8", "--save-every", "2")
-    output = run("multi_lora.sh", tmp_path, *own)
+    options = (
+        "--data",
+        f"ada={data}",
+        "--data",
+        f"bob={tmp_path / 'texts.jsonl'}",
+        "--steps",
+        "8",
+        "--save-every",
+        "2",
+    )
+    output = run("multi_lora.sh", tmp_path, *options)
     table = {
         name: float(loss) for name, loss in re.findall(r"^(ada|bob|\(base model\)) +([\d.]+) ", output, re.MULTILINE)
     }
     assert table["ada"] < table["(base model)"], output[-2000:]
     assert f"adapters in {tmp_path / 'adapters'}" in output.strip().splitlines()[-1]
     killed = ("--output", str(tmp_path / "killed"))
-    run("multi_lora.sh", tmp_path, *own, *killed, kill_after="step 5/8", fails=True)
-    resumed = run("multi_lora.sh", tmp_path, *own, *killed, "--resume")
+    run("multi_lora.sh", tmp_path, *options, *killed, kill_after="step 5/8", fails=True)
+    resumed = run("multi_lora.sh", tmp_path, *options, *killed, "--resume")
     losses = [
         dict(re.findall(r"^step (\d)/8  (ada [\d.]+  bob [\d.]+)", text, re.MULTILINE)) for text in (output, resumed)
     ]
     assert {"7", "8"} <= losses[1].keys() < losses[0].keys()
     assert losses[1].items() <= losses[0].items()
     for name in ("ada", "bob"):
-        one, other = (load_file(tmp_path / of / name / "adapter_model.safetensors") for of in ("adapters", "killed"))
-        assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
+        files = [tmp_path / folder / name / "adapter_model.safetensors" for folder in ("adapters", "killed")]
+        reference, resumed_weights = map(load_file, files)
+        assert all(
+            torch.equal(reference[key], resumed_weights[key]) for key in reference.keys() | resumed_weights.keys()
+        )
 
 
 def tenants_and_losses(output: str) -> dict[str, list[float]]:
-    """The table at the end: losses by adapter, of each task."""
+    """Parse the final table: losses of each task by adapter."""
     table = {name: [float(loss) for loss in losses] for name, *losses in ROW.findall(output)}
     assert list(table) == [*TENANTS, "(base model)"], output[-6000:]
     return table
@@ -312,22 +322,22 @@ def tenants_and_losses(output: str) -> dict[str, list[float]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("arguments", "layout"), [((), "tensor 2"), (("--tensor", "1"), "data 2")], ids=["TP2", "DP2"])
-def test_every_tenant_learns_its_own_task_alone(arguments: tuple[str, ...], layout: str, tmp_path: Path) -> None:
+def test_every_tenant_learns_only_its_task(arguments: tuple[str, ...], layout: str, tmp_path: Path) -> None:
     steps = 45
     output = run("multi_lora.sh", tmp_path, *arguments, "--steps", str(steps))
     assert layout in output
     assert [int(number) for number, _ in STEP_OF_TENANTS.findall(output)] == list(range(1, steps + 1)), output[-6000:]
     table = tenants_and_losses(output)
     for task, name in enumerate(TENANTS):
-        others = [row[task] for other, row in table.items() if other != name]
-        assert table[name][task] < 0.5 * min(others), output[-2000:]
+        other_losses = [row[task] for other, row in table.items() if other != name]
+        assert table[name][task] < 0.5 * min(other_losses), output[-2000:]
     assert output.strip().splitlines()[-1].startswith("each adapter has learned its own task")
     for name in TENANTS:
         assert (tmp_path / "adapters" / name / "adapter_model.safetensors").is_file()
 
 
-def test_tenants_that_had_no_time_to_learn_are_a_failure(tmp_path: Path) -> None:
-    """Three steps: all of the script runs, adapters are below the base model by then, and it says that this is not enough."""
+def test_multi_lora_fails_after_too_few_steps(tmp_path: Path) -> None:
+    """Run three steps: the adapters beat the base model, but the script reports that this is not enough."""
     output = run("multi_lora.sh", tmp_path, "--steps", "3", fails=True)
     assert "tensor 2" in output
     assert [int(number) for number, _ in STEP_OF_TENANTS.findall(output)] == [1, 2, 3], output[-6000:]
@@ -337,17 +347,17 @@ def test_tenants_that_had_no_time_to_learn_are_a_failure(tmp_path: Path) -> None
     assert all((tmp_path / "adapters" / name / "adapter_model.safetensors").is_file() for name in TENANTS)
 
 
-def test_a_tenant_that_did_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_names_tenants_that_did_not_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("multi_lora", ROOT / "cookbook" / "multi_lora.py")
     script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "multi_lora", script)  # where its dataclass looks for its annotations
+    monkeypatch.setitem(sys.modules, "multi_lora", script)  # its dataclass resolves annotations there
     spec.loader.exec_module(script)
     tasks = ("copy", "shift")
-    apart = {"copy": (1.0, 6.0), "shift": (5.0, 2.0), script.BASE: (5.8, 5.9)}
-    alike = apart | {"shift": (5.0, 4.0)}
-    swapped = apart | {"copy": (6.0, 1.0), "shift": (2.0, 5.0)}
+    distinct = {"copy": (1.0, 6.0), "shift": (5.0, 2.0), script.BASE: (5.8, 5.9)}
+    alike = distinct | {"shift": (5.0, 4.0)}
+    swapped = distinct | {"copy": (6.0, 1.0), "shift": (2.0, 5.0)}
     for losses, problem in (
-        (apart, None),
+        (distinct, None),
         (alike, "adapter 'shift' has loss 4.000 on its own task, where '(base model)' has 5.900"),
         (swapped, "adapter 'copy' has loss 6.000 on its own task, where 'shift' has 2.000"),
     ):
@@ -358,7 +368,7 @@ def test_a_tenant_that_did_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["local", "vllm"])
 def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
-    """By rewards alone; the script itself fails if it does not."""
+    """Check that the reward rises; the script itself fails otherwise."""
     python = Path(os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
     if engine == "vllm" and not os.access(python, os.X_OK):
         pytest.skip(f"no vLLM: {python} is missing (bash scripts/vllm_env.sh; MEGASCEND_VLLM_PYTHON names another one)")
@@ -372,13 +382,13 @@ def test_async_grpo_raises_the_reward(engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_async_grpo_learns_from_prompts_and_a_reward_of_ones_own_and_resumes(tmp_path: Path) -> None:
+def test_async_grpo_uses_own_prompts_and_reward_and_resumes(tmp_path: Path) -> None:
     words = [{"prompt": f"{word}=", "answer": word.upper()} for word in ("one", "two", "red", "blue", "up", "down")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(word) + "\n" for word in words))
     (tmp_path / "rewards.py").write_text("def capitals(response, example):\n    return float(response.isupper())\n")
-    own = ("--data", str(tmp_path / "prompts.jsonl"), "--reward", f"{tmp_path / 'rewards.py'}:capitals")
+    data_options = ("--data", str(tmp_path / "prompts.jsonl"), "--reward", f"{tmp_path / 'rewards.py'}:capitals")
     sizes = ("--max-tokens", "4", "--prompts", "2", "--responses", "4", "--steps", "6", "--save-every", "2")
-    common = ("--engine", "local", "--output", str(tmp_path / "out"), *own, *sizes)
+    common = ("--engine", "local", "--output", str(tmp_path / "out"), *data_options, *sizes)
     run("async_grpo.sh", tmp_path, *common, kill_after="step 5/6", fails=True)
     output = run("async_grpo.sh", tmp_path, *common, "--resume")
     assert "warmed up" not in output

@@ -1,4 +1,4 @@
-"""Pages name files, modules and public names that exist, link to one another, and are built."""
+"""Documentation: files, modules, public names and links on its pages exist, and the site builds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_examples_of_tests_run(tmp_path: Path) -> None:
+def test_examples_in_testing_page_run(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
     assert sum("def test_" in program for program in programs) == 3
     for number, program in enumerate(programs):
         (tmp_path / f"test_example_{number}.py").write_text(program)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         capture_output=True,
         text=True,
@@ -28,36 +28,36 @@ def test_the_examples_of_tests_run(tmp_path: Path) -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "3 passed" in done.stdout
+    assert completed.returncode == 0, completed.stdout[-4000:]
+    assert "3 passed" in completed.stdout
 
 
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    """`x/y.py` is below the repository, src, src/megascend or src/simnpu; a name in angle brackets or capitals is anybody's."""
+def test_files_named_on_a_page_exist(page: Path) -> None:
+    """Check paths below the repository, src, src/megascend, src/simnpu or tests."""
     folders = [ROOT, ROOT / "src", ROOT / "src" / "megascend", ROOT / "src" / "simnpu", ROOT / "tests"]
     named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md))`", page.read_text(encoding="utf-8")))
     missing = sorted(path for path in named if not any((folder / path).exists() for folder in folders))
-    assert missing == [], f"{page.name} names files that are not there"
+    assert missing == [], f"{page.name} names missing files"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_modules_that_a_page_names_exist(page: Path) -> None:
+def test_modules_named_on_a_page_exist(page: Path) -> None:
     from importlib.util import find_spec
 
     missing = []
     for name in set(re.findall(r"\b((?:megascend|simnpu)(?:\.[a-z_]+){2,})\b", page.read_text(encoding="utf-8"))):
         package, _, last = name.rpartition(".")
-        if find_spec(package.split(".")[0]) is None or not _is_there(package, last):
+        if find_spec(package.split(".")[0]) is None or not _exists(package, last):
             missing.append(name)
-    assert sorted(missing) == [], f"{page.name} names modules that are not there"
+    assert sorted(missing) == [], f"{page.name} names missing modules"
 
 
-def _is_there(package: str, last: str) -> bool:
-    """Whether ``package.last`` is a module, or a name in one."""
+def _exists(package: str, last: str) -> bool:
+    """Check whether ``package.last`` is a module, or a name in one."""
     path = ROOT / "src" / Path(*package.split("."))
     if (path / f"{last}.py").exists() or (path / last).is_dir():
         return True
@@ -66,13 +66,13 @@ def _is_there(package: str, last: str) -> bool:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    """Return the anchors of a page's headings as mkdocs and GitHub generate them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-def test_the_page_of_the_api_has_every_public_name_and_no_other() -> None:
+def test_api_page_lists_exactly_the_public_names() -> None:
     import megascend
     from megascend.backend import Backend
     from megascend.errors import MegascendError
@@ -87,17 +87,17 @@ def test_the_page_of_the_api_has_every_public_name_and_no_other() -> None:
     errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, MegascendError)}
     methods = {name for name in vars(Backend) if not name.startswith("_")}
     there = (public.keys() - errors) | methods
-    assert listed - there == set(), "docs/api.md lists names that are not there"
-    assert there - listed == set(), "add a row to docs/api.md for each"
-    of_errors = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert [name for name in errors if f"`{name}`" not in of_errors and name != "MegascendError"] == []
+    assert listed - there == set(), "docs/api.md lists names that do not exist"
+    assert there - listed == set(), "docs/api.md lacks rows for these names"
+    errors_page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert [name for name in errors if f"`{name}`" not in errors_page and name != "MegascendError"] == []
 
 
 LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "cookbook" / "README.md"]
 
 
 @pytest.mark.parametrize("page", sorted(LINKING), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_resolve(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -110,20 +110,20 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_the_navigation_has_every_page_once() -> None:
+def test_navigation_lists_every_page_once() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = text[text.index("\nnav:") :]
     listed = re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Build the site with `mkdocs build --strict`."""
     from importlib.util import find_spec
 
     if find_spec("mkdocs") is None or find_spec("material") is None:
         pytest.skip("mkdocs or mkdocs-material is not installed: pip install -e '.[docs]'")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         capture_output=True,
         text=True,
@@ -131,6 +131,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert 'not included in the "nav"' not in done.stderr
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    assert 'not included in the "nav"' not in completed.stderr
     assert (tmp_path / "site" / "own-data" / "index.html").is_file()

@@ -10,10 +10,10 @@ SOURCE = Path(__file__).parents[1] / "src"
 PROCESSES = ("run", "Popen", "check_output")
 
 
-def is_binary(node: ast.Call, place: int) -> bool:
-    """Check whether an opening call's mode, an argument at ``place`` or by name, is a binary one or not a constant."""
+def is_binary(node: ast.Call, position: int) -> bool:
+    """Check whether an opening call's mode, an argument at ``position`` or by name, is a binary one or not a constant."""
     named = [keyword.value for keyword in node.keywords if keyword.arg == "mode"]
-    mode = node.args[place] if len(node.args) > place else next(iter(named), None)
+    mode = node.args[position] if len(node.args) > position else next(iter(named), None)
     return mode is not None and (
         not isinstance(mode, ast.Constant) or not isinstance(mode.value, str) or "b" in mode.value
     )
@@ -29,29 +29,29 @@ def text_without_encoding(source: str) -> Iterator[ast.Call]:
         is_stream = isinstance(first, ast.Constant) and isinstance(first.value, int)
         is_stream = is_stream or (isinstance(first, ast.Call) and ast.unparse(first.func) == "os.dup")
         if name in ("read_text", "write_text"):
-            found = bool(owner) and len(node.args) <= (name == "write_text")
+            unencoded = bool(owner) and len(node.args) <= (name == "write_text")
         elif name in ("open", "fdopen"):
             by_path = owner not in ("", "os", "io", "gzip")
-            found = not is_stream and (owner, name) != ("os", "open") and owner != "tarfile"
-            found = found and not is_binary(node, 0 if by_path else 1)
+            unencoded = not is_stream and (owner, name) != ("os", "open") and owner != "tarfile"
+            unencoded = unencoded and not is_binary(node, 0 if by_path else 1)
         elif name in PROCESSES:
-            found = any(keyword.arg in ("text", "universal_newlines") for keyword in node.keywords)
+            unencoded = any(keyword.arg in ("text", "universal_newlines") for keyword in node.keywords)
         else:
-            found = name == "NamedTemporaryFile" and len(node.args) > 0 and not is_binary(node, 0)
-        if found:
+            unencoded = name == "NamedTemporaryFile" and len(node.args) > 0 and not is_binary(node, 0)
+        if unencoded:
             yield node
 
 
-def test_text_is_never_read_or_written_in_the_locales_encoding():
-    found = [
+def test_source_never_uses_the_locale_encoding():
+    calls = [
         f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:80]}"
         for path in sorted(SOURCE.rglob("*.py"))
         for node in text_without_encoding(path.read_text(encoding="utf-8"))
     ]
-    assert not found
+    assert not calls
 
 
-def test_text_without_encoding_is_found():
+def test_text_without_encoding_finds_calls():
     lines = ("p.read_text()", "p.write_text(t)", "open(p)", "open(p, 'w')", "p.open()", "os.fdopen(n, 'w')")
     lines += ("subprocess.run(c, text=True)", "tempfile.NamedTemporaryFile('w')")
     assert [ast.unparse(node) for line in lines for node in text_without_encoding(line)] == list(lines)

@@ -1,4 +1,4 @@
-"""Every example of a run file is one that ``megascend train`` or ``megascend rl`` accepts, and its data are there."""
+"""Example run files are valid for ``megascend train`` or ``megascend rl``, and their data exist."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ RL = ROOT / "examples" / "rl"
 FILES = sorted(set((ROOT / "examples").rglob("*.yaml")) - set(RL.rglob("*.yaml")))
 
 
-def test_there_are_examples() -> None:
+def test_examples_exist() -> None:
     assert {path.name for path in FILES} >= {"quickstart.yaml", "lora.yaml"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_example_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_run_file_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config(path)
     assert len(read_documents(config.data.path)) >= config.data.global_batch_size
     assert config.schedule.total_steps in (0, config.steps)
 
 
-def test_the_example_of_rl_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rl_example_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_rl_config(RL / "sort_digits.yaml")
     assert config.evaluation is not None

@@ -1,4 +1,4 @@
-"""docs/own-data.md as a new user follows it: its files, and its commands in their order."""
+"""The files and commands of docs/own-data.md work in the order of the page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from support.forked_programs import run_command, run_forked
 PAGE = Path(__file__).parents[1] / "docs" / "own-data.md"
 STEPS = {"own.yaml": 240, "winter.yaml": 40}
 FEWER = {"own.yaml": 9, "winter.yaml": 2}
-"""In CI: enough for every command to do its work, not for answers."""
+"""Steps in CI: enough for every command to work, not for correct answers."""
 DEADLINE_S = 300
 
 
 def files_of_the_page() -> dict[str, str]:
-    """The page's blocks by the names that their first lines give them."""
+    """Return the page's code blocks by the file names in their first lines."""
     blocks = re.findall(r"^```(?:python|yaml|jinja)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return {re.match(r"(?:#|\{#-) (\S+)", block)[1]: block for block in blocks}
 
@@ -33,14 +33,16 @@ def commands() -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
-    """Standard output of a command of the page."""
+    """Run a command of the page and return its standard output."""
     program, *arguments = command.split()
     if program == "python":
-        done = run_forked(folder / arguments[0], *arguments[1:], directory=folder, timeout_s=DEADLINE_S)
+        completed = run_forked(folder / arguments[0], *arguments[1:], directory=folder, timeout_s=DEADLINE_S)
     else:
-        done = run_command(*arguments, directory=folder, timeout_s=DEADLINE_S)
-    assert done.returncode == (1 if "doctor" in arguments else 0), f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+        completed = run_command(*arguments, directory=folder, timeout_s=DEADLINE_S)
+    assert completed.returncode == (1 if "doctor" in arguments else 0), (
+        f"{command}\n{completed.stdout}{completed.stderr}"
+    )
+    return completed.stdout
 
 
 def kill(command: str, folder: Path, after: int) -> None:
@@ -62,15 +64,15 @@ def kill(command: str, folder: Path, after: int) -> None:
 
 
 def follow(folder: Path, steps: dict[str, int]) -> dict[str, str]:
-    """What every command of the page prints; the first training is killed."""
+    """Run the page's commands, killing the first training; return their outputs."""
     files = files_of_the_page()
     for name, text in files.items():
-        if not name.startswith("model/"):  # that directory is made by a command
+        if not name.startswith("model/"):  # a command creates that directory
             (folder / name).write_text(text)
     for name, count in steps.items():
-        shown, changed = f"\nsteps: {STEPS[name]}\n", f"\nsteps: {count}\n"
-        assert shown in files[name]
-        (folder / name).write_text(files[name].replace(shown, changed))
+        default, changed = f"\nsteps: {STEPS[name]}\n", f"\nsteps: {count}\n"
+        assert default in files[name]
+        (folder / name).write_text(files[name].replace(default, changed))
     printed = {}
     for command in commands():
         if command == "megascend train own.yaml":
@@ -83,7 +85,7 @@ def follow(folder: Path, steps: dict[str, int]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("steps", [FEWER, STEPS], ids=["few steps", "whole"])
-def test_a_new_user_follows_the_page(steps: dict[str, int], tmp_path: Path) -> None:
+def test_own_data_page_commands_work(steps: dict[str, int], tmp_path: Path) -> None:
     printed = follow(tmp_path, steps)
 
     dry_run = printed["megascend train own.yaml --dry-run"]
@@ -100,9 +102,9 @@ def test_a_new_user_follows_the_page(steps: dict[str, int], tmp_path: Path) -> N
     assert held_out
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
 
-    alone, with_peft, merged = (output for command, output in printed.items() if command.startswith("python ask.py"))
+    base, with_peft, merged = (output for command, output in printed.items() if command.startswith("python ask.py"))
     assert with_peft == merged
     if steps == STEPS:
         promised = re.findall(r"^```\n(<tool_call>.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-        assert [alone, merged] == promised
+        assert [base, merged] == promised
         assert held_out[-1] < held_out[0]

@@ -1,4 +1,4 @@
-"""The README's program runs as it stands, and learns."""
+"""The programs of the README and the guides run unchanged, and learn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DEADLINE_S = 120
 
 
 def python(*arguments: str | Path, cwd: Path) -> str:
-    """Standard output of this Python, run in ``cwd`` as a single process."""
+    """Run this Python in ``cwd`` as a single process and return its standard output."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -28,13 +28,13 @@ def python(*arguments: str | Path, cwd: Path) -> str:
         check=False,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return completed.stdout
 
 
 @pytest.fixture(scope="module")
 def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the quick start's first command makes."""
+    """Create the model of the quick start's first command."""
     folder = tmp_path_factory.mktemp("quickstart")
     python("-m", "megascend.cli.main", "new-model", "runs/quickstart/model", "--layers", "2", cwd=folder)
     return folder / "runs" / "quickstart" / "model"
@@ -42,7 +42,7 @@ def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(new_model: Path, tmp_path: Path) -> Path:
-    """A folder with that model where the programs look for it."""
+    """Create a folder with that model at the path the programs use."""
     shutil.copytree(new_model, tmp_path / "runs" / "quickstart" / "model")
     return tmp_path
 
@@ -51,7 +51,7 @@ def programs_of(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_program_without_a_cluster_runs(folder: Path) -> None:
+def test_single_process_program_runs(folder: Path) -> None:
     (program,) = [text for text in programs_of(README.parent / "docs" / "fsdp.md") if "SingleBackend" in text]
     (folder / "single.py").write_text(program)
     losses = [float(line.split()[1]) for line in python("single.py", cwd=folder).splitlines() if line[:1].isdigit()]
@@ -62,7 +62,7 @@ def test_the_program_without_a_cluster_runs(folder: Path) -> None:
     assert (folder / "runs" / "single" / "checkpoint" / "megascend.json").is_file()
 
 
-def test_the_programs_about_lora_run(folder: Path) -> None:
+def test_lora_program_runs(folder: Path) -> None:
     (folder / "guide.py").write_text(programs_of(README.parent / "docs" / "lora.md")[0])
     figures = [float(line.split()[0]) for line in python("guide.py", cwd=folder).splitlines() if line[:1].isdigit()]
     assert len(figures) == 10
@@ -71,7 +71,7 @@ def test_the_programs_about_lora_run(folder: Path) -> None:
     assert json.loads((merged / "config.json").read_text())["model_type"] == "qwen3"
 
 
-def test_the_program_in_the_readme_runs(folder: Path) -> None:
+def test_readme_program_runs(folder: Path) -> None:
     (program,) = programs_of(README)
     (folder / "train.py").write_text(program)
 

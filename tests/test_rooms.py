@@ -1,6 +1,6 @@
-"""Packages and the direction of imports between them: the code is compared with the table of docs/architecture.md.
+"""Packages and the direction of imports between them match the table of docs/architecture.md.
 
-Imports inside functions and those for type checkers count like all others.
+Imports inside functions and for type checkers count too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 FACADE = "megascend"
-"""``megascend/__init__.py``, a package of its own: names that are loaded when they are used."""
-BESIDE = ("simnpu", "weightwire")
-"""Packages of their own in src, each a package in the table."""
+"""``megascend/__init__.py`` counts as a separate package: it loads its names lazily."""
+SIBLINGS = ("simnpu", "weightwire")
+"""Independent top-level packages in src, each one row of the table."""
 PROGRAMS = {"megascend.__main__", "megascend.__init__"}
 
 
 def packages() -> list[str]:
-    """Names of the packages, lowest first, as the table of docs/architecture.md has them."""
+    """Return the names of the packages in docs/architecture.md, lowest first."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Packages", 1)[1].split("\n## ", 1)[0]
     return [match[1].rstrip("/") for match in re.finditer(r"^\| `([\w/]+)` \|", table, re.MULTILINE)]
@@ -31,17 +31,17 @@ def packages() -> list[str]:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the packages in src, by name; packages without their ``__init__``."""
-    found = {}
+    """Return every module in src by name; ``__init__`` is named as its package."""
+    modules_by_name = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         if "site_packages" not in parts:
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            modules_by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules_by_name
 
 
 def imported(name: str) -> Iterator[str]:
-    """Modules of ours that a module imports, wherever in it."""
+    """Yield the modules in src that a module imports at any level."""
     for node in ast.walk(ast.parse(modules()[name].read_text())):
         if isinstance(node, ast.Import):
             candidates = [alias.name for alias in node.names]
@@ -58,20 +58,20 @@ def imported(name: str) -> Iterator[str]:
 
 
 def package_of(name: str) -> str:
-    """The package that a module is in."""
+    """Return the package of a module."""
     parts = name.split(".")
-    return parts[0] if parts[0] in BESIDE else FACADE if len(parts) == 1 else parts[1]
+    return parts[0] if parts[0] in SIBLINGS else FACADE if len(parts) == 1 else parts[1]
 
 
-def test_the_table_has_every_package_and_no_other() -> None:
-    there = {package_of(name) for name in modules() if name not in PROGRAMS}
-    assert sorted(there - set(packages())) == [], "not in the table of docs/architecture.md"
-    assert sorted(set(packages()) - there) == [], "in the table of docs/architecture.md, but not in src"
+def test_table_lists_exactly_the_packages() -> None:
+    existing = {package_of(name) for name in modules() if name not in PROGRAMS}
+    assert sorted(existing - set(packages())) == [], "not in the table of docs/architecture.md"
+    assert sorted(set(packages()) - existing) == [], "in the table of docs/architecture.md, but not in src"
     assert len(packages()) == len(set(packages()))
 
 
-def test_imports_point_one_way() -> None:
-    order = {name: place for place, name in enumerate(packages())}
+def test_imports_follow_the_package_order() -> None:
+    order = {name: index for index, name in enumerate(packages())}
     upward = [
         f"{name} ({package_of(name)}) imports {other} ({package_of(other)})"
         for name in modules()
@@ -82,23 +82,23 @@ def test_imports_point_one_way() -> None:
     assert upward == []
 
 
-@pytest.mark.parametrize("package", [*BESIDE, "megascend"])
-def test_there_are_no_circles(package: str) -> None:
-    """Not among the modules of one package either."""
+@pytest.mark.parametrize("package", [*SIBLINGS, "megascend"])
+def test_imports_have_no_cycles(package: str) -> None:
+    """Check for import cycles, also within a package."""
     edges = {
         name: sorted({other for other in imported(name) if other != name})
         for name in modules()
         if name.split(".")[0] == package
     }
     left = dict(edges)
-    while free := [name for name, others in left.items() if not any(other in left for other in others)]:
+    while free := [name for name, dependencies in left.items() if not any(other in left for other in dependencies)]:
         for name in free:
             del left[name]
-    assert _a_circle(left) == []
+    assert find_cycle(left) == []
 
 
-def _a_circle(edges: dict[str, list[str]]) -> list[str]:
-    """One of the circles that is left when all that is in none has been taken away."""
+def find_cycle(edges: dict[str, list[str]]) -> list[str]:
+    """Return a cycle of the remaining graph, in which every module has a successor."""
     if not edges:
         return []
     path = [next(iter(edges))]
@@ -109,8 +109,8 @@ def _a_circle(edges: dict[str, list[str]]) -> list[str]:
         path.append(following)
 
 
-@pytest.mark.parametrize("package", BESIDE)
-def test_packages_beside_megascend_know_nothing_of_it(package: str) -> None:
+@pytest.mark.parametrize("package", SIBLINGS)
+def test_sibling_packages_import_only_themselves(package: str) -> None:
     assert [
         (name, other)
         for name in modules()

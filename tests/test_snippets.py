@@ -1,6 +1,6 @@
-"""Programs and run files that README and the pages show run or are accepted; commands take the options that are shown.
+"""Programs, run files and commands on README and the pages work.
 
-Pages that tests of their own follow from top to bottom are left to those: own-data.md, the integrations, README's programs.
+Separate tests cover pages that are followed from top to bottom: own-data.md, the integrations, README's programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "coo
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code on a page; ``line`` is where it begins there."""
+    """A block of code on a page, from its ``line``."""
 
     page: str
     line: int
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def first(self) -> str:
-        """Its first line that is neither empty, a comment nor an import of megascend alone."""
+        """First line that is neither empty, a comment nor ``import megascend``."""
         lines = [line for line in self.text.splitlines() if line.strip() and not line.startswith("#")]
         return next((line for line in lines if line != "import megascend"), lines[0])
 
@@ -51,23 +51,23 @@ class Block:
 
 
 def fenced_blocks() -> list[Block]:
-    """Blocks between fences that name a language."""
-    found = []
+    """Return the fenced blocks that name a language."""
+    blocks = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             line = text[: match.start()].count("\n") + 2
-            found.append(Block(str(page.relative_to(ROOT)), line, match[1], match[2]))
-    return found
+            blocks.append(Block(str(page.relative_to(ROOT)), line, match[1], match[2]))
+    return blocks
 
 
 BLOCKS = fenced_blocks()
 
 
 def block(page: str, beginning: str) -> Block:
-    """Return the block of a page whose first line begins so."""
-    (found,) = [each for each in BLOCKS if each.page == page and each.first.startswith(beginning)]
-    return found
+    """Return the block of a page whose first line starts with ``beginning``."""
+    (match,) = [candidate for candidate in BLOCKS if candidate.page == page and candidate.first.startswith(beginning)]
+    return match
 
 
 # --- programs ---
@@ -80,7 +80,7 @@ def nothing(folder: Path) -> dict[str, Any]:
 
 
 def with_backend(folder: Path, **options: Any) -> dict[str, Any]:
-    """A backend, samples with a field of their own, and what a program keeps of its data."""
+    """Build a backend, samples with an extra field, and a data stream with state."""
     import torch
 
     import megascend
@@ -100,10 +100,10 @@ def with_backend(folder: Path, **options: Any) -> dict[str, Any]:
 def with_tenants(folder: Path) -> dict[str, Any]:
     import megascend
 
-    found = with_backend(folder, adapters=megascend.Adapters())
+    namespace = with_backend(folder, adapters=megascend.Adapters())
     for name in ("alice", "bob"):
-        found["backend"].add_adapter(name, megascend.Lora(rank=2))
-    return found | {"batches": dict.fromkeys(("alice", "bob"), found["samples"])}
+        namespace["backend"].add_adapter(name, megascend.Lora(rank=2))
+    return namespace | {"batches": dict.fromkeys(("alice", "bob"), namespace["samples"])}
 
 
 def with_a_small_model(folder: Path) -> dict[str, Any]:
@@ -116,43 +116,43 @@ def with_packages_from_outside(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check_sample(found: dict[str, Any]) -> None:
-    assert len(found["sample"]) == 3
-    assert found["sample"].extra["teacher"].shape == (3,)
+def check_sample(namespace: dict[str, Any]) -> None:
+    assert len(namespace["sample"]) == 3
+    assert namespace["sample"].extra["teacher"].shape == (3,)
 
 
-def check_own_loss(found: dict[str, Any]) -> None:
-    assert found["backend"].optimizer_step().grad_norm > 0
+def check_own_loss(namespace: dict[str, Any]) -> None:
+    assert namespace["backend"].optimizer_step().grad_norm > 0
 
 
-def check_progress(found: dict[str, Any]) -> None:
-    assert found["progress"] == {"data": {"position": 3}}
+def check_progress(namespace: dict[str, Any]) -> None:
+    assert namespace["progress"] == {"data": {"position": 3}}
 
 
-def check_tenants(found: dict[str, Any]) -> None:
-    assert all(future.result().loss > 0 for future in found["losses"].values())
-    assert all(future.result().grad_norm > 0 for future in found["steps"].values())
+def check_tenants(namespace: dict[str, Any]) -> None:
+    assert all(future.result().loss > 0 for future in namespace["losses"].values())
+    assert all(future.result().grad_norm > 0 for future in namespace["steps"].values())
 
 
-def check_targets(found: dict[str, Any]) -> None:
-    assert set(found["lora"].targets) == set(found["adapters"].targets)
+def check_targets(namespace: dict[str, Any]) -> None:
+    assert set(namespace["lora"].targets) == set(namespace["adapters"].targets)
 
 
-def check_sampled(found: dict[str, Any]) -> None:
-    assert [answer.error for answer in (found["alice"], found["bob"], found["base"])] == [None] * 3
-    assert len(found["alice"].samples) == 4
-    assert len(found["bob"].prompt_logprobs) == len(b"the sky is")
+def check_sampled(namespace: dict[str, Any]) -> None:
+    assert [answer.error for answer in (namespace["alice"], namespace["bob"], namespace["base"])] == [None] * 3
+    assert len(namespace["alice"].samples) == 4
+    assert len(namespace["bob"].prompt_logprobs) == len(b"the sky is")
 
 
-def check_graphs(found: dict[str, Any]) -> None:
-    assert found["batching"].cuda_graphs.max_tokens == 8192
+def check_graphs(namespace: dict[str, Any]) -> None:
+    assert namespace["batching"].cuda_graphs.max_tokens == 8192
 
 
-def check_trained(found: dict[str, Any]) -> None:
-    assert found["step"].grad_norm > 0
+def check_trained(namespace: dict[str, Any]) -> None:
+    assert namespace["step"].grad_norm > 0
 
 
-def check_tracker_is_told(found: dict[str, Any]) -> None:
+def check_tracker_logs(namespace: dict[str, Any]) -> None:
     from megascend.tracking.trackers import Trackers
 
     trackers = Trackers({"lines": {}}, Path("run"), {})
@@ -163,25 +163,25 @@ def check_tracker_is_told(found: dict[str, Any]) -> None:
     assert lines == [{"step": 1, "train/loss": 0.5}, {"step": 1, "answers": {"one?": "two"}}]
 
 
-def check_loss_is_known(found: dict[str, Any]) -> None:
+def check_loss_is_known(namespace: dict[str, Any]) -> None:
     from megascend.batch.losses import resolve
 
-    assert resolve("focal").function is found["focal"]
+    assert resolve("focal").function is namespace["focal"]
 
 
-def check_engine_is_known(found: dict[str, Any]) -> None:
+def check_engine_is_known(namespace: dict[str, Any]) -> None:
     from megascend import backends
 
     assert backends.settings_of("bigram") >= {"model", "optimizer", "seed"}
 
 
-def check_provider_is_known(found: dict[str, Any]) -> None:
+def check_provider_is_known(namespace: dict[str, Any]) -> None:
     from megascend.bootstrap import providers
 
     assert "mine" in providers.names("npu")
 
 
-def check_architecture_is_that_of_the_package(found: dict[str, Any]) -> None:
+def check_architecture_is_that_of_the_package(namespace: dict[str, Any]) -> None:
     import parrot  # noqa: F401  registering another of that name is an error
 
     from megascend.huggingface.architectures import registered
@@ -189,18 +189,18 @@ def check_architecture_is_that_of_the_package(found: dict[str, Any]) -> None:
     assert registered("parrot") is not None
 
 
-def check_targets_are_known(found: dict[str, Any]) -> None:
+def check_targets_are_known(namespace: dict[str, Any]) -> None:
     from megascend.lora import target_maps
 
-    assert target_maps._by_model_type["my_model_type"] is found["layer_targets"]
+    assert target_maps._by_model_type["my_model_type"] is namespace["layer_targets"]
 
 
-def check_reward(found: dict[str, Any]) -> None:
-    assert found["sorted_digits"]("13", {"answer": "134."}) == 0.5
+def check_reward(namespace: dict[str, Any]) -> None:
+    assert namespace["sorted_digits"]("13", {"answer": "134."}) == 0.5
 
 
-def check_nothing(found: dict[str, Any]) -> None:
-    """That it runs is all there is to see."""
+def check_nothing(namespace: dict[str, Any]) -> None:
+    """Check nothing: the program only has to run."""
 
 
 HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
@@ -227,17 +227,17 @@ HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]
     ("docs/contributing.md", "import torch"): (1, nothing, check_loss_is_known),
     ("docs/contributing.md", "from megascend.engines.context import EngineSpec"): (1, nothing, check_engine_is_known),
     ("docs/contributing.md", "class MyProvider"): (1, nothing, check_provider_is_known),
-    ("docs/contributing.md", "import json"): (1, nothing, check_tracker_is_told),
+    ("docs/contributing.md", "import json"): (1, nothing, check_tracker_logs),
     ("docs/contributing.md", "megascend.register_architecture"): (
         *(1, with_packages_from_outside),
         check_architecture_is_that_of_the_package,
     ),
     ("docs/contributing.md", "from megascend.lora.target_maps"): (1, nothing, check_targets_are_known),
 }
-"""Programs that are run below: on how many ranks, with what around them, and what is to be seen afterwards."""
+"""Programs to run: the number of ranks, a setup that builds the namespace, and a check of the result."""
 
 IN_PYTEST = ("docs/contributing.md", "from megascend.config import Parallel")
-"""The test of an architecture, which is called as pytest would call it."""
+"""The test of an architecture, called as pytest would call it."""
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize("key", HERE, ids=lambda key: f"{key[0]}: {key[1]}")
-def test_a_program_runs(key: tuple[str, str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_program_runs(key: tuple[str, str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, around, check = HERE[key]
     program = block(*key)
     monkeypatch.chdir(tmp_path)
@@ -257,23 +257,23 @@ def test_a_program_runs(key: tuple[str, str], tiny: Path, tmp_path: Path, monkey
     def on_rank() -> None:
         import megascend
 
-        found: dict[str, Any] = {"megascend": megascend} | (prepared if world_size > 1 else around(tiny))
-        exec(compile("\n" * program.line + program.text, str(ROOT / program.page), "exec"), found)
-        check(found)
-        if "backend" in found:
-            found["backend"].close()
+        namespace: dict[str, Any] = {"megascend": megascend} | (prepared if world_size > 1 else around(tiny))
+        exec(compile("\n" * program.line + program.text, str(ROOT / program.page), "exec"), namespace)
+        check(namespace)
+        if "backend" in namespace:
+            namespace["backend"].close()
 
     prepared = around(tiny) if world_size > 1 else {}
     run_distributed(on_rank, world_size, init=False)
 
 
 @pytest.mark.usefixtures("megatron_imported")
-def test_the_test_of_an_architecture_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architecture_test_of_a_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(OUTSIDE)
     program = block(*IN_PYTEST)
-    found: dict[str, Any] = {}
-    exec(compile("\n" * program.line + program.text, str(ROOT / program.page), "exec"), found)
-    found["test_it_trains_as_in_hugging_face"](None, tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(compile("\n" * program.line + program.text, str(ROOT / program.page), "exec"), namespace)
+    namespace["test_it_trains_as_in_hugging_face"](None, tmp_path)
 
 
 # --- run files ---
@@ -286,19 +286,21 @@ RL_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("each", [b for b in BLOCKS if b.language == "yaml"], ids=str)
-def test_a_run_file_is_accepted(each: Block) -> None:
-    if each.page == "docs/rl.md":
-        assert RlConfig.model_validate(RL_SETTINGS | yaml.safe_load(each.text)) == RlConfig.model_validate(RL_SETTINGS)
+@pytest.mark.parametrize("run_file", [b for b in BLOCKS if b.language == "yaml"], ids=str)
+def test_page_run_file_is_valid(run_file: Block) -> None:
+    if run_file.page == "docs/rl.md":
+        assert RlConfig.model_validate(RL_SETTINGS | yaml.safe_load(run_file.text)) == RlConfig.model_validate(
+            RL_SETTINGS
+        )
     else:
-        RunConfig.model_validate(SETTINGS | yaml.safe_load(each.text))
+        RunConfig.model_validate(SETTINGS | yaml.safe_load(run_file.text))
 
 
 def test_every_setting_of_rl_is_documented_with_its_default() -> None:
     documented = yaml.safe_load(block("docs/rl.md", "engines: ").text)
     defaults = RlConfig.model_validate(RL_SETTINGS).model_dump(mode="json")
-    own = {name: value for name, value in defaults.items() if name not in TrainerConfig.model_fields}
-    assert keys_of(documented) == keys_of(own)
+    rl_only = {name: value for name, value in defaults.items() if name not in TrainerConfig.model_fields}
+    assert keys_of(documented) == keys_of(rl_only)
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
@@ -306,17 +308,17 @@ def test_every_setting_is_documented_with_its_default() -> None:
     assert keys_of(documented) == keys_of(RunConfig.model_validate(SETTINGS).model_dump(mode="json"))
     assert RunConfig.model_validate(documented) == RunConfig.model_validate(SETTINGS)
     text = block("docs/cli.md", "model: PATH").text
-    of_lora = yaml.safe_load(textwrap.dedent("\n".join(re.findall(r"^#( .*)$", text, re.MULTILINE))))
-    assert of_lora.keys() == Lora().model_dump().keys()
-    assert Lora(**of_lora) == Lora()
+    lora_settings = yaml.safe_load(textwrap.dedent("\n".join(re.findall(r"^#( .*)$", text, re.MULTILINE))))
+    assert lora_settings.keys() == Lora().model_dump().keys()
+    assert Lora(**lora_settings) == Lora()
 
 
 def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
-    """Names of all settings; ``provider_options`` has none of its own."""
-    found = set()
+    """Return the names of all settings; ``provider_options`` has no nested ones."""
+    names = set()
     for name, value in values.items():
-        found |= keys_of(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name}
-    return found
+        names |= keys_of(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name}
+    return names
 
 
 # --- commands ---
@@ -325,8 +327,8 @@ PROGRAMS = ("megascend", "python", "bash", "torchrun", "pip", "git", "source", "
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of the indented lines that are one, without what a variable in front or a comment behind says."""
-    found = []
+    """Return (page, command) of the indented command lines, without leading variables and trailing comments."""
+    commands_by_page = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         for line in re.sub(r" \\\n *", " ", text).splitlines():
@@ -334,23 +336,23 @@ def commands() -> list[tuple[str, str]]:
                 continue
             command = re.sub(r"^(\w+=\S+ )+", "", re.sub(r"\s+# .*| {3,}#.*", "", line.strip()))
             if command.startswith(tuple(f"{program} " for program in PROGRAMS)) or command in PROGRAMS:
-                found.append((str(page.relative_to(ROOT)), command))
-    return found
+                commands_by_page.append((str(page.relative_to(ROOT)), command))
+    return commands_by_page
 
 
 @pytest.mark.parametrize("command", sorted({c for _, c in commands() if c.startswith("megascend ")}))
-def test_the_command_line_takes_the_options_that_pages_show(command: str) -> None:
+def test_commands_on_pages_parse(command: str) -> None:
     name, *arguments = shlex.split(command)[1:]
     group: Any = get_command(app)
     group.get_command(None, name).make_context(name, arguments)
 
 
-def test_scripts_take_the_options_that_pages_show() -> None:
-    shown = sorted(
+def test_script_options_on_pages_exist() -> None:
+    documented = sorted(
         {command for _, command in commands() if re.match(r"python scripts/(bench_train|parity)\.py", command)}
     )
-    assert len(shown) >= 5
-    for command in shown:
+    assert len(documented) >= 5
+    for command in documented:
         _, script, *options = shlex.split(command)
         text = (ROOT / script).read_text(encoding="utf-8")
         assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == [], command
@@ -358,8 +360,8 @@ def test_scripts_take_the_options_that_pages_show() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_quick_start_runs(tmp_path: Path) -> None:
-    """As README has it, but that nothing is installed: its environment is this one."""
+def test_quickstart_script_runs(tmp_path: Path) -> None:
+    """Run README's quick start in this environment, without installing packages."""
     bin = tmp_path / "venv" / "bin"
     bin.mkdir(parents=True)
     path = ":".join([str(ROOT / "src"), *(entry for entry in sys.path if entry)])
@@ -370,7 +372,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     }.items():
         (bin / name).write_text(f"#!/bin/sh\nexport PYTHONPATH={path}\n{line}\n")
         (bin / name).chmod(0o755)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", str(ROOT / "scripts" / "quickstart.sh")],
         capture_output=True,
         text=True,
@@ -384,7 +386,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
             "MEGASCEND_RUN": str(tmp_path / "run"),
         },
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "== Done" in done.stdout
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
+    assert "== Done" in completed.stdout
     assert (tmp_path / "run" / "run" / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "run" / "metrics.png").is_file()

@@ -1,4 +1,4 @@
-"""A user without a home, and folders that are named as packages are."""
+"""Users without a home, and folders named like packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megascend.tracking.registry import check_trackers
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """The environment of a user whom the system does not know."""
+    """Return the environment of a user unknown to the system."""
 
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -32,7 +32,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return {}
 
 
-def test_a_folder_is_not_the_package_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_installed_ignores_plain_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("swanlab", "trackio", "no_such_plot", "torch", "real_package"):
         (tmp_path / name).mkdir()
@@ -41,14 +41,14 @@ def test_a_folder_is_not_the_package_of_its_name(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "put_there", ModuleType("put_there"))
     assert [is_installed(name) for name in ("swanlab", "trackio", "no_such_plot", "nothing")] == [False] * 4
     assert [is_installed(name) for name in ("torch", "real_package", "real_module", "put_there", "sys")] == [True] * 5
-    for name in ("swanlab", "trackio"):  # of which no environment of the tests has either
+    for name in ("swanlab", "trackio"):  # no test environment has these installed
         with pytest.raises(MissingDependencyError, match=rf"trackers: {name} needs {name}, which is not installed"):
             check_trackers([name])
     with pytest.raises(MissingDependencyError, match="needs no_such_plot"):
         require_extra("no_such_plot", "plot")
 
 
-def test_a_user_without_a_home_has_a_folder_for_temporary_files(nobody: dict[str, str], tmp_path: Path) -> None:
+def test_user_without_home_uses_a_temporary_folder(nobody: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / f"megascend-home-{os.getuid()}"
     assert home() == folder
     assert cache_folder() == folder / ".cache" / "megascend"
@@ -58,9 +58,7 @@ def test_a_user_without_a_home_has_a_folder_for_temporary_files(nobody: dict[str
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_the_system_knows_is_left_as_it_is(
-    nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "mine"))
     monkeypatch.setenv("LOGNAME", "me")
     assert name_user(nobody) == []
@@ -74,7 +72,7 @@ def test_what_the_system_knows_is_left_as_it_is(
     assert name_user(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
 
 
-def test_a_folder_that_somebody_else_has_put_there_is_not_used(
+def test_home_ignores_a_folder_of_another_user(
     nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 54321)

@@ -1,8 +1,8 @@
-"""What upstream gets wrong on every platform, and that our answer to it is what makes the difference.
+"""Upstream faults on every platform: megascend's workaround is correct, and still needed.
 
-Each test compares with the independent Hugging Face reference (or with the layout that is right), and then takes our
-answer away and sees the fault come back; a fault that upstream has mended shows up here as a failing second half. The tests
-with such a half are nightly: what stands in the first half, the parity matrix shows on every change.
+Each test compares with the independent Hugging Face reference (or with a correct layout), then disables the workaround and
+expects the fault to return: once upstream fixes a fault, the second half fails. Tests with such a half are nightly; the parity
+matrix covers the first halves on every change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOE_SHAPE = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
 
 
 def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int, ...] | None = None) -> Differences:
-    """``case`` against the reference over ``steps`` steps."""
+    """Compare ``case`` with the reference over ``steps`` steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists(lengths=lengths) if lengths else token_lists()
     reference = hf_reference(
@@ -50,9 +50,9 @@ def compare(case: Case, parity_folder: Path, steps: int = 10, lengths: tuple[int
     return differences(train_case(case, checkpoint, tokens, steps=steps), reference)
 
 
-def assert_equal(found: Differences, case: Case) -> None:
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
+def assert_equal(actual: Differences, case: Case) -> None:
+    assert actual.loss <= case.loss_bound, actual
+    assert actual.grad_norm <= case.norm_bound, actual
 
 
 def build(checkpoint, parallel: Parallel | None = None, **options):
@@ -67,20 +67,20 @@ def build(checkpoint, parallel: Parallel | None = None, **options):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
-def test_1_the_norm_counts_every_shard_of_embedding_and_output(parity_folder, monkeypatch, tied):
+def test_1_norm_includes_every_shard_of_embedding_and_output(parity_folder, monkeypatch, tied):
     case = Case("TP2", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": tied})
     assert_equal(compare(case, parity_folder, steps=3), case)
     monkeypatch.setattr("megascend.engines.megatron.build.mark_tensor_parallel", lambda chunk: None)
-    found = compare(case, parity_folder, steps=3)
-    assert found.loss < 1e-2  # the loss hides it: only clipping tells
-    assert found.grad_norm > 1e-1
+    actual = compare(case, parity_folder, steps=3)
+    assert actual.loss < 1e-2  # the loss hides it: only clipping tells
+    assert actual.grad_norm > 1e-1
 
 
 # --- 2: experts under TP without EP and ETP ---
 
 
 @pytest.mark.nightly
-def test_2_experts_that_tp_would_replicate_unsummed_are_refused(parity_folder, monkeypatch):
+def test_2_replicated_experts_under_tp_raise_topology_error(parity_folder, monkeypatch):
     parallel = Parallel(tensor=2, expert=1, expert_tensor=1)
     case = Case("MoE TP2 EP1 ETP1", 2, parallel, arch="qwen3_moe")
     with pytest.raises(
@@ -95,14 +95,14 @@ def test_2_experts_that_tp_would_replicate_unsummed_are_refused(parity_folder, m
 
     run_distributed(on_rank, 2, init=False)
     monkeypatch.setattr("megascend.topology.topology.check_grid", lambda *args: None)
-    found = compare(case, parity_folder)
-    assert found.loss > 1e-2
-    assert found.grad_norm > 1e-2
+    actual = compare(case, parity_folder)
+    assert actual.loss > 1e-2
+    assert actual.grad_norm > 1e-2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(tensor=2, expert=2, expert_tensor=1)])
-def test_2_the_settings_that_the_refusal_names_are_right(parity_folder, parallel):
+def test_2_settings_named_by_the_error_are_correct(parity_folder, parallel):
     case = Case("MoE", 2, parallel, arch="qwen3_moe")
     assert_equal(compare(case, parity_folder), case)
 
@@ -119,8 +119,8 @@ def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypat
     assert_equal(compare(case, parity_folder, steps=3, lengths=lengths), case)
     upstream = module.parallel_arguments
     monkeypatch.setattr(module, "parallel_arguments", lambda topology: upstream(topology) | {"overlap_p2p_comm": False})
-    found = compare(case, parity_folder, steps=3, lengths=lengths)
-    assert found.grad_norm > 1e-2, found
+    actual = compare(case, parity_folder, steps=3, lengths=lengths)
+    assert actual.grad_norm > 1e-2, actual
 
 
 # --- 4: the auxiliary loss of the router ---
@@ -128,8 +128,8 @@ def test_3_interleaved_pipelines_overlap_their_messages(parity_folder, monkeypat
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["padded", "CP2"])
-def test_4_megatrons_own_auxiliary_loss_counts_padding(parity_folder, monkeypatch, layout):
-    """What is ours instead is compared with the same reference in ``tests/engines/megatron/test_routers.py``."""
+def test_4_megatron_auxiliary_loss_counts_padding(parity_folder, monkeypatch, layout):
+    """Show Megatron's fault; ``tests/engines/megatron/test_routers.py`` compares our loss with the same reference."""
     from megascend.engines.megatron import build as module
 
     padded, coefficient = layout == "padded", 0.5
@@ -138,8 +138,8 @@ def test_4_megatrons_own_auxiliary_loss_counts_padding(parity_folder, monkeypatc
     lengths = (20, 34, 9, 27, 17, 40, 26, 11)  # odd after the shift
     checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists(lengths=lengths)
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=1, aux_loss=coefficient)
-    theirs = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
-    monkeypatch.setattr(module, "ROUTING", module.ROUTING | theirs)
+    routing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
+    monkeypatch.setattr(module, "ROUTING", module.ROUTING | routing)
     assert differences(train_case(case, checkpoint, tokens, steps=1), reference).grad_norm > 1e-3
 
 
@@ -158,7 +158,7 @@ def with_dropout(monkeypatch, hidden: float, attention: float, check: bool = Tru
 
 
 def dropout_norm(checkpoint, parallel: Parallel, recompute: Recompute) -> float:
-    """Gradient norm of one step; the same seed draws the same masks in the forward pass with any recomputation."""
+    """Return the gradient norm of one step; a seed fixes the masks of the forward pass under any recomputation."""
 
     def on_rank():
         backend = build(checkpoint, parallel, recompute=recompute)
@@ -172,7 +172,7 @@ SP2, FULL, NONE = Parallel(tensor=2, sequence=True), Recompute(granularity="full
 
 
 @first_stack_only
-def test_5_both_dropouts_with_recompute_under_sequence_parallelism_are_refused(parity_folder, monkeypatch):
+def test_5_dropouts_with_recompute_and_sequence_parallelism_raise(parity_folder, monkeypatch):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with_dropout(monkeypatch, 0.1, 0.1)
 
@@ -194,7 +194,7 @@ def test_5_both_dropouts_with_recompute_under_sequence_parallelism_are_refused(p
         pytest.param(Parallel(), 0.1, 0.1, FULL, marks=FIRST_STACK_ONLY),
     ],
 )
-def test_5_what_the_refusal_offers_instead_recomputes_the_same_masks(
+def test_5_suggested_settings_recompute_the_same_masks(
     parity_folder, monkeypatch, parallel, hidden, attention, recompute
 ):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
@@ -204,8 +204,8 @@ def test_5_what_the_refusal_offers_instead_recomputes_the_same_masks(
 
 
 @pytest.mark.nightly
-def test_5_the_refusal_is_all_that_stands_in_the_way(parity_folder, monkeypatch):
-    """With the reference layers the masks do not differ: the refusal is for what was seen with others."""
+def test_5_reference_layers_recompute_the_same_masks_without_the_check(parity_folder, monkeypatch):
+    """Disable the check: the reference layers recompute equal masks; other layers were seen to differ."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with_dropout(monkeypatch, 0.1, 0.1, check=False)
     expected = dropout_norm(checkpoint, SP2, NONE)
@@ -218,22 +218,22 @@ def test_5_the_refusal_is_all_that_stands_in_the_way(parity_folder, monkeypatch)
 
 
 def hugging_face_after_ours(checkpoint: Path, tokens: list[list[int]]) -> tuple[set[str], float]:
-    """Entries of transformers' table that changed, and how far a Hugging Face model made after ours is from ours."""
+    """Return the changed entries of transformers' table, and the logits' difference of a Hugging Face model created after ours."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     before = dict(ROPE_INIT_FUNCTIONS)
     backend = build(checkpoint)
     changed = {n for n in before.keys() | ROPE_INIT_FUNCTIONS.keys() if before.get(n) is not ROPE_INIT_FUNCTIONS.get(n)}
-    mine = backend.forward(causal_samples(tokens), logits=True).logits
+    logits = backend.forward(causal_samples(tokens), logits=True).logits
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        theirs = [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
-    return changed, max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+        expected = [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
+    return changed, max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
-def test_6_hugging_face_models_made_later_in_the_process_are_right(parity_folder, arch):
+def test_6_hugging_face_models_created_later_are_correct(parity_folder, arch):
     [(changed, difference)] = run_distributed(
         hugging_face_after_ours, 1, case_checkpoint(parity_folder, arch), token_lists()[:3], init=False
     )
@@ -242,7 +242,7 @@ def test_6_hugging_face_models_made_later_in_the_process_are_right(parity_folder
 
 
 @pytest.mark.nightly
-def test_6_without_restoring_the_table_they_break(parity_folder, monkeypatch):
+def test_6_models_created_later_break_without_restoring_the_table(parity_folder, monkeypatch):
     monkeypatch.setattr("megascend.engines.megatron.build.preserved_rope_functions", contextlib.nullcontext)
     arguments = (case_checkpoint(parity_folder, "qwen3"), token_lists()[:3])
     if STACK_0_16:
@@ -257,7 +257,7 @@ def test_6_without_restoring_the_table_they_break(parity_folder, monkeypatch):
 
 
 @first_stack_only
-def test_7_experts_use_the_dispatcher_that_takes_variable_lengths(parity_folder, monkeypatch):
+def test_7_experts_use_the_variable_length_dispatcher(parity_folder, monkeypatch):
     from megascend.engines.megatron import build as module
 
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
@@ -298,10 +298,10 @@ def test_9_position_ids_of_packed_samples_are_split_over_context_ranks(parity_fo
         assert_equal(compare(case, parity_folder, steps=3), case)
         return
     try:
-        found = compare(case, parity_folder, steps=3)
+        actual = compare(case, parity_folder, steps=3)
     except DistributedTestError:
         return  # the table of angles does not fit the rank's tokens
-    assert found.loss > 1e-3, found
+    assert actual.loss > 1e-3, actual
 
 
 # --- 10: what peers got wrong ---
@@ -315,11 +315,11 @@ def test_10_gradient_buffers_of_every_chunk_are_zeroed(parity_folder, monkeypatc
 
     def norms():
         backend = build(checkpoint, Parallel(pipeline=2, virtual_pipeline=2), optimizer=Adam(lr=0.0, max_grad_norm=0))
-        found = []
+        values = []
         for _ in range(3):
             backend.forward_backward(causal_samples(token_lists()))
-            found.append(backend.optimizer_step().grad_norm)
-        return found
+            values.append(backend.optimizer_step().grad_norm)
+        return values
 
     for first, *later in run_distributed(norms, 2, init=False):
         assert later == pytest.approx([first] * 2, rel=1e-6)
@@ -336,7 +336,7 @@ def test_10_gradient_buffers_of_every_chunk_are_zeroed(parity_folder, monkeypatc
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=FIRST_STACK_ONLY), "fp16", "bf16"])
 def test_10_no_precision_silently_becomes_another(parity_folder, precision):
-    """Parameters, the tensors between pipeline stages, and what attention computes with have the dtype asked for."""
+    """Check that parameters, tensors between pipeline stages and attention inputs have the requested dtype."""
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
@@ -358,7 +358,7 @@ def test_10_no_precision_silently_becomes_another(parity_folder, precision):
 
 
 def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monkeypatch):
-    """All parameters, the distributed optimizer, bf16, no launcher variables: what peers crash on."""
+    """Train all parameters with the distributed optimizer in bf16 without launcher variables, on which other libraries crash."""
     from megascend.testing._rank import STORE_VARIABLE
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
@@ -384,7 +384,7 @@ def test_10_defaults_train_on_one_process_without_a_launcher(parity_folder, monk
 
 @pytest.mark.nightly
 def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_parallel_ranks(parity_folder, monkeypatch):
-    """megatron-core's ``_reduce`` leaves a tensor that is not contiguous as it was: the loss is right, gradients are not."""
+    """Show that megatron-core's ``_reduce`` skips non-contiguous tensors: the loss is correct, the gradients are wrong."""
     from megascend.bootstrap import patches
 
     case = Case("TP2, padded", 2, Parallel(tensor=2), packing=False, micro_batch_tokens=WHOLE_BATCH)
@@ -398,6 +398,6 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     source = inspect.getsource(upstreams_module := importlib.import_module(patches.MAPPINGS))
     assert "all_reduce(input_.contiguous(), group=group)\n\n    return input_" in source  # still upstream's own text
     monkeypatch.setattr(upstreams_module, "_reduce", upstreams)
-    found = compare(case, parity_folder, steps=1)
-    assert found.loss <= case.loss_bound
-    assert found.grad_norm > 1.0, "upstream has mended _reduce: drop megascend.bootstrap.patches.reduce"
+    actual = compare(case, parity_folder, steps=1)
+    assert actual.loss <= case.loss_bound
+    assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.bootstrap.patches.reduce"
