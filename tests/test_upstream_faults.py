@@ -218,7 +218,7 @@ def test_5_reference_layers_recompute_the_same_masks_without_the_check(parity_fo
 
 
 def hugging_face_after_ours(checkpoint: Path, tokens: list[list[int]]) -> tuple[set[str], float]:
-    """Return the changed entries of transformers' table, and the logits' difference of a Hugging Face model created after ours."""
+    """Return the changed entries of transformers' table, and the logits' difference of a Hugging Face model created later."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
