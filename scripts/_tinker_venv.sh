@@ -1,6 +1,6 @@
 # Sourced by the scripts that run Tinker clients of other versions: $python, $environments, and
 #
-#   make_environment DIRECTORY     a virtual environment that sees megascend's packages behind its own
+#   make_environment DIRECTORY     a virtual environment whose packages take precedence over megascend's, which it sees too
 #
 # MEGASCEND_PYTHON      the interpreter, which has everything installed, instead of .venv-0.16
 # TINKER_ENVIRONMENTS   where environments are made and kept (default: .venv-tinker)

@@ -1,12 +1,12 @@
 # Sourced by the other scripts: a virtual environment with megascend installed in it.
 #
 #   prepare_venv DIRECTORY EXTRAS     creates it if needed, installs '.[EXTRAS]' if pyproject.toml or EXTRAS changed
-#   prepare_torch DIRECTORY           the first half of that, which may run beside the same for another directory
+#   prepare_torch DIRECTORY           the first half of that, which may run in parallel for several directories
 #
 # PYTHON            the interpreter to create it with (default: python3, 3.10 or later)
 # MEGASCEND_TORCH   what to install as torch where there is none yet (default: torch==2.13.0)
-# Modules are compiled when they are first imported: of 18,000, most never are. They are kept then, whatever the caller has set;
-# otherwise every process would compile torch, transformers and Megatron-Core anew.
+# Modules are compiled on first import: of 18,000, most never are. Bytecode is always stored, whatever the caller has set;
+# otherwise every process would compile torch, transformers and Megatron-Core again.
 # pip's own configuration and PIP_* variables apply.
 
 unset PYTHONDONTWRITEBYTECODE

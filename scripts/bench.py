@@ -1,6 +1,6 @@
 """All benchmarks in one table, with ratios, and a check that no ratio has fallen.
 
-    python scripts/bench.py                                  # everything, one GPU; see --list for what that takes
+    python scripts/bench.py                                  # everything, one GPU; --list shows the deadlines
     python scripts/bench.py --only dense,load --json out.json
     python scripts/bench.py --compare                        # with the ratios stored for this device (benchmarks/DEVICE.json)
     python scripts/bench.py --store                          # writes them
@@ -9,7 +9,7 @@
 A line whose work may not fit runs at the largest of its sizes that fits the device's memory, and prints it; its ratios are stored
 under that size (``moe@4-layers``) and compared with those of the same size only.
 
-Absolute figures differ from machine to machine and hour to hour; ratios of one run hardly do, so they are what is stored and
+Absolute figures differ between machines and from hour to hour; ratios within one run hardly do, so only ratios are stored and
 compared. Each line of the suite runs in its own process with a deadline, and its script fails if the variants that it compares
 do not agree numerically. A line that fails is reported, and the others still run.
 

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, and how fast it is written and read, beside the disk's own speed.
+"""Measure how long a checkpoint stalls training, and how fast it is written and read compared with the disk.
 
     python scripts/bench_checkpoint.py                                 # Qwen3-1.7B shapes, one GPU
     python scripts/bench_checkpoint.py --size small --platform cpu     # 0.1 billion parameters, on a CPU
@@ -6,10 +6,10 @@
 
 One process trains the whole model with AdamW and saves it in turn
 
-    sync     ``save(wait=True)``: training stands still until the checkpoint is complete
-    async    ``save()``: training stands still for the copy off the device; steps go on while it is written
+    sync     ``save(wait=True)``: training stalls until the checkpoint is complete
+    async    ``save()``: training stalls for the copy off the device and continues while the checkpoint is written
 
-Optimizer steps are timed with the device idle before and after, with nothing else going on and while a checkpoint is being
+Optimizer steps are timed with the device idle before and after, both undisturbed and while a checkpoint is being
 written. The disk is measured in the same directory by writing and reading one plain file, and by writing as much to 8 files
 at once, fsync included; before anything is read, the file's pages are dropped from the page cache. The table is printed last.
 """

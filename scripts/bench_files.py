@@ -1,22 +1,22 @@
-"""Weights of a Hugging Face directory loaded and exported, beside the speed that the disk has for the same bytes.
+"""Measure loading and exporting the weights of a Hugging Face directory, compared with the disk's speed for the same bytes.
 
     python scripts/bench_files.py load                          # Qwen3-4B shapes, one GPU
     python scripts/bench_files.py export --folder /data         # on this disk; default: the system's temporary directory
     python scripts/bench_files.py load --tiny --platform cpu    # checks the script, not speed
 
-``load``, each way in a process of its own, which has imported everything before the clock starts, files out of no page cache:
+``load``, each method in a separate process that has imported everything before the clock starts, with a cold page cache:
 
-    reads            the files by 8 threads, past the page cache where the file system can; at the beginning and at the end
-    MegatronBackend  its loading: parameters made NaN, read, checked for NaN and for tensors left over
-    mcore-bridge     ``bridge.load_weights`` into its Megatron model on the device, no more
-    transformers     ``from_pretrained`` onto the device, with making the model (on the meta device)
+    reads            the files by 8 threads, bypassing the page cache if the file system can; at the beginning and at the end
+    MegatronBackend  its loading: parameters filled with NaN, read, checked for NaN and for unexpected tensors
+    mcore-bridge     ``bridge.load_weights`` into its Megatron model on the device, nothing else
+    transformers     ``from_pretrained`` onto the device, including model creation (on the meta device)
 
 ``export``:
 
-    writes           as many bytes by 8 threads to a file each, fsync included
+    writes           the same number of bytes by 8 threads, one file each, fsync included
     export           ``MegatronBackend.export_hf``, and fsync of its files
 
-The first way of both is the bound that the others are given as a share of. Seconds; smaller is better.
+The first method of each list is the reference for the others. Seconds; smaller is better.
 """
 
 from __future__ import annotations

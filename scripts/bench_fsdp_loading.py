@@ -1,9 +1,10 @@
-"""How long a model of many small tensors takes to load into shards: each rank its rows, against a broadcast of whole tensors.
+"""Measure loading many small tensors into shards: each rank reads its rows, or rank 0 broadcasts full tensors.
 
     python scripts/bench_fsdp_loading.py FOLDER [--layers 100] [--ranks 4]
 
-Makes a Qwen3 of so many layers, 16 wide, in FOLDER. Ranks are forks on the CPU over Gloo. Prints seconds of the slowest rank,
-medians of three: ``loading.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` from rank 0.
+Creates a Qwen3 with that number of layers and hidden size 16 in FOLDER. Ranks are forks on the CPU over Gloo. Prints seconds of
+the slowest rank, medians of three: ``loading.load``, and torch's ``set_model_state_dict(broadcast_from_rank0=True)`` from rank
+0.
 """
 
 from __future__ import annotations

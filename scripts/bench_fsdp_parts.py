@@ -1,8 +1,8 @@
-"""Parts of a layer of engine fsdp, forward and backward on a CUDA GPU in bf16, each against what it stands in for.
+"""Benchmark parts of a layer of engine fsdp, forward and backward on a CUDA GPU in bf16, each against the code it replaces.
 
     python scripts/bench_fsdp_parts.py
 
-attention: packed samples in one kernel, and a call of ``scaled_dot_product_attention`` a sample; 32 heads, 4 of keys, 128 wide.
+attention: packed samples in one kernel, and one ``scaled_dot_product_attention`` call a sample; 32 heads, 4 KV heads, size 128.
 experts: our grouped experts and transformers' ``grouped_mm``, at Qwen3-30B-A3B's shapes; equal loads and random ones.
 
 Median of ten runs, in milliseconds; error: relative 2-norm of all gradients between the two.

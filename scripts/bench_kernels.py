@@ -1,4 +1,4 @@
-"""Parts of a training step that move more bytes than they must, and ways to move fewer: checked, timed, one table.
+"""Check and time kernels that reduce the memory traffic of a training step, in one table.
 
     python scripts/bench_kernels.py                  # one CUDA GPU, under a minute; --only head|qk|swiglu
     python scripts/bench_kernels.py --device cpu     # the plain PyTorch variants at toy sizes: checks this script
@@ -9,7 +9,7 @@ what was allocated before; ``GB moved`` is the least traffic the part needs (inp
 
 - head: output projection and cross entropy. ``logits`` keeps [tokens, vocabulary] as Megatron-Core does, with PyTorch's
   or Transformer Engine's cross entropy. ``chunks`` takes a chunk of tokens at a time, forms the gradient of the logits
-  in place while they are at hand, and adds the weight gradient to an fp32 buffer in the GEMM.
+  in place while they exist, and adds the weight gradient to an fp32 buffer in the GEMM.
 - qk: splitting the projection, RMSNorm of queries and keys, rotary embedding. ``plain`` is what mcore-bridge runs,
   ``te`` has Transformer Engine's kernels, ``triton`` is one kernel each way.
 - swiglu: ``plain`` is megatron-core's unfused MLP activation, ``fused`` its ``bias_activation_fusion``.

@@ -1,4 +1,4 @@
-"""Many LoRA tenants on one model: one after another, mixed in one batch, and one adapter with the whole batch as a bound.
+"""Benchmark many LoRA tenants on one model: in turn, mixed in one batch, and one adapter with the whole batch as a bound.
 
     python scripts/bench_multi_lora.py                              # Qwen3-1.7B shapes, 8 x 1024 and 32 x 512, one GPU
     python scripts/bench_multi_lora.py --graphs                     # the same as CUDA graphs (batching.cuda_graphs)
@@ -6,14 +6,14 @@
     python scripts/bench_multi_lora.py --moe --size 8x4096          # Qwen3-30B-A3B shapes, 6 layers, adapters of all experts
     python scripts/bench_multi_lora.py --tiny --platform cpu        # the same script on a CPU, in a minute
 
-A step trains every tenant on one sample of its own, rank 16 on all linear layers:
+A step trains every tenant on one sample, with rank 16 on all linear layers:
 
-    (a) in turn    forward_backward and optimizer_step of one tenant after the other: what trainers do that switch adapters
+    (a) in turn    forward_backward and optimizer_step for each tenant in turn, as trainers do that switch adapters
     (b) mixed      one forward_backward of all tenants' samples, one optimizer_step of all
     (c) single     one adapter trained on all samples: the upper bound, the same base model work without tenants
 
 All in one process on the same device. Warm-up steps come first; then every step is timed with the device idle before and
-after it, the three ways in turn, so that they see the same clocks. ``peak`` is the device memory that a way needs at most,
+after it, alternating between the three modes, so that they see the same clocks. ``peak`` is the peak device memory of a mode,
 adapters and their optimizers included. The table is printed last; the exit code is 1 if a tenant's first loss or gradient
 norm differs between (a) and (b), so that a figure is never reported for different work.
 """

@@ -1,10 +1,10 @@
-"""Tokens a second of the sampler on the training ranks, with its cache and without, by turns in one process.
+"""Measure the sampler's tokens a second on the training ranks, with and without its cache, alternating in one process.
 
     python scripts/bench_sampler.py MODEL                                  # a Hugging Face directory, on any platform
     torchrun --nproc-per-node 2 scripts/bench_sampler.py MODEL --tensor 2
 
-The same prompts and seeds every time, no stops. Prints one JSON object: for each kind the seconds of every turn and the median's
-tokens a second, their ratio, and whether both sampled the same tokens (where sums are in another order, few may differ).
+Prompts and seeds are fixed, without stop sequences. Prints one JSON object: for each kind the seconds of every turn and the
+median tokens a second, their ratio, and whether both sampled the same tokens (a few may differ if the order of sums differs).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Load on `megascend serve`: requests a second and latency of many tenants, mixed and one after another, and its memory.
+"""Measure `megascend serve` under load: throughput, latency and memory with many tenants, mixed and one by one.
 
     python scripts/bench_serve.py                                   # a tiny random model on the CPU, fp32
     python scripts/bench_serve.py --model DIR --platform cuda --precision bf16 --json FILE
 
-Two servers run at a time, one as it is, one that mixes nothing (`batch_tokens: 1`: every batch has one model). They are loaded by
-turns, by as many tenants as `--tenants` says, each with a session, a model and a rank of its own, and all in one process that
-speaks the wire format by the tinker package's messages: a real client for each would take the machine for itself. A tenant sends
+Two servers run at a time, one with defaults and one that mixes nothing (`batch_tokens: 1`: every batch has one model). They are
+loaded alternately by `--tenants` tenants, each with its own session, model and LoRA rank, all in one process that sends the
+tinker package's messages: a real client for each tenant would saturate the machine. A tenant sends
 a forward_backward and an optim_step together, as clients do, fetches both, and starts again.
 
-With `--memory N`, the first server then gets N requests of eight tenants, which save, end their session and begin another one
-after every 25 steps. Its resident memory is told every 1,000 requests.
+With `--memory N`, the first server then receives N requests of eight tenants, which save, end their session and start a new one
+after every 25 steps. Its resident memory is printed every 1,000 requests.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Small LoRA steps: what one request costs, as it comes and as replayed CUDA graphs.
+"""Measure small LoRA steps: the cost of one request, eager and as replayed CUDA graphs.
 
     python scripts/bench_small_steps.py                              # Qwen3-1.7B shapes, one GPU
     python scripts/bench_small_steps.py --tiny --platform cpu        # the same script on a CPU: checks the script, not speed
 
 Three parts, all in one process on the same device, first without graphs and then with them (``batching.cuda_graphs``):
 
-    request    one sample of one adapter: forward_backward and optimizer_step, each alone, and forward; median of the timed
-               ones, the device idle before and after. ``device`` is the device's own time of a step, from torch's profiler
+    request    one sample of one adapter: forward_backward, optimizer_step and forward, timed separately; median, with the
+               device idle before and after. ``device`` is the device time of a step, from torch's profiler
     mixed      one sample of each of several adapters in one forward_backward, one optimizer_step of all
     service    many requests of random lengths from several tenants through ``AdapterQueue``, one step after each; the
-               memory that is reserved after each tenth of them, and captures
+               memory reserved after each tenth of them, and the captures
 
 The exit code is 1 if losses or gradient norms with graphs differ from those without by more than rounding.
 """

@@ -1,23 +1,23 @@
-"""Seconds until training begins: of ``MegatronBackend(...)``, and of ``megascend train`` to its first step.
+"""Measure start-up: seconds of ``MegatronBackend(...)``, and of ``megascend train`` to its first step.
 
     python scripts/bench_start.py                      # one GPU
     python scripts/bench_start.py --platform cpu
 
-A model of 45 thousand parameters, so that reading and computing take nothing. Each in a process of its own, one after the other:
+The model has 45 thousand parameters, so that reading and computing are negligible. Each runs in a new process, in order:
 
     imports       of a program that builds a ``MegatronBackend``: the start of Python, and the time within imports
-    ready         what ``MegatronBackend(...)`` takes beside them
-    first step    from starting ``megascend train`` until its first line of metrics.jsonl is there; the end of the program
+    ready         the time of ``MegatronBackend(...)`` without imports
+    first step    from starting ``megascend train`` until its first line of metrics.jsonl; and until the program ends
     torchrun      the same as one rank under torchrun
-    phases        of each of these, from its events.jsonl: seconds on the clock, and of the processors; ``leaving`` is what comes
-                  behind the run's last words
-    packages      with --imports: the packages that take longest to import, without what they import, and their modules
+    phases        of each of these, from its events.jsonl: wall and processor seconds; ``leaving`` is the time after the last
+                  event
+    packages      with --imports: the packages that take longest to import, without their dependencies, and their modules
 
-A first run that is not counted has Python keep the bytecode of what it imports, as pip does when it installs: where nobody has
+An untimed first run lets Python store the bytecode of its imports, as pip does on installation: without it
 (``pip install --no-compile``, PYTHONDONTWRITEBYTECODE) each start compiles peft, Megatron-Core, mcore-bridge and megascend.
 
-The self-check's verdict on the model is kept between runs by ``MEGASCEND_CACHE``; here it is made anew each time, as in a user's
-first run, and ``kept`` is ``megascend train`` with the verdict of the run before.
+``MEGASCEND_CACHE`` stores the self-check's verdict on the model between runs; here it is recomputed each time, as in a user's
+first run, and ``kept`` is ``megascend train`` with the verdict of the previous run.
 """
 
 from __future__ import annotations

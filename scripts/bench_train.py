@@ -1,4 +1,4 @@
-"""One and the same training work through a bare Megatron-Core loop and through ``MegatronBackend``.
+"""Benchmark the same training work in a bare Megatron-Core loop and in ``MegatronBackend``.
 
     python scripts/bench_train.py                                # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
     python scripts/bench_train.py --tiny --platform cpu          # the same script on a CPU, in a minute
@@ -19,15 +19,15 @@ A run is one of these, with options after colons:
 
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
-TE FusedAdam) and Megatron's schedule. ``fusions`` switches on what Megatron-Core offers beside that. On a CPU there is
-no Transformer Engine at all, so there (and only there) the bare loop calls ``megascend.bootstrap()`` to get one.
+TE FusedAdam) and Megatron's schedule. ``fusions`` enables further fusions of Megatron-Core. On a CPU there is
+no Transformer Engine, so there (and only there) the bare loop calls ``megascend.bootstrap()`` to get one.
 ``fsdp`` is ``FsdpBackend``; its recomputation is ``full`` or ``selective``. ``plain`` is a loop over transformers' model in
 torch's ``fully_shard``, layer by layer, as one writes it: padded micro batches, whole logits, torch's cross entropy and
 fused AdamW.
 
 With ``--ranks`` above 1 every run is that many processes, each with a part of the sequences (not ``bare``); memory is
-rank 0's. ``--moe`` takes Qwen3-30B-A3B's shapes, of which ``--layers`` says how many layers fit: time of a step is a
-constant part (embedding, output layer) and a part for every layer, so that two numbers of layers tell what all would take.
+rank 0's. ``--moe`` takes Qwen3-30B-A3B's shapes with as many ``--layers`` as fit: the time of a step is a constant part
+(embedding, output layer) plus a part for every layer, so that two numbers of layers give the time of the full model.
 
 Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
 multiplied with every token (of experts those of one token's; tied embeddings once, as output layer) and the second term

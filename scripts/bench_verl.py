@@ -1,12 +1,12 @@
-"""verl's trainer for supervised fine-tuning on its own Megatron engine and on megascend's: tokens a second in one run.
+"""Benchmark verl's supervised fine-tuning trainer on its own Megatron engine and on megascend's.
 
     python scripts/bench_verl.py                                    # Qwen3-1.7B shapes, 8 x 4096 tokens a step, one GPU
     python scripts/bench_verl.py --shortest 512                     # the same of different lengths
     python scripts/bench_verl.py --tiny --platform cpu --run megatron --run megascend    # on a CPU: checks the script
 
-To be run in verl's environment (scripts/verl_env.sh), with mbridge 0.15.1 beside it: verl's own engine needs a bridge, and
+Run it in verl's environment (scripts/verl_env.sh), with mbridge 0.15.1 installed: verl's own engine needs a bridge, and
 Megatron-Bridge 0.3.1 excludes the transformers that verl requires. Every ``--run`` is one fresh ``verl.trainer.sft_trainer``
-under torchrun: the same random checkpoint, the same random tokens, the same settings of verl's, but
+under torchrun, with the same random checkpoint, random tokens and verl settings, except for
 
     megatron          verl's own engine
     megatron:fused    the same with the fusions of Megatron-Core that ``override_transformer_config`` can switch on. Where Apex is
@@ -17,10 +17,10 @@ under torchrun: the same random checkpoint, the same random tokens, the same set
 Where flash-attn is not installed, ``attention_backend`` is ``fused`` (cuDNN) for all runs on CUDA: verl's default ``flash``
 finds no kernel then.
 
-A step is timed from one line of verl's file logger to the next, so it holds everything that the trainer does for it. Warm-up
-steps are left out. The run is ended when it has logged its steps, before verl writes a checkpoint. The table is printed last;
-the exit code is 1 if losses or gradient norms of the runs disagree, so that a figure is never reported for different work, and
-if a run fails; the others are still made.
+A step is timed from one line of verl's file logger to the next, so it includes all of the trainer's work. Warm-up steps are
+excluded. A run is stopped once it has logged its steps, before verl writes a checkpoint. The table is printed last; the exit
+code is 1 if losses or gradient norms of the runs disagree, so that a figure is never reported for different work, or if a run
+fails; the other runs continue.
 """
 
 from __future__ import annotations

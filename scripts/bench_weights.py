@@ -1,11 +1,11 @@
-"""What it costs to bring weights out of their shards: ``named_weights`` beside mcore-bridge's ``export_weights``.
+"""Measure the cost of gathering weights from their shards: ``named_weights`` and mcore-bridge's ``export_weights``.
 
     python scripts/bench_weights.py                      # on a CPU: about 100 MB in fp32
     python scripts/bench_weights.py --platform cuda      # about 1.3 GB in bf16, which stay on the devices; as many layouts as fit
 
-One process, TP2, PP2 and EP2, a random model; the receiver is the main rank, then every rank. Tensors are dropped as they come.
-Of every rank: bytes received from other ranks (of a whole tensor for a broadcast, of the others' shards
-for a gather), the peak of memory allocated meanwhile, and seconds (median of three). The table has sums over ranks for bytes, the
+One process, TP2, PP2 and EP2, a random model; the receiver is the main rank, then every rank. Tensors are dropped on arrival.
+For every rank: bytes received from other ranks (of a whole tensor for a broadcast, of the others' shards
+for a gather), peak allocated memory, and seconds (median of three). The table has sums over ranks for bytes, the
 largest rank for memory, and the slowest for time.
 """
 

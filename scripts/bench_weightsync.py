@@ -1,15 +1,15 @@
-"""How fast weights travel from a trainer to an engine: two processes, whole updates, beside the bare transport in the same run.
+"""Measure weight updates from a trainer to an engine in two processes, compared with the bare transport in the same run.
 
     python scripts/bench_weightsync.py                   # two GPUs: NCCL, CUDA IPC; one GPU: CUDA IPC; none: Gloo, shared memory
     python scripts/bench_weightsync.py --gb 8 --bucket-mb 256 --json figures.json
 
-Tensors have Qwen3's shapes in bfloat16 and lie on the trainer's device. Of every transport:
+Tensors have Qwen3's shapes in bfloat16 and are on the trainer's device. For every transport:
 
 - bare: the same bytes in large pieces of the transport, nothing else: no filling, no digests;
-- update: from when the first bucket begins to be filled until the receiver has compared the last digest with the trainer's.
+- update: from the start of filling the first bucket until the receiver has compared the last digest with the trainer's.
   Only the tensors' bytes count. The target on two GPUs is 70 % of the bare transport;
-- connect: meeting and making the transport, before that;
-- pause: from when the engine would pause until it could resume: the commit, which copies every tensor into the parameters in
+- connect: rendezvous and creation of the transport, before that;
+- pause: the time for which the engine would pause: the commit, which copies every tensor into the parameters in
   use, and the messages between the two processes.
 
 Medians of ``--times`` rounds. weightwire and PyTorch are all it needs.

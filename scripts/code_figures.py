@@ -2,7 +2,7 @@
 """Count the parts of src/: files, lines, functions, small modules with one importer, names and bodies that occur twice.
 
     python scripts/code_figures.py            the working tree
-    python scripts/code_figures.py REV        a git revision beside the working tree
+    python scripts/code_figures.py REV        a git revision next to the working tree
     python scripts/code_figures.py --list     the modules, names and bodies behind the counts
 
 Uses the standard library alone, and reads a revision through ``git archive``.

@@ -1,18 +1,18 @@
-"""The reference Transformer Engine (``megascend.reference_te``) against NVIDIA's, on CUDA.
+"""Compare the reference Transformer Engine (``megascend.reference_te``) with NVIDIA's, on CUDA.
 
     python scripts/compare_te.py layers                  # every layer, forward and gradients, fp32 and bf16; attributes
     python scripts/compare_te.py model                   # small Qwen3 and Qwen3-MoE through mcore-bridge, one GPU
     python scripts/compare_te.py model --ranks 2         # the same with TP 2, TP 2 + sequence parallel, EP 2
     python scripts/compare_te.py layers --self --device cpu      # the reference with itself: checks this script
 
-``layers`` puts both implementations into one process: same weights, same input, same output gradient. ``model`` starts
+``layers`` runs both implementations in one process: same weights, same input, same output gradient. ``model`` starts
 one set of processes with the real package and one with the reference in its place, on the same weights, and compares
 losses and the gradients of all parameters, rank by rank.
 
 Figures are relative: |reference - real| / |real| over the whole tensor (2-norms), beside the largest absolute
-difference. fp32 is computed without TF32 (``NVIDIA_TF32_OVERRIDE=0``: Transformer Engine's fp32 GEMM asks for TF32 by
-itself, whatever PyTorch's switch says). bf16 runs round at different places in both, so there the bound is loose and
-the fp32 comparison is the proof. The exit code is 1 if any figure is beyond its bound (``BOUNDS``), an attribute
+difference. fp32 is computed without TF32 (``NVIDIA_TF32_OVERRIDE=0``: Transformer Engine's fp32 GEMM uses
+TF32 regardless of PyTorch's switch). bf16 rounds at different points in the two, so its bound is loose and the fp32
+comparison is the proof. The exit code is 1 if any figure is beyond its bound (``BOUNDS``), an attribute
 differs, or a process fails.
 """
 

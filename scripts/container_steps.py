@@ -1,11 +1,11 @@
-"""What a container file does, as a shell script for a directory in place of the image: to try it where nothing builds images.
+"""Convert a container file to a shell script that works on a directory instead of an image, to test it without a builder.
 
     python scripts/container_steps.py containers/Containerfile.cpu
 
-COPY and RUN become commands; absolute paths that COPY makes lie in ``$ROOT``, and an ARG is a variable that the
+COPY and RUN become commands; absolute paths that COPY creates are placed in ``$ROOT``, and an ARG is a variable that the
 environment may set.
-``pip`` and ``python`` are whatever PATH finds: FROM, USER, WORKDIR and ENTRYPOINT, and commands that would change this
-machine (useradd), are left out, and the script says so.
+``pip`` and ``python`` come from PATH. FROM, USER, WORKDIR, ENTRYPOINT and commands that would change this machine (useradd)
+are left out, which the script prints.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Engine fsdp on the devices of this machine, held against Hugging Face and torch AdamW on the CPU.
+"""Compare engine fsdp on the devices of this machine with Hugging Face and torch AdamW on the CPU.
 
     torchrun --nproc-per-node 2 scripts/fsdp_parity.py FOLDER [--platform cuda|npu]
 
-Ten steps of tiny models in several settings, saved and resumed half way; largest differences of losses and gradient norms, as
-JSON lines of rank 0. Tiny checkpoints and references are made in FOLDER. Ends with 1 if a difference is beyond its bound.
+Trains ten steps of tiny models in several settings, saved and resumed half way. Rank 0 prints the largest differences of losses
+and gradient norms as JSON lines. Checkpoints and references are created in FOLDER. Exits with 1 if a difference exceeds its
+bound.
 """
 
 from __future__ import annotations

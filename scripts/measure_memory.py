@@ -1,16 +1,16 @@
-"""Peak memory of training steps beside what ``megascend.memory`` estimates, for every engine and several layouts.
+"""Compare the peak memory of training steps with the estimates of ``megascend.memory``, for every engine and several layouts.
 
     python scripts/measure_memory.py                              # small models on the CPU, bytes of all tensors; two minutes
     python scripts/measure_memory.py --platform cuda              # 0.9 and 1.3 billion parameters on one GPU, torch's peak
     python scripts/measure_memory.py --platform cuda --ranks 2    # the cases that take two GPUs
     python scripts/measure_memory.py --case dense --case "fsdp lora"
 
-Each case trains three steps of a random model; the peak is that of the last two, in which the optimizer's state is there. Of
-several ranks, the one that needs most counts. The exit code is 1 if an estimate lies outside of -5 to +15 % of the measured peak.
+Each case trains three steps of a random model; the peak is that of the last two, in which the optimizer state exists. Of
+several ranks, the largest counts. The exit code is 1 if an estimate is outside -5 to +15 % of the measured peak.
 
 On a CPU the ranks of a case are forks of one process for each engine, and ``support.tensor_memory`` counts. On GPUs
 every rank is a process of its own, ``--parallel`` cases run at the same time (each counts its own allocations), and
-``torch.cuda.max_memory_allocated`` counts; what the allocator has reserved stands beside it.
+``torch.cuda.max_memory_allocated`` counts; the memory reserved by the allocator is shown too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What somebody with 1 to 8 Ascend cards runs once, and sends back: doctor, operators, collectives, recipes, parity with
-# Hugging Face, a kill and a resume, speed and memory. docs/npu.md says how and what for.
+# The acceptance run for 1 to 8 Ascend cards, whose results are sent back: doctor, operators, collectives, recipes, parity with
+# Hugging Face, a kill and a resume, speed and memory. docs/npu.md explains its use.
 #
 #   bash scripts/npu_acceptance.sh [--simulated [--stand-in]] [--cards N] [--only SECTION,...] [--quick] [--deadline S]
 #                                  [--out FILE] [--folder DIR]
@@ -12,7 +12,7 @@
 # MEGASCEND_MINDSPEED   a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
 # PYTHON                interpreter with megascend installed (default: python)
 #
-# Ends with 1 if a section failed, and with 2 if it cannot start.
+# Exits with 1 if a section failed, and with 2 if it cannot start.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python}

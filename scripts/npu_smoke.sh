@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run every recipe of cookbook/ascend on 8 cards, or on the simulated device, and say in a table how each one went.
+# Run every recipe of cookbook/ascend on 8 cards, or on the simulated device, and print a table of the results.
 #
 #   bash scripts/npu_smoke.sh [--simulated [--stand-in]] [RECIPE...]
 #
@@ -13,7 +13,7 @@
 # PYTHON                     interpreter with megascend installed (default: python)
 # NPROC                      processes, one for each card (default: 8)
 #
-# Ends with 1 if a recipe failed, after the end of its log, and with 2 if it cannot start.
+# Exits with 1 if a recipe failed, after printing the end of its log, and with 2 if it cannot start.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python} MEGASCEND_RUN=${MEGASCEND_RUN:-runs/npu_smoke}
@@ -54,7 +54,7 @@ layout() { # "8 ranks = tensor 2 x context 1 x ..." as TP2 CP1 ...
     /^[0-9]+ ranks = /{s/.*tensor ([0-9]+) x context ([0-9]+) x data ([0-9]+) x pipeline ([0-9]+).*/TP\1 CP\2 DP\3 PP\4/p}
     /^experts: /{s/.*expert tensor ([0-9]+) x expert ([0-9]+) .*/ETP\1 EP\2/p}' "$1" | paste -sd ' ' | grep . || echo -
 }
-report() { # what there is to see of a run that failed: the first rank that raised, else the end of the log
+report() { # print the error of a failed run: the first rank that raised, else the end of the log
   local rank
   rank=$(grep -m1 -oE '^\[rank[0-9]+\]: Traceback' "$1" | grep -oE '^\[rank[0-9]+\]' || true)
   if [ -n "$rank" ]; then grep -F "$rank" "$1" | tail -n 12; else tail -n 30 "$1"; fi

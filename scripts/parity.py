@@ -5,8 +5,8 @@
     python scripts/parity.py --platform cuda --jobs 4     # on GPUs, one for each process, four cases at a time
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
 
-Exits with 1 if a case is over its bound. On the CPU, all of it takes a few minutes. On CUDA the cases are those that Transformer
-Engine can run: fp32 on padded batches and without CP, 16 bits packed.
+Exits with 1 if a case exceeds its bound. The full matrix takes a few minutes on the CPU. On CUDA the cases are those that
+Transformer Engine can run: fp32 on padded batches and without CP, 16 bits packed.
 """
 
 from __future__ import annotations

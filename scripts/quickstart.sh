@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing but Python to a trained model: install, train a small Qwen3 on 2 processes, show what it has learned.
+# From plain Python to a trained model: install, train a small Qwen3 on 2 processes, and show its answers.
 #
 #   bash scripts/quickstart.sh
 #

@@ -1,4 +1,4 @@
-"""Ask a trained model three questions with plain transformers: nothing of megascend or Megatron is imported here.
+"""Ask a trained model three questions with plain transformers, without importing megascend or Megatron.
 
 python scripts/quickstart_answers.py MODEL CHAT.jsonl
 

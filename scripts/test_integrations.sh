@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the tests of megascend inside programs of others, each in an environment of its own.
+# Run the tests of megascend's integrations with third-party frameworks, each in a separate environment.
 #
-#   bash scripts/test_integrations.sh [PART] [pytest arguments]        default: every part, one after the other
+#   bash scripts/test_integrations.sh [PART] [pytest arguments]        default: every part, in order
 #
-# A part is a function part_NAME below: it makes its environment if it is not there, and runs its tests.
+# A part is a function part_NAME below: it creates its environment if it is missing, and runs its tests.
 #
 # MEGASCEND_VERL_PYTHON     verl's interpreter, which has everything installed, instead of .venv-verl
 # MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_MEGATRON_BRIDGE_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
@@ -17,12 +17,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
 
-# What megascend itself requires, beside torch: installed without it, so that no part's own pins are overruled.
+# megascend's requirements except torch: installed separately, so that they do not override a part's pins.
 MEGASCEND_REQUIRES=(megatron-core==0.16.1 mcore-bridge==1.6.5 datasets pillow safetensors filelock httpx xxhash packaging psutil
   "pydantic>=2.7" pyyaml "typer>=0.12" "rich>=13")
 TWINKLE=(twinkle-kit==0.5.1 peft==0.19.0 "numpy<2.3")
 BRIDGES=(transformers "peft==0.19.*")
-# megatron-bridge requires Transformer Engine and others that need CUDA to build: installed without what it requires, but for these.
+# megatron-bridge requires Transformer Engine and other packages that need CUDA to build: installed with these requirements only.
 MEGATRON_BRIDGE=(transformers==4.57.6 peft==0.19.1 accelerate einops "hydra-core>1.3,<=1.3.2" "omegaconf>=2.3" regex six tensorboard tqdm)
 SKYRL=("transformers>=5.6.1,<=5.8.0" peft==0.19.1 "fastapi[standard]" sqlmodel "sqlalchemy[asyncio]" aiosqlite cloudpathlib
   tinker==0.16.1 starlette zstandard protobuf)
@@ -42,7 +42,7 @@ part_verl() {
   run_tests "$MEGASCEND_VERL_PYTHON" tests/integrations/verl tests/integrations/test_verl_checkpoint_engine.py "$@"
 }
 
-make_env() { # DIRECTORY PYTHON requirements: with what they require
+make_env() { # DIRECTORY PYTHON requirements: with their dependencies
   local venv=$1 python=$2
   shift 2
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -82,7 +82,7 @@ part_megatron_bridge() {
   run_tests "$MEGASCEND_MEGATRON_BRIDGE_PYTHON" tests/integrations/megatron_bridge "$@"
 }
 
-first_that_starts() { # COMMAND...: a name on PATH may be a shim of pyenv's with no version behind it
+first_that_starts() { # COMMAND...: a name on PATH may be a pyenv shim without an installed version
   local name
   for name in "$@"; do
     if "$name" -c '' 2> /dev/null; then

@@ -3,12 +3,12 @@
 #   MEGATRON_LM          a checkout of Megatron-LM at the tag of the megatron-core that is installed, e.g. core_v0.16.1
 #   MEGASCEND_MINDSPEED  a checkout of MindSpeed, for --simulated
 #   PYTHON               default: python3; needs megascend, and what the tests import: pip install -r scripts/megatron_tests/requirements.txt
-#   RESULTS              a new folder for what became of each test (default: a temporary one)
+#   RESULTS              a new folder for the outcome of each test (default: a temporary one)
 #   DEADLINE             seconds after which a file is stopped (default: 600)
 #   FILES                files or folders below the checkout's tests/unit_tests, instead of those below
 # usage: scripts/test_megatron.sh [--simulated] [--ranks N] [PYTEST ARGUMENTS]
-# One start of the ranks for each file, so that a rank that has ended or a group that is out of step harms no other file.
-# Ends with the counts, and with every failure under its reason (scripts/megatron_tests/count.py). Tests that fail do not make it fail.
+# The ranks are restarted for each file, so that a dead rank or a desynchronised group does not affect other files.
+# Finally prints the counts, and every failure by reason (scripts/megatron_tests/count.py). Failed tests do not affect the exit code.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python3}
@@ -29,7 +29,7 @@ if [ "${platform[0]}" = --simulated ]; then
 fi
 export MEGASCEND_UNIT_RESULTS=${RESULTS:-$(mktemp -d)}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-unset PYTHONDONTWRITEBYTECODE  # else every process of every file would compile Megatron-LM anew
+unset PYTHONDONTWRITEBYTECODE  # otherwise every process of every file would compile Megatron-LM again
 mkdir -p "$MEGASCEND_UNIT_RESULTS"
 cd "$MEGATRON_LM"
 unit=tests/unit_tests

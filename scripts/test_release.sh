@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Build wheel and source distribution from what is committed, and try them in empty environments: one for each extra.
+# Build wheel and source distribution from the commit, and test them in empty environments: one for each extra.
 #
 #   bash scripts/test_release.sh [EXTRA...]       default: none, track, wandb, swanlab, trackio, mlflow, stack-0-16, stack-0-15
-#   bash scripts/test_release.sh sdist            the wheel that pip makes of the source distribution holds the same files
-#   bash scripts/test_release.sh container        what containers/Containerfile.cpu does, in an empty environment instead of an image;
+#   bash scripts/test_release.sh sdist            check that pip builds a wheel with the same files from the source distribution
+#   bash scripts/test_release.sh container        run the steps of containers/Containerfile.cpu in an empty environment instead of an image;
 #                                                 TORCH and TORCH_INDEX as for the container file
 #
 # "none" is the wheel without an extra. In each environment: pip check, megascend --version, doctor, and two steps of training on a
@@ -56,7 +56,7 @@ try_extra() {
   esac
 }
 
-# Without a compiler, as the image is: whatever would have to be compiled is an error.
+# Without a compiler, like the image: a package that must be compiled is an error.
 try_container() {
   local venv="$folder/container" root="$folder/root" steps
   rm -rf "$venv" "$root"
@@ -66,7 +66,7 @@ try_container() {
   train_with "$venv" "$folder/work-container" 'trackers: [tensorboard]' 'plot: true'
 }
 
-# Two steps of training with what an environment has; further arguments are lines of the run file.
+# Two steps of training in an environment; further arguments are lines of the run file.
 train_with() {
   local venv=$1 work=$2
   shift 2
@@ -86,7 +86,7 @@ train_with() {
       'precision: fp32' "$@" > run.yaml
     megascend doctor --timeout 600 > doctor.log || { cat doctor.log; exit 1; }
     megascend train run.yaml > train.log 2>&1 || { tail -n 20 train.log; exit 1; }
-    ! grep "^tracker " train.log || exit 1  # how megascend says that one does not work
+    ! grep "^tracker " train.log || exit 1  # megascend's message about a tracker that failed
     python - "$@" <<'PYTHON'
 import json
 import sys

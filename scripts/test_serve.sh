@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in an environment of its own that sees megascend's
+# `tests/serve/test_serve_client.py` with Tinker clients of several versions, each in a separate environment that sees megascend's
 # packages, against servers on one rank, TP2, PP2, DP2 and CP2.
 #
 #     bash scripts/test_serve.sh [VERSION...]      default: 0.16.0 0.22.0 0.25.0 0.30.0 newest

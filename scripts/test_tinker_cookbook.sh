@@ -3,8 +3,8 @@
 #
 #     bash scripts/test_tinker_cookbook.sh [pytest arguments]
 #
-# tinker-cookbook is put into an environment of its own, cookbook-VERSION, which sees megascend's packages; without tml-renderers,
-# which is on no package index in the version that it asks for, and which no recipe here imports.
+# tinker-cookbook is installed into a separate environment, cookbook-VERSION, which sees megascend's packages; without
+# tml-renderers, whose required version is on no package index, and which no recipe here imports.
 #
 # COOKBOOK              version (default: 0.6.1)
 # MEGASCEND_PYTHON      the interpreter, which has everything installed, instead of .venv-0.16 (bash scripts/test.sh makes it)

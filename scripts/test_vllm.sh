@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the tests against a real vLLM on the CPU, in an environment of its own.
+# Run the tests against a real vLLM on the CPU, in a separate environment.
 #
 #   bash scripts/test_vllm.sh [pytest arguments]
 #
-# Makes both environments if they are not there: .venv-0.16 for the tests, .venv-vllm (3.5 GB) for the servers that they start.
+# Creates both environments if they are missing: .venv-0.16 for the tests, .venv-vllm (3.5 GB) for the servers that they start.
 #
 # MEGASCEND_PYTHON          the tests' interpreter, which has everything installed, instead of .venv-0.16
 # MEGASCEND_VLLM_PYTHON     vLLM's interpreter, instead of .venv-vllm
@@ -27,5 +27,5 @@ fi
 export MEGASCEND_VLLM_PYTHON
 
 echo "== tests against vLLM: $MEGASCEND_VLLM_PYTHON"
-# One after the other: each file has a server of its own, which takes most of two cores while it starts.
+# In sequence: each file starts a server, which takes most of two cores at start-up.
 OMP_NUM_THREADS=1 exec timeout --kill-after=30 "${MEGASCEND_TEST_DEADLINE:-1800}" "$python" -m pytest tests/real_vllm "$@"

@@ -3,8 +3,8 @@
 #
 #   bash scripts/verl_env.sh [DIRECTORY]      default: .venv-verl, where tests/integrations looks (else set MEGASCEND_VERL_PYTHON)
 #
-# verl comes without what it requires, which would bring inference engines, CUDA and an older transformers: what its trainers
-# and its modules import is named here. About 3 GB.
+# verl is installed without its dependencies, which would bring inference engines, CUDA and an older transformers; the packages
+# that its trainers and modules import are listed here. About 3 GB.
 # PYTHON and MEGASCEND_TORCH: see scripts/_venv.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

