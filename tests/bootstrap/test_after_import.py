@@ -101,6 +101,6 @@ OF_RANK_0 = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 @pytest.mark.parametrize(("bootstrapped", "total"), [("with", OF_BOTH_RANKS), ("without", OF_RANK_0)])
 def test_a_plain_megatron_program_sums_what_is_not_contiguous(bootstrapped: str, total: list[list[float]]) -> None:
     """It imports mappings alone and calls nothing of megascend's but the bootstrap. Without it, a rank gets its own part."""
-    done = run_forked(PLAIN, bootstrapped, timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(total)
+    completed = run_forked(PLAIN, bootstrapped, timeout_s=120)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == str(total)

@@ -111,9 +111,9 @@ def test_whatever_of_ours_sits_in_others_modules_classes_and_objects_is_listed(k
     from megascend.testing.tiny_models import write_tiny_checkpoint
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    done = run_forked(REAL, checkpoint, kind)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    completed = run_forked(REAL, checkpoint, kind)
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout.splitlines()[-1])
     words = set(re.findall(r"[\w.]+", "\n".join(report["changes"])))
     words |= {part for word in words for part in word.split(".")}
     assert {attribute for places in report["found"] for _, attribute in places} >= EXPECTED[kind]

@@ -48,7 +48,7 @@ CALLED = "user.calls", "heavy.leaf", ("double",)
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages that nobody has imported; no test leaves a finder behind."""
+    """Write packages that are not imported yet; check that the test leaves no finder behind."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -166,9 +166,9 @@ def test_training_with_megatron_begins_without_what_it_does_not_need(tmp_path: P
     """In a process of its own, where nothing has been imported: 3,470 modules of 4,550 are left."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "lock")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    packages, count, is_real = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    packages, count, is_real = json.loads(completed.stdout.splitlines()[-1])
     assert [name for name in LEFT_OUT if name in packages] == []
     assert count < 4000, f"{count} modules"
     assert is_real

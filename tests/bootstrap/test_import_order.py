@@ -60,8 +60,8 @@ def test_the_error_is_ours_and_an_import_error():
     ],
 )
 def test_an_import_before_the_bootstrap_is_refused(first, named):
-    done = run(f"{first}\nimport megascend\nmegascend.bootstrap('cpu')")
-    last = done.stderr.strip().splitlines()[-1]
+    completed = run(f"{first}\nimport megascend\nmegascend.bootstrap('cpu')")
+    last = completed.stderr.strip().splitlines()[-1]
     assert last.startswith(f"megascend.errors.ImportOrderError: {named} imported before megascend.bootstrap()"), last
     assert "first lines of the program" in last
 
@@ -80,8 +80,8 @@ assert not [name for name in new if name.startswith(('transformer_engine', 'mcor
 assert (torch.empty, torch.Tensor.to) == before[2:]
 print('unchanged')
 """
-    done = run(program)
-    assert done.stdout == "unchanged\n", done.stderr
+    completed = run(program)
+    assert completed.stdout == "unchanged\n", completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ import megascend
 megascend.bootstrap('cpu').load_megatron()
 print('fine')
 """
-    done = run(program)
-    assert done.stdout.endswith("fine\n"), done.stderr
+    completed = run(program)
+    assert completed.stdout.endswith("fine\n"), completed.stderr

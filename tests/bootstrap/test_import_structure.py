@@ -40,9 +40,9 @@ def test_no_file_is_read_twice_and_no_name_is_missing() -> None:
     found = {}
     for way in ("once", "as it is"):
         command = [sys.executable, "-c", PROGRAM, way]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found[way] = json.loads(done.stdout.splitlines()[-1])
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert completed.returncode == 0, completed.stderr
+        found[way] = json.loads(completed.stdout.splitlines()[-1])
     count, twice, *names = found["once"]
     assert names == found["as it is"][2:]
     assert twice < 50

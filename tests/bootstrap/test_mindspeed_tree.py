@@ -49,7 +49,7 @@ TREES = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that comes first on ``sys.path``."""
+    """Put an empty folder first on ``sys.path``."""
     for name in [each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron_adaptor")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
@@ -64,7 +64,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def build(folder: Path, name: str) -> None:
-    """A small MindSpeed as in ``TREES``; whatever imports it, or what it imports, ends the process."""
+    """Write a small MindSpeed as in ``TREES``; importing it, or a package that it imports, ends the process."""
     init, setup, further, *_ = TREES[name]
     write(folder, {"mindspeed/__init__.py": init + TRAP} | {f"mindspeed/{each}": TRAP for each in further})
     write(folder, {f"{each}/__init__.py": TRAP for each in ("megatron_adaptor", "torch_patcher")})

@@ -207,8 +207,8 @@ print(own_provider.seen)
 @pytest.fixture
 def python():
     def run(program: str, *arguments: str) -> str:
-        done = run_forked(program, *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        completed = run_forked(program, *arguments)
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     return run

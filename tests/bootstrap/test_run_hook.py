@@ -44,10 +44,10 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, program: str, *options: str) -> tuple[int, str, str]:
     base = {"PATH": os.defpath, "PYTHONPATH": str(folder)}
     command = [sys.executable, *options, "-c", program]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=with_hook(base, "cpu"), capture_output=True, text=True, timeout=60, check=False, cwd=folder
     )
-    return done.returncode, done.stdout, done.stderr
+    return completed.returncode, completed.stdout, completed.stderr
 
 
 def test_the_bootstrap_comes_before_the_first_import_and_not_without_one(folder: Path) -> None:

@@ -12,19 +12,19 @@ from support.forked_programs import run_forked
 
 
 def run(program: str, *arguments: str) -> str:
-    """Standard output of a program that must succeed, in a fork that finds torch, transformers and peft imported."""
-    done = run_forked(program, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Return the standard output of a program that must succeed, in a fork with torch, transformers and peft imported."""
+    completed = run_forked(program, *arguments)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def run_started(program: str, **environment: str) -> str:
-    """Standard output of a program that must succeed, in a process that has imported nothing before."""
+    """Return the standard output of a program that must succeed, in a new process."""
     inherited = {
         n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "WORLD_SIZE")
     }
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -32,8 +32,8 @@ def run_started(program: str, **environment: str) -> str:
         env=inherited | {"PYTHONPATH": path} | environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_a_second_call_returns_the_same_runtime_and_changes_nothing():

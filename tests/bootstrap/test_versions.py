@@ -116,7 +116,7 @@ def test_a_mixed_installation_is_told_the_nearest_row(found, nearest):
 
 
 def test_megatron_core_decides_between_rows_that_fit_equally_well():
-    """Of what both rows admit nothing speaks for either; the rest is one package for each row."""
+    """Decide between rows that admit one package each; packages that both rows admit favour neither."""
     found = change("0.15", mcore_bridge="1.6.5")
     score = {stack.name: sum(found[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
     assert score == {"0.16": 4, "0.15": 4}

@@ -51,12 +51,12 @@ def causal(queries: int, keys: int | None = None, left: int = -1, right: int = 0
     return keep
 
 
-def check(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
-    weighting = torch.sin(torch.arange(wanted.numel(), dtype=wanted.dtype)).view_as(wanted)
-    mine = torch.autograd.grad((got * weighting).sum(), leaves)
-    theirs = torch.autograd.grad((wanted * weighting).sum(), leaves)
-    for g, w in zip(mine, theirs, strict=True):
+def check(result: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-6)
+    weighting = torch.sin(torch.arange(expected.numel(), dtype=expected.dtype)).view_as(expected)
+    grads = torch.autograd.grad((result * weighting).sum(), leaves)
+    expected_grads = torch.autograd.grad((expected * weighting).sum(), leaves)
+    for g, w in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=5e-6)
 
 
@@ -169,9 +169,9 @@ def test_packed_with_padding_between() -> None:
 def test_softmax_of_bf16_is_wide() -> None:
     leaves = [x.detach().bfloat16() for x in qkv(64, 1)]
     out = attention()(*leaves)
-    wanted = batched(leaves, [causal(64)])
+    expected = batched(leaves, [causal(64)])
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), wanted, rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(out.float(), expected, rtol=8e-3, atol=8e-3)
 
 
 def test_softmax_scale() -> None:

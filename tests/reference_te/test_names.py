@@ -31,7 +31,7 @@ def test_every_public_name_is_there(module: str) -> None:
 
 
 def refusals() -> list[tuple[str, str]]:
-    """(module, name) of everything that is there only to refuse."""
+    """Return (module, name) of every placeholder."""
     found = []
     for module, contents in MODULES.items():
         for name, value in vars(contents).items():
@@ -125,7 +125,7 @@ def test_a_window_is_a_pair(window: object) -> None:
 
 
 def test_no_window_is_the_one_of_the_mask() -> None:
-    """As the real one writes it."""
+    """Check that the default window depends on the mask type, as in the real Transformer Engine."""
     assert attention.DotProductAttention(2, 4).window_size == (-1, 0)
     assert attention.DotProductAttention(2, 4, attn_mask_type="padding").window_size == (-1, -1)
 
@@ -164,8 +164,8 @@ print("done")
 
 
 def test_lora_of_peft_on_the_layers() -> None:
-    """peft 0.20 has a LoRA layer for those of Transformer Engine, and looks LayerNormMLP up for it."""
+    """Train LoRA of peft 0.20, whose layer for Transformer Engine's layers looks LayerNormMLP up."""
     pytest.importorskip("peft.tuners.lora.te")
-    done = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "done"
+    completed = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "done"

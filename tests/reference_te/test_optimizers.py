@@ -25,7 +25,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 
 
 def run(optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with gradients that depend on nothing but the step number."""
+    """Run steps with gradients that depend on the step number only."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for group in optimizer.param_groups:

@@ -148,7 +148,7 @@ def qkv(*lead: int) -> list[Tensor]:
 
 
 def zigzag(value: Tensor, rank: int, size: int) -> Tensor:
-    """The share of a rank of one sequence ``[s, ...]``."""
+    """Return a rank's share of one sequence ``[s, ...]``."""
     chunks = value.chunk(2 * size, dim=0)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 

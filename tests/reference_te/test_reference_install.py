@@ -14,12 +14,12 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is r
 
 
 def run(code: str) -> str:
-    """The standard output of ``code`` in a new Python process, which must succeed."""
+    """Return the standard output of ``code`` in a new Python process, which must succeed."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @CPU_ONLY

@@ -35,7 +35,7 @@ DIFFERS = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7],
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty cache."""
+    """Set an empty cache folder."""
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path))
     return tmp_path / "self-check"
 
@@ -225,9 +225,9 @@ class TestBackend:
         environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}
         for verdict in (["agrees", False, [False]], ["agrees", True, []]):
             command = [sys.executable, "-c", EARLY_WORKER, str(model)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-            assert done.returncode == 0, done.stderr[-3000:]
-            assert json.loads(done.stdout.splitlines()[-1]) == verdict
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+            assert completed.returncode == 0, completed.stderr[-3000:]
+            assert json.loads(completed.stdout.splitlines()[-1]) == verdict
 
     def test_a_run_that_is_refused_leaves_no_worker(self, parity_folder, folder, monkeypatch):
         started, worker = [], process.Worker
@@ -307,7 +307,7 @@ backend.close()
 
 
 def workers() -> list[psutil.Process]:
-    """Processes of this one that check."""
+    """Return the self-check workers among this process's children."""
     return [each for each in psutil.Process().children() if "megascend.app.self_check_worker" in each.cmdline()]
 
 
@@ -369,9 +369,9 @@ while not open(sys.argv[2], "a+").tell():
     pid, worker = tmp_path / "pid", tmp_path / "worker"
     worker.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
     worker.chmod(0o755)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, str(worker), str(pid)], timeout=120, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

@@ -30,7 +30,7 @@ PARTIAL = tiny_config("llama", partial_rotary_factor=0.5)
 
 
 def moe(model_type: str, **settings: Any) -> dict[str, Any]:
-    """A small model of an architecture with DeepSeek's experts."""
+    """Return the configuration of a small model of an architecture with DeepSeek's experts."""
     base = {name: value for name, value in tiny_config("qwen3").items() if name != "architectures"}
     experts = {
         "n_routed_experts": 16,
@@ -145,7 +145,7 @@ def test_what_cannot_be_built_is_no_agreement_and_what_is_honoured_raises_no_ala
 
 
 def random_shape(number: int) -> dict[str, Any]:
-    """A configuration of a proven architecture with everything drawn that such models differ in."""
+    """Draw a configuration of a proven architecture, with all settings in which such models differ."""
     draw = random.Random(number)
     arch = PROVEN[number % len(PROVEN)]
     groups = draw.choice([1, 2, 3, 4])

@@ -225,7 +225,7 @@ def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime:
 
 
 class OneProcess:
-    """As much of process groups as the check asks for."""
+    """Stub of process groups with the attributes that the check uses."""
 
     rank = 0
     monitor = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
