@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.patches import FUNCTION, MODULE, by_folder, read_once
+from megascend.bootstrap.patches import FUNCTION, IMPORT_UTILS, by_folder, cache_import_structure
 
 PROGRAM = """
 import json, sys
@@ -60,10 +60,10 @@ def test_a_folder_and_a_file_in_it_are_the_same_and_other_versions_stay_as_they_
         function(path)
     assert asked == 2 * [str(tmp_path / "models")]
 
-    utils = import_module(MODULE)
+    utils = import_module(IMPORT_UTILS)
     monkeypatch.setattr(utils, FUNCTION, plain := lambda path: {})
-    read_once()
+    cache_import_structure()
     assert getattr(utils, FUNCTION) is plain
     monkeypatch.delattr(utils, FUNCTION)
-    read_once()
+    cache_import_structure()
     assert not hasattr(utils, FUNCTION)

@@ -108,10 +108,10 @@ def test_an_option_raises_the_level_to_its_features():
         ({"swap_attention": True}, r"swap_attention=True: that feature imports megatron\.training"),
         ({"swap_attention": False}, "provider_options.swap_attention is not among the options that were tried"),
         ({"cp_window_size": 2}, "MindSpeed makes their process groups before"),
-        ({"use_fused_rmsnorm": True}, r"not among the options that were tried with megascend \(use_fused_ring"),
+        ({"use_fused_rmsnorm": True}, r"not among the options that were tested with megascend \(use_fused_ring"),
         ({"optimizer_selection": "fused_torch_adamw"}, "not among the options that were tried"),
-        ({"megatron_cp_in_bnsd": "yes"}, "'yes': tried with megascend: True, False"),
-        ({"megatron_cp_in_bnsd": 1}, "1: tried with megascend: True, False"),
+        ({"megatron_cp_in_bnsd": "yes"}, "'yes': tested with megascend: True, False"),
+        ({"megatron_cp_in_bnsd": 1}, "1: tested with megascend: True, False"),
     ],
     ids=str,
 )

@@ -143,7 +143,7 @@ def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch
     verdict = check.examine(config, config, 8192, False)
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
     text = str(check.objection(verdict, config, process.versions()))
-    assert "when short and long samples share a micro batch (each by itself is right)" in text
+    assert "when short and long samples share a micro batch (each is right in a micro batch of one)" in text
 
 
 # --- through the backend ---
@@ -318,7 +318,7 @@ def told(verdict: Verdict, model_type: str) -> list[str]:
     logger = logging.getLogger("megascend.selfcheck")
     logger.addHandler(handler)
     try:
-        check.tell(verdict, {"model_type": model_type}, rank=0)
+        check.log_warnings(verdict, {"model_type": model_type}, rank=0)
     finally:
         logger.removeHandler(handler)
     return lines
@@ -335,9 +335,9 @@ def test_an_unproven_architecture_warns_although_it_agrees() -> None:
 
 def test_what_was_not_checked_warns() -> None:
     (text,) = told(Verdict("not checked", "no reason"), "qwen3")
-    assert "nothing about this qwen3 model was compared with transformers: no reason" in text
+    assert "this qwen3 model was not compared with transformers: no reason" in text
     (text,) = told(Verdict("agrees", not_shown="layers from 8 on", layers=8), "qwen3")
-    assert "it saw 8 layers of this qwen3 model only: layers from 8 on" in text
+    assert "only 8 layers of this qwen3 model were compared: layers from 8 on" in text
 
 
 def test_the_proven_list_is_what_tests_and_documents_say() -> None:

@@ -109,7 +109,7 @@ def test_packed_samples_that_see_each_other_are_found_and_the_setting_is_named()
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
     message = in_process.objection(verdict, "qwen3", Borderless(), {"transformers": "5"})
     assert "engine borderless and transformers 5 compute different numbers for this qwen3 model" in message
-    assert "each by itself is right); set batching.packing: false" in message
+    assert "each is right in a micro batch of one); set batching.packing: false" in message
 
 
 def test_engines_and_layouts_have_verdicts_of_their_own() -> None:
@@ -243,7 +243,7 @@ def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: py
     assert verdict.status == "agrees"
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
-        "self-check: it saw 8 layers of this qwen3 model only: layers from 8 on are of other kinds than those before"
+        "self-check: only 8 layers of this qwen3 model were compared: layers from 8 on are of other kinds than those before"
     )
 
 

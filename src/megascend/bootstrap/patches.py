@@ -26,11 +26,11 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 def patch_on_import() -> None:
     """Register the patches for the import of their modules; patch at once what is imported already."""
-    after_import(MODULE, read_once)
-    after_import(MAPPINGS, mend_reduce)
+    after_import(IMPORT_UTILS, cache_import_structure)
+    after_import(MAPPINGS, patch_reduce)
 
 
-def mend_reduce() -> None:
+def patch_reduce() -> None:
     """Replace Megatron's ``_reduce``. Idempotent."""
     mappings = import_module(MAPPINGS)
     if mappings._reduce is not reduce:
@@ -52,13 +52,13 @@ def reduce(input_: Tensor, group: Any) -> Tensor:
     return total
 
 
-MODULE = "transformers.utils.import_utils"
+IMPORT_UTILS = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
 
 
-def read_once() -> None:
+def cache_import_structure() -> None:
     """Cache transformers' import structure by folder. Idempotent; versions without that function or its cache are unchanged."""
-    utils = import_module(MODULE)
+    utils = import_module(IMPORT_UTILS)
     original: Any = getattr(utils, FUNCTION, None)
     if hasattr(original, "cache_info") and not hasattr(original, "__megascend__"):
         patch(utils, FUNCTION, by_folder(original), "caches by folder, for any of a folder's files")

@@ -88,7 +88,7 @@ class PatchProvider(ABC):
     def after_megatron(self) -> list[str]:
         """Patch after a megascend engine has imported megatron.core and mcore_bridge.
 
-        Not called for other programs on Megatron-Core: patches that those need belong into :meth:`when_imported`.
+        Not called for other programs on Megatron-Core: patches that those need belong in :meth:`when_imported`.
         """
         return []
 
@@ -220,7 +220,7 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
     if not isinstance(provider, PatchProvider):
         raise ConfigError(
-            f"provider {name!r}: its factory made a {type(provider).__name__}, not a megascend.PatchProvider"
+            f"provider {name!r}: its factory returned a {type(provider).__name__}, not a megascend.PatchProvider"
         )
     return provider
 

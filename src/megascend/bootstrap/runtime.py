@@ -73,8 +73,8 @@ class Runtime:
             return
         if self.provider is None:
             raise ConfigError(
-                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, and Megatron was not made "
-                "ready; start another process, with megascend.bootstrap(engine='megatron') first"
+                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
+                "start another process, with megascend.bootstrap(engine='megatron') first"
             )
         with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection(), deferring():
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
@@ -132,13 +132,13 @@ class Runtime:
             )
         if tf32 not in (None, self.tf32):
             raise ConfigError(
-                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the choice is made before "
-                f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
+                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the setting must precede "
+                f"any computation. Pass it in the first call: megascend.bootstrap(tf32={tf32})"
             )
         if affinity not in (None, self.affinity):
             raise ConfigError(
                 f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
-                f"been started since. Say so in the first call: megascend.bootstrap(affinity={affinity!r})"
+                f"been started since. Pass it in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
         on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
         if (
@@ -154,14 +154,14 @@ class Runtime:
             raise ConfigError(
                 f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: "
                 "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
-                f"{self.engine!r}, say so in the first call: megascend.bootstrap(engine={engine!r})"
+                f"{self.engine!r}, pass it in the first call: megascend.bootstrap(engine={engine!r})"
             )
         kind = type(self.provider)
         names = () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
         if provider is not None and provider not in names:
             used = "no provider" if self.provider is None else f"provider {self.provider.name!r}"
             raise ConfigError(
-                f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
+                f"this process was bootstrapped with {used}; it cannot become {provider!r}. Pass it in the first call: "
                 f"megascend.bootstrap(provider={provider!r})"
             )
 
@@ -211,39 +211,39 @@ def bootstrap(
 ) -> Runtime:
     """Prepare this process for an engine. Call it first; calling it again returns the same Runtime.
 
-    It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core refuses to continue if
-    Megatron-Core, Transformer Engine or mcore-bridge were imported too early. It never reads or changes ``sys.argv``.
+    It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
+    Transformer Engine or mcore-bridge are imported already. It never reads or changes ``sys.argv``.
 
-    What it changes in the process (also in ``Runtime.changes``):
+    Changes to the process (also in ``Runtime.changes``):
 
-    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
-      is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor reports AMX and cannot run it (see
+    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process if several processes share the machine and the variable
+      is not set; ``ONEDNN_MAX_CPU_ISA`` if the processor reports AMX but cannot run it (see
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
-      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
-      port is set. With ``affinity="numa"`` the CPUs that its threads run on.
-    - ``HOME`` and ``USER`` where the user has neither (see :mod:`megascend.surroundings`).
+      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` if no
+      port is set. With ``affinity="numa"``: the CPUs of its threads.
+    - ``HOME`` and ``USER`` if the user has neither (see :mod:`megascend.surroundings`).
     - For an engine without Megatron (``single``, ``fsdp``), nothing else. For Megatron:
-    - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
+    - stubs of a few leaf modules that upstream imports unconditionally, if they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
     - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
       :mod:`megascend.reference_te`; on the CPU ``torch.cuda`` names that Megatron-Core calls act on the CPU
-      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` are made of Gloo, and
-      ``TORCHDYNAMO_DISABLE=1``.
-    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set
-      (the order Megatron-Core's overlaps rely on).
-    - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
-      parts of torch (docs/npu.md lists them).
-    - when the program imports them: transformers reads the folder of its models once (see
+      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` use Gloo, and
+      ``TORCHDYNAMO_DISABLE=1`` is set.
+    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` unless it is set
+      (Megatron-Core's overlaps rely on that order of kernels).
+    - the default provider of ``npu``: its adaptor is imported with arguments from the bootstrap, and patches megatron.core
+      and parts of torch (docs/npu.md lists them).
+    - at the import of their modules: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous, and what else the provider mends (:meth:`PatchProvider.when_imported`).
-    - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
-      logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
+      contiguous, and the provider's patches (:meth:`PatchProvider.when_imported`).
+    - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
+      logger set to warnings; a few imports of upstream modules that training does not need are deferred until first use (see
       :mod:`megascend.bootstrap.deferred_imports`).
 
     Args:
-        platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
-        parallel: the layout, if it is known already. It may change later; on an NPU with context parallelism, giving it
-            here saves patching Megatron a second time (about a second).
+        platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available of npu, cuda, cpu.
+        parallel: the layout, if it is known already. It may change later; on an NPU with context parallelism, passing it here
+            avoids patching Megatron a second time (about a second).
         tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: value of an earlier call, or False.
         engine: engine that the process is prepared for: ``megatron``; ``megatron-core``, for a third-party program on
             Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
@@ -252,8 +252,8 @@ def bootstrap(
             package do not, so it may change later.
         provider: provider that patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
-        affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's where that is known (see
-            :mod:`megascend.platforms.affinity`); ``none``, the default: wherever the launcher lets them.
+        affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
+            :mod:`megascend.platforms.affinity`); ``none``, the default: on all CPUs that the launcher allows.
 
     Raises:
         VersionError: the installed packages are not a row of the version table.

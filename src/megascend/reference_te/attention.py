@@ -172,7 +172,7 @@ class DotProductAttention(ReferenceModule):
             )
         if layout not in ("sbhd", "bshd"):
             raise ConfigError(f"qkv_format must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
-        if layout == "bshd":
+        if layout == "bshd":  # computed as sbhd
             query_layer, key_layer, value_layer = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
         keep = _keep(attention_mask, mask_type)
         padding = "padding" in mask_type
@@ -257,20 +257,29 @@ class DotProductAttention(ReferenceModule):
     ) -> Tensor:
         """Attend chunk by chunk of the queries of one sequence; all tensors are ``[s, b, heads, dim]``."""
         dropout, stream = self._dropout()
+        # torch's attention takes [b, heads, s, dim].
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        pieces, done = [], 0
+        pieces, first = [], 0
         with stream:
             for position, count in chunks:
-                piece = query[done : done + count].permute(1, 2, 0, 3)
+                piece = query[first : first + count].permute(1, 2, 0, 3)
                 offset = start + position
-                seen = key.shape[2]
+                visible = key.shape[2]
                 if rule.causal and keep is None and bias is None:
-                    seen = max(0, min(seen, offset + count))  # skip keys after the chunk, which are masked out
+                    visible = max(0, min(visible, offset + count))  # skip keys after the chunk, which are masked out
                 out = attend(
-                    piece, key[:, :, :seen], value[:, :, :seen], rule, self.softmax_scale, dropout, offset, keep, bias
+                    piece,
+                    key[:, :, :visible],
+                    value[:, :, :visible],
+                    rule,
+                    self.softmax_scale,
+                    dropout,
+                    offset,
+                    keep,
+                    bias,
                 )
                 pieces.append(out.permute(2, 0, 1, 3))
-                done += count
+                first += count
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _packed(
@@ -294,30 +303,34 @@ class DotProductAttention(ReferenceModule):
         ]
         room = [_differences(ends) for ends in starts]
         _check_packing(lengths, room, starts, size, query.shape[0], key.shape[0])
+        # One gather for all sequences: a rank's keys of every sequence are in one tensor.
         keys, values = self._gather(key[:, None], value[:, None])  # [size, t, 1, heads, dim]
-        pieces, done = [], 0
+        pieces, end = [], 0
         for index, (query_count, key_count) in enumerate(zip(*lengths, strict=True)):
             q_begin, q_room = starts[0][index] // size, room[0][index] // size
             k_begin, k_room = starts[1][index] // size, room[1][index] // size
-            if q_begin > done:
-                pieces.append(query.new_zeros(q_begin - done, 1, query.shape[1], value.shape[-1]))
+            if q_begin > end:
+                pieces.append(query.new_zeros(q_begin - end, 1, query.shape[1], value.shape[-1]))
+            # Only after the chunks are in order is the padding at the end, where it can be cut.
             full_key = unzigzag(keys, k_begin, k_room)[:key_count]
             full_value = unzigzag(values, k_begin, k_room)[:key_count]
             corner = key_count - query_count if rule.bottom_right else 0
             chunks = chunk_starts(room[0][index], rank, size)
-            used, at = [], q_begin
+            parts, row = [], q_begin
             for position, count in chunks:
                 real = max(0, min(count, query_count - position))
                 if real:
-                    piece = query[at : at + real, None]
-                    used.append(self._chunks(piece, full_key, full_value, rule, corner, None, None, [(position, real)]))
+                    piece = query[row : row + real, None]
+                    parts.append(
+                        self._chunks(piece, full_key, full_value, rule, corner, None, None, [(position, real)])
+                    )
                 if count > real:
-                    used.append(query.new_zeros(count - real, 1, query.shape[1], value.shape[-1]))
-                at += count
-            pieces += used
-            done = q_begin + q_room
-        if done < query.shape[0]:
-            pieces.append(query.new_zeros(query.shape[0] - done, 1, query.shape[1], value.shape[-1]))
+                    parts.append(query.new_zeros(count - real, 1, query.shape[1], value.shape[-1]))
+                row += count
+            pieces += parts
+            end = q_begin + q_room
+        if end < query.shape[0]:
+            pieces.append(query.new_zeros(query.shape[0] - end, 1, query.shape[1], value.shape[-1]))
         return torch.cat(pieces).flatten(1)
 
 

@@ -93,6 +93,7 @@ def attend(
     kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     aligned = offset == 0 and queries == keys
     if rule.reach == (-1, 0) and aligned and keep is None and bias is None:
+        # Without a mask tensor torch may choose a fused kernel, which skips masked blocks.
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
     by_position = visible(rule, queries, keys, offset, query.device)
     if by_position is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy: all_reduce writes in place, and autograd may still need the argument.
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x

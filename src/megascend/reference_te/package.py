@@ -64,7 +64,7 @@ def build_modules() -> dict[str, ModuleType]:
         module = ModuleType(name, "megascend's reference Transformer Engine")
         spec = ModuleSpec(name, loader=None, origin="megascend.reference_te", is_package=True)
         module.__spec__ = spec
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []  # type: ignore[attr-defined]  # Python imports submodules of packages only
         module.__package__ = name
         module.__file__ = __file__  # the ImportError for a missing name quotes this path
         module.__dict__.update(contents, __getattr__=_absent(name))

@@ -129,7 +129,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     unknown = sorted(set(options) - set(defaults))
     if unknown:
         raise ConfigError(
-            f"provider_options: no argument of MindSpeed is called {', '.join(unknown)}; supported are "
+            f"provider_options: no argument of MindSpeed is called {', '.join(unknown)}; supported: "
             f"{', '.join(SUPPORTED_OPTIONS)}"
         )
     for name, value in options.items():
@@ -140,12 +140,12 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             # "is" for booleans: 1 == True, but MindSpeed was tested with True only.
             if not any(value is allowed or (isinstance(allowed, str) and value == allowed) for allowed in values):
                 raise ConfigError(
-                    f"provider_options.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}"
+                    f"provider_options.{name}={value!r}: tested with megascend: {', '.join(map(repr, values))}"
                 )
         else:
             check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
             raise ConfigError(
-                f"provider_options.{name} is not among the options that were tried with megascend "
+                f"provider_options.{name} is not among the options that were tested with megascend "
                 f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "
                 "or fail in the middle of a run; leave it out"
             )
@@ -212,11 +212,11 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     problems = []
     if value("window_size") is not None:
         problems.append(
-            f"window attention (window_size={value('window_size')}): its attention ignores the window and sees everything"
+            f"window attention (window_size={value('window_size')}): its attention ignores the window and attends to all tokens"
         )
     if value("softmax_type", "vanilla") != "vanilla":
         problems.append(
-            f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax whatever is asked"
+            f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax regardless"
         )
     if context > 1 and algorithm == "ulysses_cp_algo":
         problems.append(
@@ -228,17 +228,17 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     if context > 1 and algorithm == "kvallgather_cp_algo" and float(value("attention_dropout", 0.0)) > 0:
         problems.append(
             f"attention_dropout={value('attention_dropout')} with parallel.context_algorithm: all_gather: its backward pass "
-            "draws another dropout mask than the forward pass did; use ring, or set the model's attention_dropout to 0"
+            "draws a different dropout mask than the forward pass; use ring, or set the model's attention_dropout to 0"
         )
     if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
         problems.append(
             f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or cp_window_size="
-            f"{value('cp_window_size', 1)}: MindSpeed makes their process groups before it is told a model's options; leave "
+            f"{value('cp_window_size', 1)}: MindSpeed creates their process groups before it reads a model's options; leave "
             "them out"
         )
     if output_discarding := sorted(set(value("recompute_modules", [])) & {"layernorm", "mla_up_proj", "moe_act"}):
         problems.append(
-            f"recompute.modules {', '.join(output_discarding)}: their recomputation asks Transformer Engine for its fp8 state, "
+            f"recompute.modules {', '.join(output_discarding)}: their recomputation reads Transformer Engine's fp8 state, "
             "which MindSpeed's stand-in does not have; use core_attn, mlp, moe, or recompute.granularity: full"
         )
     for name in NEEDS_MEGATRON_TRAINING:

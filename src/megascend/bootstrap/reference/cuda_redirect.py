@@ -83,7 +83,7 @@ class _Generators:
 
 
 def install() -> list[str]:
-    """Redirect the API; idempotent. Return one line for each group of changes."""
+    """Redirect the API to the CPU and return one line for each group of changes. Idempotent."""
     if _undo:
         return []
     if torch.cuda.is_available():
