@@ -12,21 +12,21 @@ NIGHTLY = {
         "the_budget_fills_the_memory_and_stays_when_resumed": "memory/test_measured_peaks.py; the choice of a budget",
     },
     "bootstrap/test_after_import.py": {
-        "a_plain_megatron_program_sums_what_is_not_contiguous": "modules and functions that are reported: test_runtime.py",
+        "plain_megatron_program_reduces_non_contiguous_tensors": "modules and functions that are reported: test_runtime.py",
     },
     "bootstrap/test_import_order.py": {
-        "parts_that_do_not_need_megatron_can_come_first[megascend.step.step]": "megascend.backend, which imports it",
+        "other_modules_can_precede_the_bootstrap[megascend.step.step]": "megascend.backend, which imports it",
     },
     "bootstrap/test_import_structure.py": {
-        "no_file_is_read_twice_and_no_name_is_missing": "every test that imports megascend",
+        "model_files_are_read_once_and_names_unchanged": "every test that imports megascend",
     },
     "bootstrap/test_providers.py": {
-        "a_provider_is_found_by_its_place": "a provider from outside, called in order",
+        "provider_is_loaded_by_import_path": "a provider from outside, called in order",
     },
     "bootstrap/test_runtime.py": {
-        "every_module_of_others_that_the_bootstrap_put_in_place_is_reported": "modules and functions that are reported",
-        "settings_of_the_users_own_win_and_are_not_reported": "the environment changes only as reported",
-        "transformers_and_peft_may_come_first[transformers, peft, torch.distributed]": "test_import_order.py",
+        "installed_stub_modules_are_reported": "modules and functions that are reported",
+        "user_settings_win_and_are_not_reported": "the environment changes only as reported",
+        "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
     },
     "checkpoint/test_asynchronous.py": {
         "an_error_in_the_block_does_not_wait_for_ever[one rank]": "on all ranks",
@@ -258,10 +258,10 @@ NIGHTLY = {
         "nothing_is_left_when_the_trainer_is_killed[trainer-forks]": "trainer and server-forks",
     },
     "selfcheck/test_check.py": {
-        "a_backend_that_imports_megatron_has_one_stand_by": "a worker that stood by",
+        "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
     "selfcheck/test_findings.py": {
-        "random_shapes_of_the_proven_architectures_raise_no_alarm[one each]": "what is honoured raises no alarm",
+        "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
     "serve/test_serve_flat.py": {
         "lives_that_are_over_leave_nothing_behind[False]": "[True]",

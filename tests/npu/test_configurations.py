@@ -179,7 +179,7 @@ def test_ulysses_is_refused(parity_folder):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"), [("all_gather", "another dropout mask"), ("ring", None)], ids=["all_gather", "ring"]
+    ("algorithm", "message"), [("all_gather", "different dropout mask"), ("ring", None)], ids=["all_gather", "ring"]
 )
 def test_dropout_under_all_gather_is_refused_and_under_ring_is_not(algorithm, message, parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.1)

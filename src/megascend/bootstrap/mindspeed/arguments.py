@@ -233,7 +233,7 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
         problems.append(
             f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or cp_window_size="
-            f"{value('cp_window_size', 1)}: MindSpeed creates their process groups before it reads a model's options; leave "
+            f"{value('cp_window_size', 1)}: MindSpeed creates their process groups before it knows a model's options; leave "
             "them out"
         )
     if output_discarding := sorted(set(value("recompute_modules", [])) & {"layernorm", "mla_up_proj", "moe_act"}):
