@@ -32,7 +32,7 @@ def rms_by_hand(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def assert_same_gradients(result: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
-    """Both outputs, differentiated against the same leaves with the same weighting."""
+    """Compare the gradients of both outputs, with the same leaves and weighting."""
     weighting = torch.cos(torch.arange(expected.numel(), dtype=expected.dtype)).view_as(expected)
     grads = torch.autograd.grad((result * weighting).sum(), leaves, retain_graph=True)
     expected_grads = torch.autograd.grad((expected * weighting).sum(), leaves, retain_graph=True)
@@ -174,7 +174,7 @@ def test_tensor_parallel_marks() -> None:
     assert expert.weight.tensor_model_parallel is True
 
 
-def test_init_method_runs_under_the_tracker_that_was_named() -> None:
+def test_init_method_runs_under_the_named_tracker() -> None:
     names = []
 
     class Tracker:
@@ -207,7 +207,7 @@ def test_extra_state_is_an_empty_uint8_tensor() -> None:
         ("symmetric_ar_type", "two_shot", "symmetric_ar_type"),
     ],
 )
-def test_settings_that_are_refused(setting: str, value: Any, named: str) -> None:
+def test_unsupported_settings_are_refused(setting: str, value: Any, named: str) -> None:
     for layer in (Linear, LayerNormLinear):
         with pytest.raises(PlatformError, match=named):
             layer(4, 4, **{setting: value})
