@@ -56,21 +56,21 @@ NIGHTLY = {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
     "cli/test_cli_launch.py": {
-        "another_exception_keeps_its_traceback": "a killed worker is named; our error",
-        "our_error_wins_over_what_it_caused": "a killed worker is named",
-        "the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
+        "unexpected_exception_keeps_its_traceback": "a killed worker is named; our error",
+        "root_cause_wins_over_its_consequences": "a killed worker is named",
+        "launch_returns_the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
     },
     "cli/test_cli_new_model.py": {
         "plain_transformers_loads_every_architecture": "the command; every tiny model is used by parity",
     },
     "cli/test_cli_results.py": {
-        "export_that_would_lack_a_tensor_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
+        "incomplete_export_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
     },
     "cli/test_cli_rl.py": {
-        "the_example_learns_and_resumes": "app/rl/test_loop.py",
+        "example_learns_and_resumes": "app/rl/test_loop.py",
     },
     "cli/test_cli_template.py": {
-        f"a_run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
+        f"run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
         for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
     },
     "cli/test_cli_train.py": {
