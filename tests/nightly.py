@@ -9,7 +9,7 @@ import pytest
 
 NIGHTLY = {
     "app/test_token_budget.py": {
-        "the_budget_fills_the_memory_and_stays_when_resumed": "memory/test_measured_peaks.py; the choice of a budget",
+        "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
     },
     "bootstrap/test_after_import.py": {
         "plain_megatron_program_reduces_non_contiguous_tensors": "modules and functions that are reported: test_runtime.py",
