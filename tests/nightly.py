@@ -189,20 +189,20 @@ NIGHTLY = {
         "the_estimate_is_close_to_the_peak[lora]": "tp2 sequence, moe",
     },
     "npu/test_attention_calls.py": {
-        "context_parallel_algorithms_never_see_a_dense_mask[all_gather]": "parity: CP2, all_gather",
+        "context_parallel_algorithms_never_get_a_dense_mask[all_gather]": "parity: CP2, all_gather",
     },
     "npu/test_bootstrap.py": {
-        "the_wrong_import_order_is_refused_before_anything_is_patched[mcore_bridge with an": "without Transformer Engine",
-        "the_wrong_import_order_is_refused_before_anything_is_patched[megatron.core, through": "megatron.core",
+        "wrong_import_order_is_refused_before_patching[mcore_bridge with an": "without Transformer Engine",
+        "wrong_import_order_is_refused_before_patching[megatron.core, through": "megatron.core",
     },
     "npu/test_configurations.py": {
-        "dropout_under_all_gather_is_refused_and_under_ring_is_not[ring]": "all_gather; npu/test_dropout.py",
+        "dropout_is_refused_with_all_gather_only[ring]": "all_gather; npu/test_dropout.py",
         "ten_repatches_leave_no_trace": "configurations follow each other; npu/test_contract.py: repatching",
     },
     "npu/test_cookbook_ascend.py": {
-        "a_recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
-        "a_recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
-        "a_run_that_does_not_learn_fails_and_says_why": "what counts as learning",
+        "recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
+        "recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
+        "run_that_does_not_learn_fails_with_a_reason": "what counts as learning",
     },
     "npu/test_fsdp.py": {
         "attention_equals_the_formula": "trajectories in the same file",
@@ -211,7 +211,7 @@ NIGHTLY = {
         "one_adapter_equals_peft[single]": "two adapters on TP2 + SP",
     },
     "npu/test_objects.py": {
-        "every_other_rank_ends_in_time_and_names_the_one[stopped]": "killed, missing; reliability/test_hang_and_death.py",
+        "other_ranks_raise_in_time_and_name_the_missing_one[stopped]": "killed, missing; reliability/test_hang_and_death.py",
     },
     "npu/test_parity.py": {
         "trajectory_equals_hugging_face[MoE EP2]": "MoE TP2 x EP2 + SP",
