@@ -12,7 +12,7 @@ NIGHTLY = {
         "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
     },
     "bootstrap/test_after_import.py": {
-        "plain_megatron_program_reduces_non_contiguous_tensors": "modules and functions that are reported: test_runtime.py",
+        "plain_megatron_program_reduces_non_contiguous_tensors": "reported modules and functions: test_runtime.py",
     },
     "bootstrap/test_import_order.py": {
         "other_modules_can_precede_the_bootstrap[megascend.step.step]": "megascend.backend, which imports it",
@@ -21,10 +21,10 @@ NIGHTLY = {
         "model_files_are_read_once_and_names_unchanged": "every test that imports megascend",
     },
     "bootstrap/test_providers.py": {
-        "provider_is_loaded_by_import_path": "a provider from outside, called in order",
+        "provider_is_loaded_by_import_path": "external provider is called in order",
     },
     "bootstrap/test_runtime.py": {
-        "installed_stub_modules_are_reported": "modules and functions that are reported",
+        "installed_stub_modules_are_reported": "reported modules and functions are installed",
         "user_settings_win_and_are_not_reported": "the environment changes only as reported",
         "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
     },
@@ -56,8 +56,8 @@ NIGHTLY = {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
     "cli/test_cli_launch.py": {
-        "unexpected_exception_keeps_its_traceback": "a killed worker is named; our error",
-        "root_cause_wins_over_its_consequences": "a killed worker is named",
+        "unexpected_exception_keeps_its_traceback": "killed worker is named; root cause",
+        "root_cause_wins_over_its_consequences": "killed worker is named",
         "launch_returns_the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
     },
     "cli/test_cli_new_model.py": {
@@ -202,7 +202,7 @@ NIGHTLY = {
     "npu/test_cookbook_ascend.py": {
         "recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
         "recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
-        "run_that_does_not_learn_fails_with_a_reason": "what counts as learning",
+        "run_that_does_not_learn_fails_with_a_reason": "what is wrong by losses and norms",
     },
     "npu/test_fsdp.py": {
         "attention_equals_the_formula": "trajectories in the same file",

@@ -81,7 +81,7 @@ sys.meta_path.insert(0, Hook())
 
 @pytest.fixture
 def accept(tmp_path: Path):
-    """Return ``accept(*arguments, sabotage="")``, which runs the script on the simulated device and returns process and report."""
+    """Return ``accept(*arguments, sabotage="")``, which runs the script on the simulated device."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     entries = [
         str(tmp_path),
