@@ -7,11 +7,13 @@ uses "cuda" without a check is redirected to the CPU.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -137,6 +139,9 @@ def patch_moe_device_check(name: str) -> list[str]:
 
 
 def _is_in(value: Any, functions: set[Any]) -> bool:
+    if isinstance(value, FunctionType):
+        # A wrapper that was installed earlier (the simulated NPU has some) is redirected too; torch lists the originals.
+        value = inspect.unwrap(value)
     return callable(value) and getattr(value, "__hash__", None) is not None and value in functions
 
 
