@@ -43,6 +43,7 @@ def around_import(name: str, block: Callable[[ModuleType], AbstractContextManage
         A function that removes the hook, unless the module has been imported.
     """
     finder = _Finder(name, block)
+    # First, because the usual finders would find the module before this one.
     sys.meta_path.insert(0, finder)
     return finder.remove
 
@@ -82,6 +83,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
+        # The module must look as if imported normally: importlib.resources and reload() use its loader.
         module.__spec__.loader = module.__loader__ = self._inner
         if self._finder not in sys.meta_path:  # the hook was removed after the lookup
             self._inner.exec_module(module)

@@ -176,6 +176,7 @@ class Runtime:
 def logged_from(level: int) -> Iterator[None]:
     """Suppress all log records below ``level`` within the context."""
     disabled = logging.root.manager.disable
+    # disable() takes the highest level that is suppressed; a stricter setting of the program stays.
     logging.disable(max(disabled, level - 1))
     try:
         yield

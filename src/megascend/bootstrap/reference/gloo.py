@@ -53,6 +53,7 @@ def _replace(names: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callabl
         if not hasattr(original, "__megascend__"):
             function = wrap(original)
             function.__megascend__ = True  # type: ignore[attr-defined]
+            # Both: torch's own modules call the functions of distributed_c10d, programs those of torch.distributed.
             for owner in (dist, distributed_c10d):
                 patch(owner, name, function, reason)
 
@@ -70,6 +71,7 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 kwargs["backend"] = "gloo"
             kwargs.pop("pg_options", None)  # NCCL's options
+        # device_id binds a group to a GPU and initialises NCCL eagerly.
         if getattr(kwargs.get("device_id"), "type", None) == "cuda":
             kwargs.pop("device_id")
         return original(*args, **kwargs)

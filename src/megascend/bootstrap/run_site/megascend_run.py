@@ -73,6 +73,7 @@ def end(error: Exception) -> NoReturn:
         hint = f"; megascend is not installed for {sys.executable}"
     print(f"megascend run{where}: {type(error).__name__}: {error}{hint}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    # SystemExit could be caught by the program, too.
     os._exit(EXIT_ERROR)
 
 
