@@ -32,7 +32,7 @@ class Stack:
 
     def requirement(self, package: str) -> SpecifierSet:
         """Return the versions of ``package`` (its PyPI name) that this row admits."""
-        # Nightly builds of torch and vendors' builds of Megatron are pre-releases, which are excluded by default.
+        # By default a SpecifierSet excludes release candidates and nightly builds.
         return SpecifierSet(getattr(self, package.replace("-", "_")), prereleases=True)
 
     def __str__(self) -> str:
