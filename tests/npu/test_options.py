@@ -134,8 +134,8 @@ def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | No
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_other_options_are_refused_before_the_model_is_built(options, message, parity_folder):
-    (message,) = run_distributed(refusal, 1, case_checkpoint(parity_folder, "qwen3"), options, Parallel(), init=False)
-    assert message in message
+    (error,) = run_distributed(refusal, 1, case_checkpoint(parity_folder, "qwen3"), options, Parallel(), init=False)
+    assert message in error
 
 
 def test_ring_option_is_refused_with_all_gather(parity_folder):
