@@ -9,24 +9,24 @@ import pytest
 
 NIGHTLY = {
     "app/test_token_budget.py": {
-        "the_budget_fills_the_memory_and_stays_when_resumed": "memory/test_measured_peaks.py; the choice of a budget",
+        "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
     },
     "bootstrap/test_after_import.py": {
-        "a_plain_megatron_program_sums_what_is_not_contiguous": "modules and functions that are reported: test_runtime.py",
+        "plain_megatron_program_reduces_non_contiguous_tensors": "reported modules and functions: test_runtime.py",
     },
     "bootstrap/test_import_order.py": {
-        "parts_that_do_not_need_megatron_can_come_first[megascend.step.step]": "megascend.backend, which imports it",
+        "other_modules_can_precede_the_bootstrap[megascend.step.step]": "megascend.backend, which imports it",
     },
     "bootstrap/test_import_structure.py": {
-        "no_file_is_read_twice_and_no_name_is_missing": "every test that imports megascend",
+        "model_files_are_read_once_and_names_unchanged": "every test that imports megascend",
     },
     "bootstrap/test_providers.py": {
-        "a_provider_is_found_by_its_place": "a provider from outside, called in order",
+        "provider_is_loaded_by_import_path": "external provider is called in order",
     },
     "bootstrap/test_runtime.py": {
-        "every_module_of_others_that_the_bootstrap_put_in_place_is_reported": "modules and functions that are reported",
-        "settings_of_the_users_own_win_and_are_not_reported": "the environment changes only as reported",
-        "transformers_and_peft_may_come_first[transformers, peft, torch.distributed]": "test_import_order.py",
+        "installed_stub_modules_are_reported": "reported modules and functions are installed",
+        "user_settings_win_and_are_not_reported": "the environment changes only as reported",
+        "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
     },
     "checkpoint/test_asynchronous.py": {
         "an_error_in_the_block_does_not_wait_for_ever[one rank]": "on all ranks",
@@ -56,21 +56,21 @@ NIGHTLY = {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
     "cli/test_cli_launch.py": {
-        "another_exception_keeps_its_traceback": "a killed worker is named; our error",
-        "our_error_wins_over_what_it_caused": "a killed worker is named",
-        "the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
+        "unexpected_exception_keeps_its_traceback": "killed worker is named; root cause",
+        "root_cause_wins_over_its_consequences": "killed worker is named",
+        "launch_returns_the_result_of_rank_0": "two processes of a plug-in's engine: engines/test_registered_engine.py",
     },
     "cli/test_cli_new_model.py": {
         "plain_transformers_loads_every_architecture": "the command; every tiny model is used by parity",
     },
     "cli/test_cli_results.py": {
-        "export_that_would_lack_a_tensor_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
+        "incomplete_export_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
     },
     "cli/test_cli_rl.py": {
-        "the_example_learns_and_resumes": "app/rl/test_loop.py",
+        "example_learns_and_resumes": "app/rl/test_loop.py",
     },
     "cli/test_cli_template.py": {
-        f"a_run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
+        f"run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
         for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
     },
     "cli/test_cli_train.py": {
@@ -189,20 +189,20 @@ NIGHTLY = {
         "the_estimate_is_close_to_the_peak[lora]": "tp2 sequence, moe",
     },
     "npu/test_attention_calls.py": {
-        "context_parallel_algorithms_never_see_a_dense_mask[all_gather]": "parity: CP2, all_gather",
+        "context_parallel_algorithms_never_get_a_dense_mask[all_gather]": "parity: CP2, all_gather",
     },
     "npu/test_bootstrap.py": {
-        "the_wrong_import_order_is_refused_before_anything_is_patched[mcore_bridge with an": "without Transformer Engine",
-        "the_wrong_import_order_is_refused_before_anything_is_patched[megatron.core, through": "megatron.core",
+        "wrong_import_order_is_refused_before_patching[mcore_bridge with an": "without Transformer Engine",
+        "wrong_import_order_is_refused_before_patching[megatron.core, through": "megatron.core",
     },
     "npu/test_configurations.py": {
-        "dropout_under_all_gather_is_refused_and_under_ring_is_not[ring]": "all_gather; npu/test_dropout.py",
+        "dropout_is_refused_with_all_gather_only[ring]": "all_gather; npu/test_dropout.py",
         "ten_repatches_leave_no_trace": "configurations follow each other; npu/test_contract.py: repatching",
     },
     "npu/test_cookbook_ascend.py": {
-        "a_recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
-        "a_recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
-        "a_run_that_does_not_learn_fails_and_says_why": "what counts as learning",
+        "recipe_learns_on_two_forked_ranks[tp_moe_npu]": "tp_moe_cp_npu",
+        "recipe_learns_on_two_forked_ranks[tp_npu]": "tp_moe_cp_npu",
+        "run_that_does_not_learn_fails_with_a_reason": "what is wrong by losses and norms",
     },
     "npu/test_fsdp.py": {
         "attention_equals_the_formula": "trajectories in the same file",
@@ -211,7 +211,7 @@ NIGHTLY = {
         "one_adapter_equals_peft[single]": "two adapters on TP2 + SP",
     },
     "npu/test_objects.py": {
-        "every_other_rank_ends_in_time_and_names_the_one[stopped]": "killed, missing; reliability/test_hang_and_death.py",
+        "other_ranks_raise_in_time_and_name_the_missing_one[stopped]": "killed, missing; reliability/test_hang_and_death.py",
     },
     "npu/test_parity.py": {
         "trajectory_equals_hugging_face[MoE EP2]": "MoE TP2 x EP2 + SP",
@@ -258,10 +258,10 @@ NIGHTLY = {
         "nothing_is_left_when_the_trainer_is_killed[trainer-forks]": "trainer and server-forks",
     },
     "selfcheck/test_check.py": {
-        "a_backend_that_imports_megatron_has_one_stand_by": "a worker that stood by",
+        "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
     "selfcheck/test_findings.py": {
-        "random_shapes_of_the_proven_architectures_raise_no_alarm[one each]": "what is honoured raises no alarm",
+        "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
     "serve/test_serve_flat.py": {
         "lives_that_are_over_leave_nothing_behind[False]": "[True]",

@@ -1,4 +1,4 @@
-"""The search for the largest token budget that fits, on memories that are made up."""
+"""The search for the largest token budget that fits, with synthetic memory curves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Peak = Callable[[int], float]
 def search(
     peaks: list[Peak], limit: float, smallest: int = 100, largest: int = 1_000_000
 ) -> tuple[int | None, list[int]]:
-    """What ranks with these memories agree on, and what they have tried."""
+    """Return the budget on which ranks with these memory curves agree, and the trials."""
     ranks = [BudgetSearch(smallest, largest, limit, before=peak(0)) for peak in peaks]
-    tried, proposal = [], ranks[0].first(4096)
+    trials, proposal = [], ranks[0].first(4096)
     while proposal:
-        tried.append(proposal)
+        trials.append(proposal)
         fits = all(peak(proposal) <= limit for peak in peaks)
         for rank, peak in zip(ranks, peaks, strict=True):
             rank.add(proposal, peak(proposal), fits)
         proposal = min(rank.next() or 0 for rank in ranks)
     assert len({rank.best for rank in ranks}) == 1
-    return ranks[0].best, tried
+    return ranks[0].best, trials
 
 
 def linear(tokens: int) -> float:
@@ -32,65 +32,65 @@ def linear(tokens: int) -> float:
 
 
 def with_chunks(tokens: int) -> float:
-    """The output head's logits stop growing at 4096 tokens."""
+    """Return the peak with output logits that stop growing at 4096 tokens."""
     return 30e9 + 2e6 * tokens + 3e5 * min(tokens, 4096)
 
 
 def bent(tokens: int) -> float:
-    """More than a line promises."""
+    """Return a peak that grows faster than linearly."""
     return 30e9 + 2e6 * tokens + max(0.0, 8e6 * (tokens - 20_000))
 
 
 @pytest.mark.parametrize("peak", [linear, with_chunks], ids=["line", "chunks"])
-def test_a_few_trials_come_close_to_the_limit_from_below(peak: Peak):
-    best, tried = search([peak], 130e9)
+def test_few_trials_approach_the_limit_from_below(peak: Peak):
+    best, trials = search([peak], 130e9)
     assert best is not None
     assert 0.9 * 130e9 < peak(best) <= 130e9
-    assert all(peak(tokens) <= 130e9 for tokens in tried)
-    assert len(tried) <= 4
+    assert all(peak(tokens) <= 130e9 for tokens in trials)
+    assert len(trials) <= 4
     assert best % STEP == 0
 
 
-def test_a_trial_that_does_not_fit_is_followed_by_smaller_ones():
-    best, tried = search([bent], 130e9)
+def test_failed_trial_is_followed_by_smaller_ones():
+    best, trials = search([bent], 130e9)
     assert best is not None
-    assert bent(best) <= 130e9 < bent(max(tried))
-    assert 4096 < best < max(tried)
-    assert len(tried) <= TRIALS
+    assert bent(best) <= 130e9 < bent(max(trials))
+    assert 4096 < best < max(trials)
+    assert len(trials) <= TRIALS
 
 
-def test_ranks_agree_on_the_one_with_least_room():
-    best, tried = search([linear, lambda tokens: 60e9 + 2.2e6 * tokens], 130e9)
-    alone, _ = search([lambda tokens: 60e9 + 2.2e6 * tokens], 130e9)
-    assert best == alone
-    assert all(60e9 + 2.2e6 * tokens <= 130e9 for tokens in tried)
+def test_ranks_agree_on_the_smallest_budget():
+    best, trials = search([linear, lambda tokens: 60e9 + 2.2e6 * tokens], 130e9)
+    single, _ = search([lambda tokens: 60e9 + 2.2e6 * tokens], 130e9)
+    assert best == single
+    assert all(60e9 + 2.2e6 * tokens <= 130e9 for tokens in trials)
 
 
-def test_no_more_than_a_step_can_use():
+def test_budget_is_at_most_the_step_size():
     assert search([linear], 130e9, largest=9000) == (9000, [4096, 9000])
     assert search([linear], 130e9, largest=3000) == (3000, [3000])
 
 
-def test_at_least_the_longest_sample():
-    best, tried = search([linear], 45e9, smallest=5000)
-    assert tried[0] == 5000
+def test_budget_is_at_least_the_longest_sample():
+    best, trials = search([linear], 45e9, smallest=5000)
+    assert trials[0] == 5000
     assert best is not None
     assert best >= 5000
 
 
-def test_what_does_not_fit_at_all():
+def test_budget_when_little_or_nothing_fits():
     assert search([linear], 31e9) == (256, [4096, 256])
     assert search([linear], 30.1e9) == (None, [4096, 100])
 
 
-def test_memory_that_runs_out_ends_with_the_smallest():
+def test_out_of_memory_tries_the_smallest():
     memory = BudgetSearch(100, 10_000, 50e9, 30e9)
     memory.add(4096, float("inf"), fits=False)
     assert memory.next() == 100
 
 
-def test_a_prediction_is_the_largest_that_fits():
+def test_prediction_is_the_largest_that_fits():
     for limit in (100, 5000, 5001, 123_456, 10**6):
-        found = predicted(100, 200_000, lambda tokens, limit=limit: tokens <= limit)
-        assert found <= max(limit, 100)
-        assert found > min(limit, 200_000) - 2 * STEP or found == 100
+        budget = predicted(100, 200_000, lambda tokens, limit=limit: tokens <= limit)
+        assert budget <= max(limit, 100)
+        assert budget > min(limit, 200_000) - 2 * STEP or budget == 100

@@ -1,4 +1,4 @@
-"""When checkpoints are taken, and what is kept where a part of one cannot be written."""
+"""The schedule of checkpoints, and checkpoints without a part that cannot be written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascend.errors import CheckpointError
 
 
 class Backend:
-    """Saves a file for a checkpoint, as long as its model can be exported."""
+    """Backend that saves an empty checkpoint directory, and fails to export unless ``exportable``."""
 
     rank, step_count = 0, 0
 
@@ -53,7 +53,7 @@ def policy(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_model_that_cannot_be_exported_costs_no_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+def test_failed_export_does_not_prevent_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     backend = Backend(exportable=False)
     saves, events = policy(tmp_path, backend, every=2, hf=True, asynchronous=asynchronous, on_failure="stop")
     saves.after_step(2, False)
@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_exported_costs_no_checkpoint(tmp_path: Path, asy
     assert [event.split()[0] for event in events] == ["hf_failed", "saved", "save"]
 
 
-def test_nothing_is_due_until_there_is_something_to_keep(tmp_path: Path) -> None:
+def test_no_checkpoint_until_ready(tmp_path: Path) -> None:
     ready: list[int] = []
     saves, _ = policy(tmp_path, Backend(), lambda: bool(ready), every=1)
     assert saves.after_step(1, False) is False
@@ -75,12 +75,12 @@ def test_nothing_is_due_until_there_is_something_to_keep(tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
-def test_a_run_resumed_elsewhere_keeps_a_checkpoint_of_its_own_where_the_export_fails(tmp_path: Path) -> None:
+def test_keep_saves_a_checkpoint_after_a_failed_export(tmp_path: Path) -> None:
     backend = Backend()
     backend.step_count = 5
     saves, _ = policy(tmp_path, backend)
     saves.finish(5)
-    kept = saves.keep(5)
+    message = saves.keep(5)
     path = tmp_path / "run" / "checkpoints" / "step-00000005"
     assert path.is_dir()
-    assert str(path) in kept
+    assert str(path) in message

@@ -1,4 +1,4 @@
-"""What is compiled ahead of a run on CUDA: the job, from the model's files and the settings; and the life of its process."""
+"""Kernels compiled ahead of a run on CUDA: the job, from the model's files and the settings, and its process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megascend.testing.tiny_models import write_tiny_checkpoint
 
 @pytest.fixture(autouse=True)
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where Triton's cache is; its version is asked for, and it need not be here."""
+    """Set Triton's cache folder and a fake version, so that Triton need not be installed."""
     version = ahead.metadata.version
     monkeypatch.setattr(ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
@@ -39,12 +39,12 @@ def plan(
     folder: Path, arch: str = "qwen3", settings: dict[str, Any] | None = None, **overrides: Any
 ) -> RunPlan[RunConfig]:
     model = write_tiny_checkpoint(folder / f"{arch}-{len(overrides)}", arch, **overrides)
-    given = {"model": str(model), "output": str(folder / "out"), "data": {"path": str(folder / "x.jsonl")}}
-    config = RunConfig.model_validate(given | (settings or {}))
+    values = {"model": str(model), "output": str(folder / "out"), "data": {"path": str(folder / "x.jsonl")}}
+    config = RunConfig.model_validate(values | (settings or {}))
     return check_run(config, config.parallel.tensor * config.parallel.context, overwrite=False)
 
 
-def test_sizes_are_those_of_the_model(tmp_path, triton):
+def test_job_has_the_sizes_of_the_model(tmp_path, triton):
     run = plan(tmp_path)
     raw = json.loads((run.config.model / "config.json").read_text())
     job = job_of(run)
@@ -62,18 +62,18 @@ def test_sizes_are_those_of_the_model(tmp_path, triton):
     assert Job.parse(job.to_text()) == job
 
 
-def test_settings_decide_too(tmp_path):
-    whole = job_of(plan(tmp_path))
-    assert whole.attention is not None
-    assert whole.gated is not None
+def test_job_depends_on_settings(tmp_path):
+    full = job_of(plan(tmp_path))
+    assert full.attention is not None
+    assert full.gated is not None
     lora = job_of(plan(tmp_path, settings={"lora": {"rank": 4}, "precision": "fp32"}))
-    assert lora.attention == replace(whole.attention, trained=False)
+    assert lora.attention == replace(full.attention, trained=False)
     assert lora.dtype == "float32"
     assert job_of(plan(tmp_path, settings={"batching": {"packing": False}})).packed == (False,)
     divided = job_of(plan(tmp_path, settings={"parallel": {"tensor": 2}}))
-    assert divided.attention == replace(whole.attention, groups=whole.attention.groups // 2)
-    assert (divided.gated, divided.vocabulary) == (whole.gated // 2, -(-whole.vocabulary // 2))
-    assert len({whole.done, lora.done, divided.done}) == 3
+    assert divided.attention == replace(full.attention, groups=full.attention.groups // 2)
+    assert (divided.gated, divided.vocabulary) == (full.gated // 2, -(-full.vocabulary // 2))
+    assert len({full.done, lora.done, divided.done}) == 3
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_settings_decide_too(tmp_path):
         ("qwen3_moe", {}, {}, True, False),
     ],
 )
-def test_what_other_kernels_compute_is_left_out(tmp_path, arch, settings, overrides, attention, gated):
+def test_job_omits_kernels_that_are_not_used(tmp_path, arch, settings, overrides, attention, gated):
     job = job_of(plan(tmp_path, arch, settings, **overrides))
     assert (job.attention is not None, job.gated is not None) == (attention, gated)
     if arch == "llama":
@@ -96,14 +96,16 @@ def test_what_other_kernels_compute_is_left_out(tmp_path, arch, settings, overri
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """Processes that were started; this one stands in for CUDA's driver, which ``CDLL(None)`` finds, and theirs do not."""
-    found: list[subprocess.Popen[bytes]] = []
+    """Record the started processes. ``CDLL(None)`` stands in for CUDA's driver here, but not in those processes."""
+    processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
     monkeypatch.setattr(ahead, "DRIVER", None)
     monkeypatch.setattr(
-        ahead.subprocess, "Popen", lambda *given, **options: found.append(popen(*given, **options)) or found[-1]
+        ahead.subprocess,
+        "Popen",
+        lambda *arguments, **options: processes.append(popen(*arguments, **options)) or processes[-1],
     )
-    return found
+    return processes
 
 
 def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
@@ -111,7 +113,7 @@ def ended(process: subprocess.Popen[bytes], within_s: float = 60) -> int | None:
     return process.returncode
 
 
-def test_a_process_that_fails_is_told(tmp_path, started, caplog, monkeypatch):
+def test_failed_process_logs_a_warning(tmp_path, started, caplog, monkeypatch):
     monkeypatch.setattr(Job, "to_text", lambda job: "no job")
     with compiling_kernels(plan(tmp_path), Launch()):
         assert ended(started[0]) == 1
@@ -121,9 +123,9 @@ def test_a_process_that_fails_is_told(tmp_path, started, caplog, monkeypatch):
     assert "JSONDecodeError" in record.message
 
 
-def test_one_that_finds_no_device_ends_without_a_word(tmp_path, started, triton, caplog):
+def test_process_without_a_device_ends_silently(tmp_path, started, triton, caplog):
     with compiling_kernels(plan(tmp_path), Launch()):
-        assert ended(started[0]) == 0  # no driver of CUDA's either, on this machine
+        assert ended(started[0]) == 0  # this machine has no CUDA driver
     assert caplog.text == ""
     assert list(triton.iterdir()) == []
 
@@ -133,7 +135,7 @@ def test_one_that_finds_no_device_ends_without_a_word(tmp_path, started, triton,
     ["{", "[]", '{"text_config": 3}', '{"partial_rotary_factor": "all"}', '{"rope_parameters": [1]}'],
     ids=["no JSON", "a list", "no section", "a word", "a list of RoPE"],
 )
-def test_a_configuration_that_is_none_is_told_where_it_is_needed(tmp_path, started, text):
+def test_invalid_configuration_starts_no_process(tmp_path, started, text):
     run = plan(tmp_path)
     path = run.config.model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(text)) if text[:2] == '{"' else text)
@@ -142,7 +144,7 @@ def test_a_configuration_that_is_none_is_told_where_it_is_needed(tmp_path, start
     assert started == []
 
 
-def test_a_machine_without_room_for_temporary_files_starts_its_run(tmp_path, started, monkeypatch, caplog):
+def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypatch, caplog):
     def full() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
@@ -153,24 +155,24 @@ def test_a_machine_without_room_for_temporary_files_starts_its_run(tmp_path, sta
     assert "no process for compiling kernels ahead (No usable temporary directory found)" in caplog.text
 
 
-def test_modules_of_the_users_are_not_those_of_the_process(tmp_path, started, monkeypatch):
+def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     (tmp_path / "tokenize.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
-    given: dict[str, Any] = {}
+    popen_options: dict[str, Any] = {}
     popen = ahead.subprocess.Popen
     monkeypatch.setattr(
-        ahead.subprocess, "Popen", lambda command, **options: given.update(options) or popen(command, **options)
+        ahead.subprocess, "Popen", lambda command, **options: popen_options.update(options) or popen(command, **options)
     )
     run = plan(tmp_path)
     assert Path(job_of(run).done).parent == tmp_path / "triton"
     with compiling_kernels(run, Launch()):
         assert ended(started[0]) == 0
-    assert given["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert popen_options["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_that_is_at_work_is_ended(tmp_path, started, monkeypatch):
+def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
     popen = ahead.subprocess.Popen
@@ -180,7 +182,7 @@ def test_one_that_is_at_work_is_ended(tmp_path, started, monkeypatch):
     assert started[0].returncode == -9
 
 
-def test_nothing_is_started_where_it_is_of_no_use(tmp_path, started, triton, monkeypatch):
+def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monkeypatch):
     def begin(launch: Launch = Launch(), **settings: Any) -> None:  # noqa: B008  frozen
         with compiling_kernels(plan(tmp_path, settings=settings), launch):
             pass
@@ -206,7 +208,7 @@ def missing(name: str) -> str:
 
 
 class Driver:
-    """CUDA's, of one device; what it is asked is of cuda.h."""
+    """Fake CUDA driver of one device, with the constants of cuda.h."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -225,7 +227,7 @@ class Driver:
         return self.code
 
 
-def test_the_drivers_answers(monkeypatch):
+def test_capability_is_read_from_the_driver(monkeypatch):
     drivers = iter([Driver(), Driver(), Driver(3)])
     monkeypatch.setattr(
         compile_ahead,
@@ -239,8 +241,8 @@ def test_the_drivers_answers(monkeypatch):
         capability(0)
 
 
-def test_the_start_imports_none_of_it():
+def test_starting_module_imports_nothing_heavy():
     heavy = ("torch", "triton", "transformers")
     program = f"import sys, megascend.app.ahead; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert completed.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Micro batches of a run's first steps, from the lengths of its samples."""
+"""Plan of a run's first micro batches, from the lengths of its samples."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
     return RunSamples(whole(SampleStore(folder / "store")), None, max(LENGTHS), ())
 
 
-def planned(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
+def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
     config = RunConfig(model="m", output="o", data={"path": "d", "global_batch_size": batch, "shuffle": False}, steps=3)
     objective = Preferences(0.1) if samples.learned.has_pairs else Tokens()
     return plan_steps(config, samples, objective, SequenceLayout(**layout), plan(Parallel(), world), budget)
 
 
-def test_ranks_have_equal_shares_and_fill_the_budget(tmp_path: Path):
+def test_ranks_share_samples_and_fill_the_budget(tmp_path: Path):
     samples = samples_of(tmp_path)
     # 40 and 10 tokens on one rank, 30 and 20 on the other.
-    assert planned(samples, 64) == StepPlan(3, 64, 1, 50, 2, 40, 0.0, packed=True, idle=False)
-    assert planned(samples, 40) == StepPlan(3, 40, 2, 40, 1, 40, 0.0, packed=False, idle=False)
+    assert make_plan(samples, 64) == StepPlan(3, 64, 1, 50, 2, 40, 0.0, packed=True, idle=False)
+    assert make_plan(samples, 40) == StepPlan(3, 40, 2, 40, 1, 40, 0.0, packed=False, idle=False)
 
 
-def test_padding_counts(tmp_path: Path):
+def test_padding_fraction_is_reported(tmp_path: Path):
     samples = samples_of(tmp_path)
-    found = planned(samples, 80, packing=False)
-    assert (found.tokens, found.samples, found.packed) == (80, 2, False)
-    assert found.padding == pytest.approx(1 - 100 / (80 + 60))
-    multiple = planned(samples, 64, context_size=2, world=1)  # every sample is a multiple of four
+    step_plan = make_plan(samples, 80, packing=False)
+    assert (step_plan.tokens, step_plan.samples, step_plan.packed) == (80, 2, False)
+    assert step_plan.padding == pytest.approx(1 - 100 / (80 + 60))
+    multiple = make_plan(samples, 64, context_size=2, world=1)  # every sample is a multiple of four
     assert (multiple.tokens, multiple.longest) == (60, 40)  # 40 with 20, 32 with 12
     assert multiple.padding == pytest.approx(1 - 100 / (40 + 12 + 32 + 20))
 
 
-def test_a_rank_without_samples_is_told(tmp_path: Path):
-    assert planned(samples_of(tmp_path), 64, batch=1).idle
+def test_idle_rank_is_reported(tmp_path: Path):
+    assert make_plan(samples_of(tmp_path), 64, batch=1).idle
 
 
 def test_pairs_stay_together(tmp_path: Path):
-    found = planned(samples_of(tmp_path, pairs=True), 64, batch=2)
-    assert (found.micro_batches, found.tokens, found.samples) == (1, 50, 2)
+    step_plan = make_plan(samples_of(tmp_path, pairs=True), 64, batch=2)
+    assert (step_plan.micro_batches, step_plan.tokens, step_plan.samples) == (1, 50, 2)
 
 
-def test_a_pair_that_a_batch_holds_twice_is_two_pairs(tmp_path: Path):
-    found = planned(samples_of(tmp_path, pairs=True), 64, batch=4)
-    assert (found.micro_batches, found.tokens, found.samples) == (2, 50, 2)
+def test_repeated_pair_counts_twice(tmp_path: Path):
+    step_plan = make_plan(samples_of(tmp_path, pairs=True), 64, batch=4)
+    assert (step_plan.micro_batches, step_plan.tokens, step_plan.samples) == (2, 50, 2)

@@ -1,4 +1,4 @@
-"""What a run writes down about itself, and where it must not."""
+"""The event log of a run, and directories that it must not write to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_events_are_written_by_rank_0_alone(tmp_path: Path) -> None:
+def test_only_rank_0_writes_events(tmp_path: Path) -> None:
     EventLog(tmp_path / "other", Launch(rank=1, world_size=2)).start(steps=3)
     assert not (tmp_path / "other").exists()
     event_log = EventLog(tmp_path / "run", Launch(rank=0, world_size=2, attempt=1))
@@ -39,14 +39,14 @@ def test_events_are_written_by_rank_0_alone(tmp_path: Path) -> None:
     assert (saved["event"], saved["checkpoint"], saved["pid"]) == ("saved", "step-00000002", os.getpid())
 
 
-def test_a_line_that_was_cut_off_swallows_no_other(tmp_path: Path) -> None:
+def test_truncated_line_does_not_swallow_the_next(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "sa')
     EventLog(tmp_path, Launch()).event("saved")
     assert (tmp_path / "events.jsonl").read_text().splitlines()[1] == '{"event": "sa'
     assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[2])["event"] == "saved"
 
 
-def test_an_error_is_kept_once_in_its_ranks_words(tmp_path: Path) -> None:
+def test_error_is_recorded_once_by_its_rank(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, Launch(rank=3, world_size=4, attempt=2))
     event_log.start()
     with pytest.raises(DataError), event_log.keeping_errors(lambda: 0), event_log.keeping_errors(lambda: 7):
@@ -58,7 +58,7 @@ def test_an_error_is_kept_once_in_its_ranks_words(tmp_path: Path) -> None:
     assert "test_event_log.py" in record["traceback"]
 
 
-def test_nothing_is_written_to_a_directory_that_is_not_this_runs(tmp_path: Path) -> None:
+def test_inactive_log_writes_nothing(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "run", Launch(), active=False)
     with pytest.raises(DataError), event_log.keeping_errors(lambda: 0):
         raise DataError("bad")
@@ -67,7 +67,7 @@ def test_nothing_is_written_to_a_directory_that_is_not_this_runs(tmp_path: Path)
     assert (tmp_path / "run" / "events.jsonl").exists()
 
 
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_log_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     event_log = EventLog(tmp_path / "file" / "run", Launch())
     event_log.event("save")
@@ -77,7 +77,7 @@ def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, ca
 
 @pytest.fixture
 def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
-    """A run whose data has a mistake, and whose model has no tokenizer, which is found first."""
+    """Return a run with invalid data and a model without a tokenizer, which is detected first."""
     (tmp_path / "chat.jsonl").write_text('{"messages": "none"}\n')
     model = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     data = {"path": tmp_path / "chat.jsonl"}
@@ -85,8 +85,8 @@ def config(parity_folder: Path, tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_errors_before_the_first_step_are_kept_and_do_not_make_a_run(config: RunConfig) -> None:
-    for _ in range(2):  # the directory is not refused the second time
+def test_errors_before_the_first_step_are_recorded_without_a_run(config: RunConfig) -> None:
+    for _ in range(2):  # the directory is accepted the second time
         with pytest.raises(CheckpointError, match="vocabulary is missing"):
             train(config)
     assert list(files(config.output)) == ["errors/attempt-0-rank-0.json"]
@@ -96,18 +96,18 @@ def test_errors_before_the_first_step_are_kept_and_do_not_make_a_run(config: Run
 
 
 @pytest.mark.usefixtures("runtime")
-def test_another_run_stays_untouched(config: RunConfig) -> None:
+def test_earlier_run_is_unchanged_by_refused_runs(config: RunConfig) -> None:
     config.output.mkdir()
     (config.output / "metrics.jsonl").write_text('{"step": 1}\n')
     before = files(config.output)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         train(config)
     with pytest.raises(CheckpointError, match="vocabulary is missing"):
-        train(config, overwrite=True)  # not before the first step is to begin
+        train(config, overwrite=True)  # nothing is removed before the first step
     assert files(config.output) == before
 
 
-def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_recorded(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(config: RunConfig, **_: bool) -> None:
         raise MissingDependencyError("matplotlib is not installed")
 
@@ -118,7 +118,7 @@ def test_a_missing_package_is_kept_too(config: RunConfig, monkeypatch: pytest.Mo
     assert record["error"] == "MissingDependencyError"
 
 
-def test_lines_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:
+def test_events_wait_while_the_directory_holds_another_run(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "run", Launch(), active=False)
     event_log.start(wait=True, steps=3)
     event_log.event("evaluated", reward=float("nan"), parts=[float("inf"), {"a": (1.0, float("-inf"))}])
@@ -130,7 +130,7 @@ def test_lines_wait_while_the_directory_holds_another_run(tmp_path: Path) -> Non
     assert (evaluated["reward"], evaluated["parts"]) == (None, [None, {"a": [1.0, None]}])  # strict JSON
 
 
-def test_output_that_is_lost_is_said_with_the_next_event(tmp_path: Path) -> None:
+def test_lost_output_is_logged_with_the_next_event(tmp_path: Path) -> None:
     losses = [("stdout", "Broken pipe")]
     event_log = EventLog(tmp_path / "run", Launch(), losses=lambda: [losses.pop()] if losses else [])
     event_log.start()

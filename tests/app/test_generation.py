@@ -1,4 +1,4 @@
-"""Prompts of a run: how they become tokens, what ends an answer, and what is refused before training."""
+"""Prompts of a run: tokenization, stop tokens, and refusals before training."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 
 
 def prepare(model: Path, limit: int = 256, **settings: object) -> Answering:
-    """With the tokenizer of `megascend new-model`: a token for every byte, ChatML."""
+    """Prepare prompts with the tokenizer of `megascend new-model`: one token a byte, ChatML."""
     return Answering.prepare(Generation(**settings), Data(path=model), byte_tokenizer(256), Limits(limit), model)
 
 
-def test_a_text_is_the_users_turn_or_continued_as_it_is(tmp_path: Path) -> None:
+def test_text_prompt_is_a_user_turn_or_a_prefix(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
-    found = prepare(tmp_path, prompts=["one?", system], seed=7)
-    texts = [tokenizer.decode(list(tokens)) for tokens in found.prompts]
+    answering = prepare(tmp_path, prompts=["one?", system], seed=7)
+    texts = [tokenizer.decode(list(tokens)) for tokens in answering.prompts]
     assert texts[0].endswith("user\none?<|im_end|>\n<|im_start|>assistant\n")
     assert texts[1].startswith("<|im_start|>system\nBe brief.")
-    assert found.titles == ("one?", "system: Be brief.\nuser: one?")
-    assert [each.seed for each in found.sampling] == [7, 8]
+    assert answering.titles == ("one?", "system: Be brief.\nuser: one?")
+    assert [sampling.seed for sampling in answering.sampling] == [7, 8]
     plain = prepare(tmp_path, prompts=["one?"], chat=False)
     assert tokenizer.decode(list(plain.prompts[0])) == "one?"
 
 
-def test_what_ends_an_answer(tmp_path: Path) -> None:
+def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # what closes a turn in ChatML
+    assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     named = Answering.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, Limits(256), tmp_path
@@ -47,7 +47,7 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     assert {5, 6, tokenizer.eos_token_id} == set(named.sampling[0].stop)
 
 
-def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
+def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"'one\?' has \d+ tokens and generation.max_tokens is 64: together more than 40 "
     ):
@@ -65,43 +65,43 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
 
 
 class Counting:
-    """In place of the sampler: a model that counts bytes up, and ends its third answer."""
+    """Fake sampler whose model counts bytes up and ends its third answer."""
 
     def __init__(self, backend: object) -> None:
         assert backend == "the backend"
 
     def generate(self, requests: list[SampleRequest]) -> list[SampleResult]:
         assert [request.adapter for request in requests] == ["mine"] * 3
-        found = []
+        results = []
         for number, request in enumerate(requests):
-            tokens = [request.prompt[-1] + place for place in range(1, request.params.max_tokens + 1)]
+            tokens = [request.prompt[-1] + offset for offset in range(1, request.params.max_tokens + 1)]
             if number == 2:
                 tokens[1:] = request.params.stop[:1]
             reason = "stop" if number == 2 else "length"
-            found.append(SampleResult((SampledSequence(tuple(tokens), (0.0,) * len(tokens), reason),)))
-        return found
+            results.append(SampleResult((SampledSequence(tuple(tokens), (0.0,) * len(tokens), reason),)))
+        return results
 
 
-def test_answers_are_texts_without_what_ended_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_exclude_the_stop_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "Sampler", Counting)
-    found = prepare(tmp_path, prompts=["ab", "xy", "cd"], chat=False, max_tokens=3)
-    answers = found.answer("the backend", "mine")
+    answering = prepare(tmp_path, prompts=["ab", "xy", "cd"], chat=False, max_tokens=3)
+    answers = answering.answer("the backend", "mine")
     assert [(answer.text, answer.tokens, answer.finish_reason) for answer in answers] == [
         ("cde", 3, "length"),
         ("z{|", 3, "length"),
         ("e", 2, "stop"),
     ]
-    assert [found.due(step, last=7) for step in (1, 7, 100)] == [False, True, True]
+    assert [answering.due(step, last=7) for step in (1, 7, 100)] == [False, True, True]
 
 
-def test_an_answer_that_the_sampler_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_error_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = SimpleNamespace(generate=lambda requests: [SampleResult(error="too long")])
     monkeypatch.setattr(generation, "Sampler", lambda backend: refusing)
     with pytest.raises(ConfigError, match="'ab': too long"):
         prepare(tmp_path, prompts=["ab"]).answer("the backend", None)
 
 
-def test_long_answers_are_cut_in_the_terminal_alone() -> None:
+def test_quoted_truncates_long_answers() -> None:
     assert quoted("one?\nand?", "two") == "  > one?\n    and?\n    two"
     assert quoted("one?", "\x1b[2Jtwo") == "  > one?\n    \ufffd[2Jtwo"
     assert quoted("one?", "x" * 1000) == f"  > one?\n    {'x' * 400}..."

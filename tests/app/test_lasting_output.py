@@ -1,4 +1,4 @@
-"""Streams whose reader is gone, whose disk is full, or whose descriptor was closed: nothing raises; the exit code is right."""
+"""Streams with a closed reader, a full disk or a closed descriptor: no exception, and the correct exit code."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ with open(sys.argv[1], "w") as report:
     LastingOutput().install()
 sys.exit(75)
 """
-GONE, FULL, CLOSED = "Broken pipe", "No space left on device", "it was closed before the start"
+BROKEN_PIPE, FULL, CLOSED = "Broken pipe", "No space left on device", "it was closed before the start"
 
 
 def run(tmp_path: Path, shell: str, **options: object) -> tuple[int, int, list[list[str]]]:
-    """The program's exit code, the number of the first file that it opened, and what it has lost."""
+    """Return the program's exit code, the descriptor of the first file that it opened, and the lost streams."""
     (tmp_path / "program.py").write_text(PROGRAM)
     program = f"{sys.executable} {tmp_path}/program.py {tmp_path}/report"
-    done = subprocess.run(["bash", "-c", shell.replace("PROGRAM", program)], timeout=60, check=False, **options)  # type: ignore[call-overload]
+    completed = subprocess.run(["bash", "-c", shell.replace("PROGRAM", program)], timeout=60, check=False, **options)  # type: ignore[call-overload]
     number, losses = json.loads((tmp_path / "report").read_text())
-    return done.returncode, number, losses
+    return completed.returncode, number, losses
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def run(tmp_path: Path, shell: str, **options: object) -> tuple[int, int, list[l
         ("PROGRAM > /dev/full", FULL, None),
         ("PROGRAM > /dev/full 2>&1", FULL, FULL),
         ("PROGRAM 2> /dev/full", None, FULL),
-        ("set -o pipefail; PROGRAM 2>/dev/null | true", GONE, None),
-        ("set -o pipefail; PROGRAM 2>&1 | true", GONE, GONE),
+        ("set -o pipefail; PROGRAM 2>/dev/null | true", BROKEN_PIPE, None),
+        ("set -o pipefail; PROGRAM 2>&1 | true", BROKEN_PIPE, BROKEN_PIPE),
         ("PROGRAM >&- 2>&-", CLOSED, CLOSED),
         ("PROGRAM <&- >&- 2>&-", CLOSED, CLOSED),
         ("PROGRAM >&-", CLOSED, None),
@@ -63,40 +63,40 @@ def run(tmp_path: Path, shell: str, **options: object) -> tuple[int, int, list[l
         ("PYTHONIOENCODING=latin-1 PROGRAM > /dev/null", None, None),
     ],
 )
-def test_no_loss_raises_or_changes_the_exit_code(
+def test_lost_output_does_not_change_the_exit_code(
     tmp_path: Path, shell: str, stdout: str | None, stderr: str | None
 ) -> None:
     code, number, losses = run(tmp_path, shell, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     assert code == 75
-    assert number > 2  # no file of the run receives what libraries print
+    assert number > 2  # so output of libraries goes to no file of the run
     assert losses == [[name, why] for name, why in (("stdout", stdout), ("stderr", stderr)) if why is not None]
 
 
-def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    os.close(ours)
-    code, _, losses = run(tmp_path, "PROGRAM", stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
+def test_closed_terminal(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    os.close(controller)
+    code, _, losses = run(tmp_path, "PROGRAM", stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
     assert code == 75
     assert losses == [["stdout", "Input/output error"], ["stderr", "Input/output error"]]
 
 
-def test_what_can_be_written_is_written_in_order(tmp_path: Path) -> None:
+def test_writable_output_keeps_its_order(tmp_path: Path) -> None:
     program = (
         "import os, sys\nfrom megascend.app.lasting_output import LastingOutput\nprint('one')\n"
         "output = LastingOutput()\noutput.install()\nprint('two')\nLastingOutput().install()\nprint('three', flush=True)\n"
         "os.set_blocking(1, False)\nprint('x' * 300_000)\noutput.restore()\nprint('four')\n"
     )
     reading = "import sys, time\ntime.sleep(0.5)\nprint(sys.stdin.read().replace('x' * 300_000, 'many'))"
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", '"$0" -c "$1" | "$0" -c "$2"', sys.executable, program, reading],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stdout.split() == ["one", "two", "three", "many", "four"]
-    assert done.stderr == ""
+    assert completed.stdout.split() == ["one", "two", "three", "many", "four"]
+    assert completed.stderr == ""
 
 
-def test_streams_that_are_no_files_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_without_descriptor_are_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     output = LastingOutput()
     output.install()

@@ -1,4 +1,4 @@
-"""What is known of a run before it starts: the limits of its samples, its tokenizer, and whether the disk has room."""
+"""Checks before a run: the limits of its samples, its tokenizer, and free disk space."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_smallest_limit_and_where_it_comes_from(name: str, model: Path) -> None:
+def test_smallest_limit_and_its_setting(name: str, model: Path) -> None:
     settings, world_size, length, setting = CASES[name]
     config = RunConfig.model_validate({"model": model, "output": "o", "data": {"path": "d"}} | settings)
     limits = check_run(config, world_size, overwrite=False).limits
@@ -64,7 +64,7 @@ def test_the_smallest_limit_and_where_it_comes_from(name: str, model: Path) -> N
 
 
 def test_plan_reaches_ranks_without_torch(tmp_path: Path) -> None:
-    """The command hands it to processes that it starts before any of them has imported torch."""
+    """Pickle the plan, as for ranks that have not imported torch yet."""
     write_checkpoint(tmp_path / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2))
     program = f"""
 import pickle, sys
@@ -75,12 +75,12 @@ config = RunConfig(model=folder + "/model", output=folder + "/out", data={{"path
 plan = check_run(config, 2, overwrite=False)
 print(pickle.loads(pickle.dumps(plan)) == plan, plan.topology.data, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.split() == ["True", "2", "False"]
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert completed.stdout.split() == ["True", "2", "False"]
 
 
-def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
-    """What transformers makes of a directory whose tokenizer.json is missing."""
+def test_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Load the tokenizer that transformers builds if tokenizer.json is missing."""
     byte_tokenizer(256).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "bytes_of_a_parameter"),
     [
-        ({}, CHECKPOINT + BF16),  # one checkpoint where a signal stops it, and the export
+        ({}, CHECKPOINT + BF16),  # one checkpoint if a signal stops it, and the export
         ({"export": False}, CHECKPOINT),
         ({"precision": "fp32", "checkpoint": {"every": 5}}, 3 * CHECKPOINT + FP32),  # two stay, one is being written
         ({"steps": 100, "checkpoint": {"every": 5, "keep_last": 1, "keep_every": 20}}, 7 * CHECKPOINT + BF16),
@@ -108,32 +108,33 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
         ({"lora": {}}, 0),
     ],
 )
-def test_what_a_run_writes(settings: dict, bytes_of_a_parameter: int) -> None:
+def test_disk_needed_by_settings(settings: dict, bytes_of_a_parameter: int) -> None:
     config = RunConfig.model_validate({"model": "m", "output": "o", "data": {"path": "d"}} | settings)
     assert disk_needed(config, 1000) == 1000 * bytes_of_a_parameter
 
 
-def test_what_is_missing_is_said_and_what_an_earlier_run_left_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 1000
     info: Any = SimpleNamespace(parameter_count=count)
     config = RunConfig.model_validate(
         {"model": tmp_path / "model", "output": tmp_path / "new" / "out", "data": {"path": "d"}}
     )
     assert disk_warning(config, info) is None
-    needed = disk_needed(config, count)
+    required_bytes = disk_needed(config, count)
     monkeypatch.setattr(preflight, "free_bytes", lambda path: 5000)
-    said = disk_warning(config, info)
-    assert said is not None
-    assert f"out has 4.9 KiB free, and checkpoints and export will take about {in_words(needed)}: make room" in said
+    warning = disk_warning(config, info)
+    assert warning is not None
+    assert (
+        f"out has 4.9 KiB free, and checkpoints and export will take about {in_words(required_bytes)}: make room"
+        in warning
+    )
     earlier = config.output / "checkpoints" / "step-000005"
     earlier.mkdir(parents=True)
-    (earlier / "file").write_bytes(bytes(needed - 5001))
+    (earlier / "file").write_bytes(bytes(required_bytes - 5001))
     assert disk_warning(config, info) is not None
-    (earlier / "file").write_bytes(bytes(needed - 5000))
+    (earlier / "file").write_bytes(bytes(required_bytes - 5000))
     assert disk_warning(config, info) is None
 
 
-def test_sizes() -> None:
+def test_sizes_in_words() -> None:
     assert [in_words(count) for count in (0, 2048, 3 * 2**20, 2**31)] == ["0 bytes", "2.0 KiB", "3.0 MiB", "2.0 GiB"]

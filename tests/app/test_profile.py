@@ -1,4 +1,4 @@
-"""Traces of steps: which steps, what the table says of them, and how large they may be."""
+"""Traces of steps: the choice of steps, the summary table, and the size limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST = [
 DEVICE = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7), event("add", 30, 20, "kernel", 8)]
 
 
-def test_an_operators_time_is_without_what_it_calls() -> None:
+def test_operator_time_excludes_nested_operators() -> None:
     assert operators(HOST) == [
         ProfileRow("linear", 2, 85.0),
         ProfileRow("matmul", 1, 50.0),
@@ -40,7 +40,7 @@ def test_an_operators_time_is_without_what_it_calls() -> None:
     ]
 
 
-def test_the_device_is_busy_while_any_kernel_runs() -> None:
+def test_device_is_busy_while_any_kernel_runs() -> None:
     assert kernels(HOST + DEVICE) == [ProfileRow("gemm", 2, 60.0), ProfileRow("add", 1, 20.0)]
     assert busy_micros(HOST + DEVICE) == 70.0
     text = render(HOST + DEVICE, steps=2, seconds=140e-6)
@@ -50,7 +50,7 @@ def test_the_device_is_busy_while_any_kernel_runs() -> None:
     assert "device" not in render(HOST, steps=2, seconds=140e-6)
 
 
-def test_steps_behind_the_first_ones_or_the_last_of_a_short_run() -> None:
+def test_recorded_steps_of_long_and_short_runs() -> None:
     assert recorded(range(1, 101), after=3, count=3) == range(4, 7)
     assert recorded(range(51, 101), after=3, count=3) == range(54, 57)
     assert recorded(range(1, 5), after=3, count=3) == range(2, 5)
@@ -59,48 +59,48 @@ def test_steps_behind_the_first_ones_or_the_last_of_a_short_run() -> None:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., list[int]]:
-    """Runs steps of two matrix products each, and returns their numbers."""
+    """Return a function that runs steps of two matrix products each and returns their numbers."""
     import torch
 
     def run(settings: Profile, steps: int = 8, rank: int = 0) -> list[int]:
         profiler = StepProfiler(settings, tmp_path, CpuPlatform(), rank, range(1, steps + 1))
-        done = []
+        numbers = []
         for number in range(1, steps + 1):
             with profiler.step(number):
                 matrix = torch.ones(8, 8)
                 for _ in range(2):
                     matrix = matrix @ matrix
-                done.append(number)
+                numbers.append(number)
         profiler.finish()
-        return done
+        return numbers
 
     return run
 
 
-def test_the_trace_has_the_recorded_steps_alone(
+def test_trace_contains_only_the_recorded_steps(
     train: Callable[..., list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(Profile(after=2, steps=3)) == list(range(1, 9))
     folder = tmp_path / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["top-rank-0.txt", "trace-rank-0.json.gz"]
     events = json.loads(gzip.decompress((folder / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
-    named = [each["name"] for each in events if each.get("cat") == "user_annotation"]
+    named = [entry["name"] for entry in events if entry.get("cat") == "user_annotation"]
     assert [name for name in named if name.startswith("megascend")] == [f"megascend: step {n}" for n in (3, 4, 5)]
-    assert sum(each["name"] == "aten::mm" for each in events) == 6
+    assert sum(entry["name"] == "aten::mm" for entry in events) == 6
     table = (folder / "top-rank-0.txt").read_text()
     assert table.startswith("steps 3 to 5: 3 steps, ")
     assert re.search(r" 2\.0  aten::mm$", table, re.MULTILINE)
     assert f"steps 3 to 5 in {folder / 'trace-rank-0.json.gz'}" in capsys.readouterr().out
 
 
-def test_other_ranks_record_if_all_are_to(train: Callable[..., list[int]], tmp_path: Path) -> None:
+def test_other_ranks_record_only_with_ranks_all(train: Callable[..., list[int]], tmp_path: Path) -> None:
     train(Profile(), rank=1)
     assert not (tmp_path / "profile").exists()
     train(Profile(ranks="all"), rank=1)
     assert (tmp_path / "profile" / "top-rank-1.txt").exists()
 
 
-def test_of_what_is_too_large_less_is_recorded(
+def test_trace_above_the_limit_is_shortened(
     train: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from megascend.app import profile
@@ -120,7 +120,7 @@ def test_of_what_is_too_large_less_is_recorded(
     assert not trace.exists()
 
 
-def test_a_run_that_ends_early_says_so(
+def test_early_end_logs_a_warning(
     train: Callable[..., list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profiler = StepProfiler(Profile(), tmp_path, CpuPlatform(), 0, range(1, 9))

@@ -1,4 +1,4 @@
-"""Where a run begins, by what lies in its directory and how it was started."""
+"""The start point of a run, from the content of its directory and the way it was started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LATE_RANK = Launch(rank=1, world_size=2, attempt=1)
 
 
 def add_run(output: Path, *steps: int, by: str | None = None) -> Path:
-    """A run with checkpoints after ``steps``, started by the launcher ``by``."""
+    """Write a run with checkpoints after ``steps``, started by the launcher ``by``."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "metrics.jsonl").write_text('{"step": 1}\n')
     (output / "events.jsonl").write_text(json.dumps({"event": "start", "agent": by}) + "\n")
@@ -53,7 +53,7 @@ def names(start: StartPoint) -> list[str]:
     return [path.name for path in start.candidates]
 
 
-def test_a_new_directory(tmp_path: Path) -> None:
+def test_new_directory(tmp_path: Path) -> None:
     for output in (tmp_path / "new", tmp_path):
         assert decide(output, False, None, Launch()) == StartPoint(clear=RESULTS)
         start = decide(output, False, "auto", Launch())
@@ -61,7 +61,7 @@ def test_a_new_directory(tmp_path: Path) -> None:
         assert "no checkpoint" in start.remark
 
 
-def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path: Path) -> None:
+def test_earlier_run_requires_resume_or_overwrite(tmp_path: Path) -> None:
     output = add_run(tmp_path, 4, 8)
     for refuse in (decide, check_start):
         with pytest.raises(ConfigError, match=r"--resume auto, .*--overwrite"):
@@ -72,7 +72,7 @@ def test_an_earlier_run_is_refused_unless_it_is_resumed_or_overwritten(tmp_path:
         check_start(output, True, "auto", Launch())
 
 
-def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+def test_earlier_run_without_a_checkpoint(tmp_path: Path) -> None:
     output = add_run(tmp_path)
     with pytest.raises(ConfigError) as caught:
         decide(output, False, None, Launch())
@@ -81,17 +81,17 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
         decide(output, False, "auto", Launch())
 
 
-def test_a_run_that_failed_in_step_1_may_be_tried_again(tmp_path: Path) -> None:
-    """Its process has ended, as an error of it or the lack of the process says, and no step is logged or saved."""
+def test_run_that_failed_in_step_1_can_be_retried(tmp_path: Path) -> None:
+    """Retry if an error file or the missing process shows that it ended, and no step is logged or saved."""
     start = {"event": "start", "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     (tmp_path / "config.yaml").write_text("model: m\n")
     (tmp_path / "metrics.jsonl").touch()
     events, errors = tmp_path / "events.jsonl", tmp_path / "errors"
-    gone = 2**22 + 1  # above any process id
+    dead_pid = 2**22 + 1  # above any process id
     for event, ended in (
         (start, False),
-        (start | {"pid": gone}, True),
-        (start | {"pid": gone, "host": "other"}, False),
+        (start | {"pid": dead_pid}, True),
+        (start | {"pid": dead_pid, "host": "other"}, False),
     ):
         events.write_text(json.dumps(event) + "\n")
         assert bool(run_files(tmp_path)) is not ended
@@ -99,13 +99,13 @@ def test_a_run_that_failed_in_step_1_may_be_tried_again(tmp_path: Path) -> None:
     (errors / "attempt-0-rank-1.json").write_text(json.dumps({"time": start["time"] + 1}) + "\n")
     for resume in (None, "auto"):
         check_start(tmp_path, False, resume, Launch())
-        assert decide(tmp_path, False, resume, Launch()).clear == RESULTS  # what the journal says stays
+        assert decide(tmp_path, False, resume, Launch()).clear == RESULTS  # the journal stays
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_start(tmp_path, False, None, Launch())
 
 
-def test_a_directory_that_another_run_writes_to_is_refused(tmp_path: Path) -> None:
+def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
     output = add_run(tmp_path, 4)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         start = {"event": "start", "time": time.time() + 1, "pid": other.pid, "host": socket.gethostname()}
@@ -117,19 +117,19 @@ def test_a_directory_that_another_run_writes_to_is_refused(tmp_path: Path) -> No
                 check_start(output, overwrite, resume, Launch())
         for allowed in (
             [start, {"event": "finished", "step": 8}],
-            [start | {"host": "another"}],  # which cannot be told from here
-            [start | {"time": 0}],  # its number belongs to somebody else now
+            [start | {"host": "another"}],  # a process of another host cannot be checked
+            [start | {"time": 0}],  # the pid now belongs to another process
             [start | {"pid": os.getpid()}],
         ):
             events.write_text("".join(json.dumps(event) + "\n" for event in allowed))
             check_start(output, True, None, Launch())
         events.write_text(json.dumps(start) + "\n")
         other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie: ended, but not reaped
         check_start(output, True, None, Launch())
 
 
-def test_errors_alone_are_no_run(tmp_path: Path) -> None:
+def test_error_files_only_are_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "attempt-0-rank-0.json").write_text("{}\n")
     check_start(tmp_path, False, None, Launch())
@@ -138,11 +138,11 @@ def test_errors_alone_are_no_run(tmp_path: Path) -> None:
     assert belongs(tmp_path, None, Launch())
 
 
-def test_a_path(tmp_path: Path) -> None:
+def test_resume_from_a_path(tmp_path: Path) -> None:
     output, other = tmp_path / "new", add_run(tmp_path / "other", 4, 8)
-    one = other / "checkpoints" / "step-00000004"
+    checkpoint = other / "checkpoints" / "step-00000004"
     assert decide(output, False, other, Launch()).candidates == tuple(checkpoints_at(other))
-    assert decide(output, False, str(one), Launch()) == StartPoint((one,))
+    assert decide(output, False, str(checkpoint), Launch()) == StartPoint((checkpoint,))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint there"):
         decide(output, False, tmp_path / "empty", Launch())
@@ -150,7 +150,7 @@ def test_a_path(tmp_path: Path) -> None:
         check_start(output, False, str(tmp_path / "missing"), Launch())
 
 
-def test_where_checkpoints_are_found(tmp_path: Path) -> None:
+def test_checkpoints_at_run_folder_and_checkpoint(tmp_path: Path) -> None:
     run = add_run(tmp_path / "run", 4, 8)
     eight, four = run / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000004"
     assert checkpoints_at(run) == checkpoints_at(run / "checkpoints") == [eight, four]
@@ -160,7 +160,7 @@ def test_where_checkpoints_are_found(tmp_path: Path) -> None:
     assert checkpoints_at(run) == [four, eight]
 
 
-def test_a_restart_goes_on_without_being_asked(tmp_path: Path) -> None:
+def test_restart_resumes_without_the_option(tmp_path: Path) -> None:
     output = add_run(tmp_path / "with", 4, by=agent())
     for overwrite, resume in ((False, None), (True, None), (False, "auto")):
         check_start(output, overwrite, resume, AGAIN)
@@ -170,7 +170,7 @@ def test_a_restart_goes_on_without_being_asked(tmp_path: Path) -> None:
     assert belongs(output, None, AGAIN)
 
 
-def test_a_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path) -> None:
+def test_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path) -> None:
     output = add_run(tmp_path / "without", by=agent())
     start = decide(output, False, None, AGAIN)
     assert start.candidates == ()
@@ -179,35 +179,37 @@ def test_a_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path)
     assert names(decide(output, False, other, AGAIN)) == ["step-00000008"]  # where the first attempt began
 
 
-def test_a_restart_is_no_excuse_to_touch_another_run(tmp_path: Path) -> None:
+def test_restart_does_not_touch_another_run(tmp_path: Path) -> None:
     output = add_run(tmp_path, 4, by="elsewhere:1")
     for refuse in (decide, check_start):
         with pytest.raises(ConfigError, match="holds an earlier run"):
             refuse(output, False, None, AGAIN)
-    check_start(output, False, None, LATE_RANK)  # on another machine the launcher is another process: rank 0 refuses
+    check_start(
+        output, False, None, LATE_RANK
+    )  # on another machine the launcher is another process, so only rank 0 refuses
     assert not belongs(output, None, LATE_RANK)
     assert not belongs(output, None, Launch())
     assert belongs(output, "auto", Launch())
 
 
-def test_who_started_the_last_attempt_is_told_from_damaged_files_too(tmp_path: Path) -> None:
+def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     assert not restarts(tmp_path)
-    mine, theirs = (json.dumps({"event": "start", "agent": name}) for name in (agent(), "elsewhere:1"))
+    own_start, other_start = (json.dumps({"event": "start", "agent": name}) for name in (agent(), "elsewhere:1"))
     for text, expected in {
         "": False,
-        f"{theirs}\n{mine}\n": True,
-        f"{mine}\n{theirs}\n": False,
-        f'{mine}\n{{"event": "save"}}\n{{"eve': True,
-        f"{mine}\n[1, 2]\n17\nnull\n": True,
+        f"{other_start}\n{own_start}\n": True,
+        f"{own_start}\n{other_start}\n": False,
+        f'{own_start}\n{{"event": "save"}}\n{{"eve': True,
+        f"{own_start}\n[1, 2]\n17\nnull\n": True,
     }.items():
         events.write_text(text)
         assert restarts(tmp_path) is expected, text
-    events.write_bytes(mine.encode() + b"\n\xff\xfe\x00")
+    events.write_bytes(own_start.encode() + b"\n\xff\xfe\x00")
     assert restarts(tmp_path)
 
 
-def test_settings_that_differ_are_named(tmp_path: Path) -> None:
+def test_differences_names_the_settings(tmp_path: Path) -> None:
     config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, steps=10)
     saved = config.model_dump(mode="json")
     assert differences(saved, config) == []
@@ -220,8 +222,8 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     assert "lora.rank: None -> 4" in differences(config.model_dump(mode="json"), changed)
 
 
-def test_a_run_has_the_template_date_of_the_checkpoint_that_it_resumes_from(tmp_path: Path) -> None:
-    """Where its template writes the date, and none is set; else today, and none where it does not."""
+def test_template_date_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """Take the checkpoint's date if the template writes the date and none is set; today for a new run."""
     output = add_run(tmp_path / "run", 4, 8, by=agent())
     early = manifest.Manifest(4, "fp32", {}, {}, None, [], {}, config={"template_date": "2024-02-29"})
     (Retention(output / "checkpoints").path(4) / manifest.NAME).write_text(early.to_text())  # that of step 8 is damaged

@@ -1,4 +1,4 @@
-"""The skeleton of a run: the phases of its start, and what is saved when it ends with an error."""
+"""The skeleton of a run: the phases of its start, and the checkpoint after an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_phases_add_up_from_the_start_of_the_process(monkeypatch: pytest.MonkeyP
     assert phases.record() == {"seconds": phases.seconds, "processor_s": phases.processor_s}
 
 
-def test_what_was_waited_for_is_set_apart_and_little_things_are_left_out() -> None:
+def test_set_apart_moves_seconds_and_short_phases_are_omitted() -> None:
     phases = StartPhases()
     phases.seconds, phases.processor_s = {"torch": 3.0, "settings": 0.01, "model": 9.0}, {}
     phases.set_apart("self-check", "model", 8.0)
@@ -81,7 +81,7 @@ def rows(config: RunConfig) -> list[tuple[float, float, float]]:
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: bool = False) -> None:
-    """Have a callback of the run raise at step ``number``, after it has done its work or before."""
+    """Make a callback of the run raise at step ``number``, before or after its work."""
     callback: Callable[..., Any] = getattr(SupervisedTraining, name)
 
     def failing(recipe: SupervisedTraining, step: int, *rest: Any) -> Any:
@@ -106,25 +106,25 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
     ("callback", "after", "saved"),
     [("take", False, 2), ("take", True, 2), ("step", True, 3), ("after_step", False, 3)],
 )
-def test_error_outside_a_step_saves_what_is_done_and_the_run_resumes_bit_for_bit(
+def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: str, after: bool, saved: int
 ) -> None:
-    whole, broken = settings(folder, tmp_path / "whole"), settings(folder, tmp_path / "broken")
-    run_distributed(lambda: train(whole), 1, init=False, timeout_s=DEADLINE_S)
+    reference, broken = settings(folder, tmp_path / "reference"), settings(folder, tmp_path / "broken")
+    run_distributed(lambda: train(reference), 1, init=False, timeout_s=DEADLINE_S)
     with monkeypatch.context() as patch:
         fail_in(patch, callback, 3, after)
         assert train_until_error(broken) == [f"step-{saved:08}"]
     run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    expected = rows(whole)
+    expected = rows(reference)
     # The row of a step whose error came before it was logged is missing.
     assert rows(broken) == [row for row in expected if callback != "step" or row[0] != 3]
 
 
-def test_error_of_the_profiler_after_a_step_saves_it_with_its_place_in_the_data(
+def test_profiler_error_after_a_step_saves_it_with_its_data_position(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, broken = settings(folder, tmp_path / "whole"), settings(folder, tmp_path / "broken")
-    run_distributed(lambda: train(whole), 1, init=False, timeout_s=DEADLINE_S)
+    reference, broken = settings(folder, tmp_path / "reference"), settings(folder, tmp_path / "broken")
+    run_distributed(lambda: train(reference), 1, init=False, timeout_s=DEADLINE_S)
 
     @contextmanager
     def failing(profiler: StepProfiler, number: int) -> Iterator[None]:
@@ -136,7 +136,7 @@ def test_error_of_the_profiler_after_a_step_saves_it_with_its_place_in_the_data(
         patch.setattr(StepProfiler, "step", failing)
         assert train_until_error(broken) == ["step-00000003"]
     run_distributed(lambda: train(broken, resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
-    assert rows(broken) == rows(whole)
+    assert rows(broken) == rows(reference)
 
 
 def test_error_inside_a_step_saves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_error_inside_a_step_saves_nothing(folder: Path, tmp_path: Path, monkeyp
 def test_error_of_one_rank_among_several_saves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the others are in a collective is not known."""
+    """The other ranks may be in a collective, so no checkpoint can be saved."""
     config = settings(folder, tmp_path / "run")
     fail_in(monkeypatch, "take", 3)
     assert train_until_error(config, ranks=2) == []

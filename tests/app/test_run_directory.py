@@ -1,4 +1,4 @@
-"""An earlier run's files are removed together, or stay; and no run touches them before it has done a step."""
+"""An earlier run's files are removed atomically, and only after a new run's first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 240
 
 
 def earlier(output: Path) -> None:
-    """Files of a run, and one that is no run's."""
+    """Write files of a run, and one other file."""
     for name in ("metrics.jsonl", "events.jsonl", "hf/config.json", "checkpoints/latest", "notes.txt"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(name)
@@ -32,16 +32,16 @@ def earlier(output: Path) -> None:
 
 
 @pytest.mark.parametrize("moves", range(7))
-def test_a_process_that_is_killed_leaves_all_of_them_or_none(
+def test_interrupted_clear_leaves_all_files_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
 ) -> None:
     earlier(tmp_path)
-    before, replace, done = snapshot(tmp_path), os.replace, []
+    before, replace, moved = snapshot(tmp_path), os.replace, []
 
     def killed(source: Path, target: Path) -> None:
-        if len(done) == moves:
+        if len(moved) == moves:
             raise KeyboardInterrupt
-        done.append(source)
+        moved.append(source)
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", killed)
@@ -52,7 +52,7 @@ def test_a_process_that_is_killed_leaves_all_of_them_or_none(
     assert snapshot(tmp_path) == (before if moves < 5 else {"notes.txt": before["notes.txt"]})
 
 
-def test_files_that_cannot_be_moved_are_all_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_clear_restores_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier(tmp_path)
     before, replace = snapshot(tmp_path), os.replace
 
@@ -67,7 +67,7 @@ def test_files_that_cannot_be_moved_are_all_back(tmp_path: Path, monkeypatch: py
     assert snapshot(tmp_path) == before
 
 
-def test_links_stay_and_what_others_have_behind_them(tmp_path: Path) -> None:
+def test_clear_keeps_links_and_foreign_files_behind_them(tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     earlier(run)
     disk.mkdir()
@@ -88,7 +88,7 @@ def test_links_stay_and_what_others_have_behind_them(tmp_path: Path) -> None:
     assert (disk / "metrics.jsonl").read_text() == ""
 
 
-def test_a_volume_mounted_as_checkpoints_is_emptied(tmp_path: Path) -> None:
+def test_mounted_checkpoint_volume_is_emptied(tmp_path: Path) -> None:
     earlier(tmp_path)
     (tmp_path / "checkpoints").rename(tmp_path / "content")
     try:
@@ -110,7 +110,7 @@ def test_a_volume_mounted_as_checkpoints_is_emptied(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and chats."""
+    """Create a tiny model and texts."""
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 
     folder = tmp_path_factory.mktemp("earlier")
@@ -143,13 +143,13 @@ def in_forks(act: Callable[[], Any], ranks: int = 1) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path, megatron_imported: object) -> Path:
-    """A run that has finished, with checkpoints, an export and a tracker's files."""
+    """Finish a run with checkpoints, an export and a tracker's files."""
     in_forks(lambda: train(settings(folder, folder / "run")))
     return folder / "run"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_run_that_fails_before_its_first_step_touches_nothing(
+def test_run_that_fails_before_its_first_step_changes_nothing(
     folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     before, calls = snapshot(finished), []
@@ -187,7 +187,7 @@ def test_a_run_that_fails_before_its_first_step_touches_nothing(
         assert snapshot(finished) == before
 
 
-def test_after_its_first_step_the_directory_is_the_new_runs(folder: Path, finished: Path) -> None:
+def test_first_step_replaces_the_earlier_run(folder: Path, finished: Path) -> None:
     in_forks(lambda: train(settings(folder, finished, steps=1, export=False), overwrite=True))
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line)["event"] for line in (finished / "events.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a run writes: metrics, picture, progress lines; and what it refuses to overwrite."""
+"""Outputs of a run: metrics, plot and progress lines; refusal to overwrite."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def record(step: int, **changes: object) -> StepRecord:
 
 def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", steps=2) as log:
-        assert not (tmp_path / "run").exists()  # a run that never makes a step leaves nothing
+        assert not (tmp_path / "run").exists()  # a run without a step leaves no files
         log.write(record(1))
         log.write(record(2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -59,7 +59,7 @@ def test_metrics_are_lines_of_valid_json(tmp_path: Path, capsys: pytest.CaptureF
     assert "SKIPPED" in capsys.readouterr().out
 
 
-def test_a_run_resumed_at_its_last_step_has_the_rows_before_it(tmp_path: Path) -> None:
+def test_resumed_log_has_earlier_rows(tmp_path: Path) -> None:
     with RunLog(tmp_path, steps=2) as log:
         log.write(record(1))
         log.write(record(2))
@@ -75,26 +75,26 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
-def test_a_long_step_is_told_of_every_so_many_seconds() -> None:
-    """Micro batches of 10 s each, 8 a step, of which two steps were done by an earlier process; the clock is the test's."""
+def test_long_steps_report_progress_by_time() -> None:
+    """Use a fake clock: 8 micro batches of 10 s a step, and two steps done by an earlier process."""
     seconds = 0.0
     progress = StepClock(steps=5, done=2, now=lambda: seconds)
     lines = []
     for step in (3, 4):
-        for done in range(8):
-            lines.append(progress.micro_batch(done, 8))
+        for micro_batches_done in range(8):
+            lines.append(progress.micro_batch(micro_batches_done, 8))
             seconds += 10.0
         seconds += 20.0  # the update
         progress.step_done(step)
-    told = [index for index, line in enumerate(lines) if line]
-    assert told == [3, 6, 11, 14]
+    reported = [index for index, line in enumerate(lines) if line]
+    assert reported == [3, 6, 11, 14]
     assert (
         lines[3] == "step 3/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 3:30"
     )  # 80 s for each of two more
     assert lines[11] == "step 4/5  micro batch 3/8  0:30 in the step, 0:50 to its end  ETA 2:30"  # 100 s for the last
 
 
-def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_progress_prints_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = 0.0
     pace = StepClock(100, now=lambda: seconds)
     display = PlainDisplay(pace)
@@ -109,7 +109,7 @@ def test_plain_progress_is_a_line_every_few_steps(capsys: pytest.CaptureFixture[
     assert clock(3725) == "1:02:05"
 
 
-def test_a_resumed_run_tells_the_pace_of_this_process() -> None:
+def test_pace_after_resume_is_that_of_this_process() -> None:
     seconds = 10.0
     pace = StepClock(100, done=50, now=lambda: seconds)
     assert pace.remaining_s is None
@@ -118,7 +118,7 @@ def test_a_resumed_run_tells_the_pace_of_this_process() -> None:
     assert (pace.elapsed_s, pace.remaining_s) == (30.0, 120.0)
 
 
-def test_the_picture_has_a_panel_for_each_figure_and_a_log_axis_where_decades_are_spanned() -> None:
+def test_plot_has_a_panel_per_metric_and_a_log_axis_over_decades() -> None:
     rows = [
         record(step, loss=8.0 * 0.9**step, grad_norm=1.0 + step % 3, lr=1e-3 * step).to_dict() for step in range(1, 81)
     ]
@@ -131,7 +131,7 @@ def test_the_picture_has_a_panel_for_each_figure_and_a_log_axis_where_decades_ar
     assert list(loss.lines[2].get_ydata()) == [2.5]
     assert list(loss.lines[1].get_ydata()) == pytest.approx(
         [row["loss"] for row in rows], rel=1e-4
-    )  # what decays evenly stays so
+    )  # smoothing keeps an exponential decay
     assert [len(axes.lines) for axes in (rate, norm, speed)] == [1, 2, 2]
     assert rate.lines[0].get_ydata()[-1] == pytest.approx(0.08)
     assert norm.get_ylim()[0] == 0
@@ -139,7 +139,7 @@ def test_the_picture_has_a_panel_for_each_figure_and_a_log_axis_where_decades_ar
     assert (short.get_yscale(), len(short.lines)) == ("linear", 1)
 
 
-def test_a_smoothed_line_is_a_mean_of_what_is_around_and_follows_a_trend_to_its_ends() -> None:
+def test_smoothed_is_a_local_mean_that_follows_trends() -> None:
     nan = float("nan")
     assert plot.smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 2) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
     assert plot.smoothed([0.0, 6.0, 0.0, 6.0, 9.0], 1) == pytest.approx([0.0, 2.0, 4.0, 5.0, 9.0])
@@ -147,7 +147,7 @@ def test_a_smoothed_line_is_a_mean_of_what_is_around_and_follows_a_trend_to_its_
 
 
 @pytest.mark.parametrize("width", [80, 120, 40])
-def test_the_counter_is_whole_whatever_the_width_of_the_terminal(width: int) -> None:
+def test_bar_display_fits_the_terminal_width(width: int) -> None:
     seconds = 0.0
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     pace = StepClock(120_000, now=lambda: seconds)
@@ -156,17 +156,17 @@ def test_the_counter_is_whole_whatever_the_width_of_the_terminal(width: int) -> 
     pace.step_done(12_340)
     display.show(record(12_340, validation_loss=1.25, tokens_per_s=123_456.0))
     console.print(display.lines())
-    first, *others = console.file.getvalue().splitlines()
-    assert max(len(line) for line in (first, *others)) <= width
+    first, *remaining_lines = console.file.getvalue().splitlines()
+    assert max(len(line) for line in (first, *remaining_lines)) <= width
     assert first.startswith("step 12340/120000 ")
     figures = ["loss", "0.0001", "validation", "1.2500", "grad", "norm", "2.000", "123,456", "tokens/s"]
-    assert " ".join(others).split() == figures
+    assert " ".join(remaining_lines).split() == figures
     if width >= 80:
         assert first.rstrip().endswith("epoch 1234.00  elapsed 1:02:05  ETA 9:01:39")
         assert "━" in first
 
 
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
+def test_plot_is_a_png(tmp_path: Path) -> None:
     rows = [record(step).to_dict() for step in range(1, 20)]
     rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()
     plot_metrics(rows, tmp_path / "metrics.png", title="a run")
@@ -177,7 +177,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.png"]
 
 
-def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_raises_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     config = RunConfig(model=tmp_path, output=tmp_path, data=Data(path=tmp_path))
@@ -186,7 +186,7 @@ def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch:
     check_packages(config.model_copy(update={"plot": False}))
 
 
-def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path, tmp_path: Path) -> None:
+def test_unknown_lora_target_raises_before_training(parity_folder: Path, tmp_path: Path) -> None:
     model = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
 
     def check(*targets: str) -> None:
@@ -201,7 +201,7 @@ def test_a_target_that_no_layer_has_is_found_before_training(parity_folder: Path
             check("q_proj", target)
 
 
-def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
+def test_clear_output_removes_only_run_files(tmp_path: Path) -> None:
     check_start(tmp_path / "new", False, None, Launch())
     (tmp_path / "notes.txt").write_text("mine")
     check_start(tmp_path, False, None, Launch())
@@ -218,7 +218,7 @@ def test_only_a_runs_own_files_are_removed(tmp_path: Path) -> None:
         check_start(tmp_path / "notes.txt", True, None, Launch())
 
 
-def test_the_last_line_says_how_many_steps_were_skipped(tmp_path: Path) -> None:
+def test_end_line_counts_skipped_steps(tmp_path: Path) -> None:
     config = RunConfig(model=tmp_path, output=Path("out"), data=Data(path=tmp_path), steps=6)
     assert end_line(config, TrainCounts(seconds=2.4, loss=5.5)) == "6 steps in 2 s, last loss 5.5000; see out"
     skipping = TrainCounts(seconds=2.4, loss=5.5, skipped=5, validation_loss=6.0)
@@ -227,7 +227,7 @@ def test_the_last_line_says_how_many_steps_were_skipped(tmp_path: Path) -> None:
     )
 
 
-def test_a_resumed_run_drops_later_rows_and_needs_no_room_for_it(tmp_path: Path) -> None:
+def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
     with RunLog(tmp_path, steps=4) as log:
         for step in (1, 2, 3):
             log.write(record(step))
@@ -246,13 +246,13 @@ def test_a_resumed_run_drops_later_rows_and_needs_no_room_for_it(tmp_path: Path)
     assert (metrics.is_symlink(), metrics.stat().st_ino) == (True, before)
 
 
-def test_rows_wait_for_room_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_wait_for_disk_space_and_for_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output, waiting = tmp_path / "run", [True]
     with RunLog(output, steps=4, waiting=lambda: waiting[0]) as log:
         log.write(record(1))
         assert not output.exists()
         waiting[0] = False
-        output.write_text("in the way")  # as if the disk had no room for a directory
+        output.write_text("in the way")  # as if the directory could not be created
         log.write(record(2))
         log.write(record(3))
         output.unlink()

@@ -1,4 +1,4 @@
-"""Signals are noted, not obeyed, until the second Ctrl-C."""
+"""Signals are recorded and do not interrupt, until the second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megascend.app.stop_signals import BY_DEFAULT, STOPPING, StopSignals, stoppi
 
 
 def send(number: signal.Signals) -> None:
-    signal.raise_signal(number)  # to this thread; one to the process may come to another, and a moment later
+    signal.raise_signal(number)  # to this thread: a signal to the process may be delivered to another thread, and later
     time.sleep(0)  # Python runs handlers between two instructions
 
 
 @pytest.fixture(autouse=True)
 def default_actions() -> Iterator[None]:
-    """The tests may run under nohup, or beside somebody's handler."""
+    """Restore the default actions: the tests may run under nohup, or with another handler."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in BY_DEFAULT}
     yield
     for number, handler in before.items():
@@ -29,17 +29,17 @@ def default_actions() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_the_first_signal_is_noted_and_the_handlers_are_put_back(number: signal.Signals) -> None:
-    before = [signal.getsignal(each) for each in STOPPING]
+def test_first_signal_is_recorded_and_handlers_are_restored(number: signal.Signals) -> None:
+    before = [signal.getsignal(stop_signal) for stop_signal in STOPPING]
     with StopSignals() as signals:
         assert signals.received is None
         send(number)
         assert signals.received is number
-    assert [signal.getsignal(each) for each in STOPPING] == before
+    assert [signal.getsignal(stop_signal) for stop_signal in STOPPING] == before
 
 
 @pytest.mark.parametrize("number", BY_DEFAULT)
-def test_what_is_ignored_or_handled_by_others_stays_so(number: signal.Signals) -> None:
+def test_ignored_and_handled_signals_are_unchanged(number: signal.Signals) -> None:
     seen: list[int] = []
     for handler in (signal.SIG_IGN, lambda number, frame: seen.append(number)):
         signal.signal(number, handler)
@@ -50,7 +50,7 @@ def test_what_is_ignored_or_handled_by_others_stays_so(number: signal.Signals) -
     assert seen == [number]
 
 
-def test_a_handler_set_in_c_stays() -> None:
+def test_handler_set_in_c_is_kept() -> None:
     faulthandler.register(signal.SIGUSR1)
     try:
         assert signal.SIGUSR1 not in stopping()
@@ -59,7 +59,7 @@ def test_a_handler_set_in_c_stays() -> None:
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def test_the_first_one_counts() -> None:
+def test_first_signal_is_kept() -> None:
     with StopSignals() as signals:
         send(signal.SIGTERM)
         send(signal.SIGINT)
@@ -67,7 +67,7 @@ def test_the_first_one_counts() -> None:
         assert signals.received is signal.SIGTERM
 
 
-def test_a_second_ctrl_c_interrupts() -> None:
+def test_second_ctrl_c_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:
         send(signal.SIGINT)
@@ -77,7 +77,7 @@ def test_a_second_ctrl_c_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_after_sigterm_interrupts() -> None:
+def test_second_ctrl_c_after_sigterm_interrupts() -> None:
     with StopSignals():
         send(signal.SIGTERM)
         send(signal.SIGINT)
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_after_sigterm_interrupts() -> None:
             send(signal.SIGINT)
 
 
-def test_under_a_launcher_one_ctrl_c_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_ctrl_c_under_a_launcher_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopSignals(launched=True) as signals:
         send(signal.SIGINT)
         send(signal.SIGINT)
@@ -96,13 +96,13 @@ def test_under_a_launcher_one_ctrl_c_comes_twice(monkeypatch: pytest.MonkeyPatch
             send(signal.SIGINT)
 
 
-def test_outside_the_main_thread_nothing_is_changed() -> None:
-    before = [signal.getsignal(each) for each in STOPPING]
+def test_handlers_are_unchanged_outside_the_main_thread() -> None:
+    before = [signal.getsignal(stop_signal) for stop_signal in STOPPING]
     seen = []
 
     def work() -> None:
         with StopSignals():
-            seen.append([signal.getsignal(each) for each in STOPPING])
+            seen.append([signal.getsignal(stop_signal) for stop_signal in STOPPING])
 
     thread = threading.Thread(target=work)
     thread.start()

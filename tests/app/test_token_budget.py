@@ -1,4 +1,4 @@
-"""``batching.micro_batch_tokens: auto`` in whole runs, on CPUs whose memory is that of their tensors."""
+"""``batching.micro_batch_tokens: auto`` in full runs, on CPUs with simulated device memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(folder: Path, output: str, **settings: Any) -> RunConfig:
 
 
 def train(run: RunConfig, room: int, resume: str | None = None) -> tuple[int, list[Any]]:
-    """A run on this rank, whose device has ``room`` bytes for tensors; peak of its first two steps, and its events' budgets."""
+    """Train on this rank with ``room`` bytes of tensor memory; return the second step's peak and all budgets found."""
     from megascend.app.train import train
 
     with TensorMemory() as memory, pytest.MonkeyPatch.context() as patch:
@@ -63,49 +63,49 @@ def losses(run: RunConfig) -> list[float]:
     return [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_budget_fills_the_memory_and_stays_when_resumed(megatron_imported, folder: Path, capfd) -> None:
+def test_budget_fills_the_memory_and_is_kept_on_resume(megatron_imported, folder: Path, capfd) -> None:
     run, room = config(folder, "auto"), 24 * MIB
 
     def on_rank() -> dict[str, Any]:
-        peak, [found] = train(run.model_copy(update={"steps": 2}), room)
+        peak, [budget] = train(run.model_copy(update={"steps": 2}), room)
         _, resumed = train(run, 10 * room, resume="auto")  # there would be room for more now
-        numbered = run.model_copy(update={"output": folder / "number", "batching": run.batching.with_budget(found)})
+        numbered = run.model_copy(update={"output": folder / "number", "batching": run.batching.with_budget(budget)})
         train(numbered, room)
-        return {"peak": peak, "found": found, "resumed": resumed, "losses": losses(run), "numbered": losses(numbered)}
+        return {"peak": peak, "found": budget, "resumed": resumed, "losses": losses(run), "numbered": losses(numbered)}
 
     [result] = run_distributed(on_rank, 1, init=False)
     assert 0.75 * room < result["peak"] <= room
     assert result["resumed"] == [result["found"]] * 2
     assert 256 < result["found"] < 32 * 213
-    # Looking for it has left no trace: neither in gradients nor in moments nor in random streams.
+    # The search leaves no trace in gradients, moments and random streams.
     assert result["losses"] == result["numbered"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", ["DP2", "LoRA"])
-def test_ranks_agree(megatron_imported, folder: Path, world: str) -> None:
+def test_ranks_agree_on_the_budget(megatron_imported, folder: Path, world: str) -> None:
     lora = {"lora": {"rank": 4, "dropout": 0.1}} if world == "LoRA" else {}
     run, room = config(folder, world, **lora), (12 if lora else 16) * MIB
 
     def on_rank() -> tuple[int, list[float], list[float]]:
-        own = room if os.environ["RANK"] == "1" else 2 * room
-        _, found = train(run, own)
+        limit = room if os.environ["RANK"] == "1" else 2 * room
+        _, budget = train(run, limit)
         numbered = run.model_copy(
-            update={"output": folder / f"{world}-2", "batching": run.batching.with_budget(found[0])}
+            update={"output": folder / f"{world}-2", "batching": run.batching.with_budget(budget[0])}
         )
-        train(numbered, own)
-        return found[0], losses(run), losses(numbered)
+        train(numbered, limit)
+        return budget[0], losses(run), losses(numbered)
 
     results = run_distributed(on_rank, 2, init=False)
     assert results[0] == results[1]
-    found, auto, number = results[0]
+    budget, auto, number = results[0]
     assert auto == number
-    assert 256 < found < 16 * 213
+    assert 256 < budget < 16 * 213
     peak = json.loads((run.output / "metrics.jsonl").read_text().splitlines()[1])["peak_memory_bytes"]  # of rank 0
     assert 0.6 * room < peak <= room
 
 
-def test_a_platform_that_tells_no_peaks_refuses(folder: Path) -> None:
+def test_platform_without_peak_memory_is_refused(folder: Path) -> None:
     from megascend.app.token_budget import check_platform
 
     with pytest.raises(ConfigError, match=r"platform cpu does not report: set a number"):

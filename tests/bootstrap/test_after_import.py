@@ -1,4 +1,4 @@
-"""What is done when another's module has been imported; and a plain Megatron program that gets right sums by it."""
+"""Hooks on the import of an upstream module; a plain Megatron program gets correct sums through one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.forked_programs import run_forked
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Name of a package that can be imported, with a module ``inner`` and one, ``user``, that takes a name from it."""
+    """Return the name of an importable package whose module ``user`` imports a name from its module ``inner``."""
     name = "imported_later"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
@@ -30,44 +30,44 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[module]
 
 
-def test_it_comes_before_whoever_imports_the_module_sees_it_and_once(package: str) -> None:
+def test_calls_run_once_and_before_the_importer_gets_the_module(package: str) -> None:
     calls = []
 
-    def mend() -> None:
-        calls.append("mended")
-        sys.modules[f"{package}.inner"].value = "mended"  # type: ignore[attr-defined]
+    def patch_inner() -> None:
+        calls.append("patched")
+        sys.modules[f"{package}.inner"].value = "patched"  # type: ignore[attr-defined]
 
     finders = list(sys.meta_path)
-    after_import(f"{package}.inner", mend)
+    after_import(f"{package}.inner", patch_inner)
     after_import(f"{package}.inner", lambda: calls.append("second"))
     assert calls == []
-    assert importlib.import_module(f"{package}.user").value == "mended"
-    assert calls == ["mended", "second"]
+    assert importlib.import_module(f"{package}.user").value == "patched"
+    assert calls == ["patched", "second"]
     assert sys.meta_path == finders
     inner = sys.modules[f"{package}.inner"]
     assert type(inner.__loader__).__module__ == type(inner.__spec__.loader).__module__ != after_import.__module__
     after_import(f"{package}.inner", lambda: calls.append("at once"))
-    assert calls == ["mended", "second", "at once"]
+    assert calls == ["patched", "second", "at once"]
 
 
-def test_looking_for_the_module_does_not_use_it_up(package: str) -> None:
+def test_find_spec_does_not_trigger_the_call(package: str) -> None:
     calls = []
-    after_import(f"{package}.inner", lambda: calls.append("mended"))
+    after_import(f"{package}.inner", lambda: calls.append("patched"))
     for _ in range(2):
-        found = importlib.util.find_spec(f"{package}.inner")
-        assert found is not None
-        assert found.loader.get_source(f"{package}.inner") == "value = 'upstream'\n"  # type: ignore[union-attr]
+        spec = importlib.util.find_spec(f"{package}.inner")
+        assert spec is not None
+        assert spec.loader.get_source(f"{package}.inner") == "value = 'upstream'\n"  # type: ignore[union-attr]
     assert calls == []
     importlib.import_module(f"{package}.inner")
-    assert calls == ["mended"]
+    assert calls == ["patched"]
 
 
-def test_an_error_of_the_call_fails_the_import(package: str) -> None:
+def test_error_in_the_call_fails_the_import(package: str) -> None:
     def fail() -> None:
-        raise RuntimeError("cannot be mended")
+        raise RuntimeError("cannot be patched")
 
     after_import(f"{package}.inner", fail)
-    with pytest.raises(RuntimeError, match="cannot be mended"):
+    with pytest.raises(RuntimeError, match="cannot be patched"):
         importlib.import_module(f"{package}.user")
     assert f"{package}.inner" not in sys.modules
 
@@ -78,7 +78,7 @@ import torch, torch.distributed as dist
 if sys.argv[1] == "with":
     import megascend
     megascend.bootstrap("cpu")
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region  # all that it imports
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region  # its only import of Megatron
 
 sys.stdout.flush()
 store, rank = tempfile.mktemp(), 0
@@ -94,13 +94,13 @@ if child == 0:
 os.waitpid(child, 0)
 print(total.t().tolist())
 """
-OF_BOTH_RANKS = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]
-OF_RANK_0 = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+SUM = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]
+RANK_0_ONLY = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-@pytest.mark.parametrize(("bootstrapped", "total"), [("with", OF_BOTH_RANKS), ("without", OF_RANK_0)])
-def test_a_plain_megatron_program_sums_what_is_not_contiguous(bootstrapped: str, total: list[list[float]]) -> None:
-    """It imports mappings alone and calls nothing of megascend's but the bootstrap. Without it, a rank gets its own part."""
-    done = run_forked(PLAIN, bootstrapped, timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(total)
+@pytest.mark.parametrize(("bootstrapped", "total"), [("with", SUM), ("without", RANK_0_ONLY)])
+def test_plain_megatron_program_reduces_non_contiguous_tensors(bootstrapped: str, total: list[list[float]]) -> None:
+    """Import only mappings, and call only the bootstrap; without the bootstrap a rank gets its own part."""
+    completed = run_forked(PLAIN, bootstrapped, timeout_s=120)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == str(total)

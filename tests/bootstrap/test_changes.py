@@ -1,4 +1,4 @@
-"""Every change of the process is in ``Runtime.changes``: what is set in the code, and what is found in a real process."""
+"""Every change of the process is listed in ``Runtime.changes``."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from support.forked_programs import run_forked
 
 def test_a_patch_is_listed_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "_ledger", {})
-    module, thing = ModuleType("theirs"), Thing()
+    module, target = ModuleType("theirs"), Patched()
     vars(module)["f"] = len
     before = patch(module, "f", max, "takes the largest")
     for _ in range(2):
-        patch(thing, "run", min, "takes the smallest")
-    assert (module.f, thing.run) == (max, min)
+        patch(target, "run", min, "takes the smallest")
+    assert (module.f, target.run) == (max, min)
     assert (before, patch(module, "g", max, "is new")) == (len, ABSENT)
     restore(module, "f", before)
     restore(module, "g", ABSENT)
     assert vars(module)["f"] is len
     assert not hasattr(module, "g")
     changed("A=1")
-    place = f"objects of {__name__}.Thing.run"
-    assert listed() == ["theirs.f: takes the largest", f"{place}: takes the smallest", "theirs.g: is new", "A=1"]
+    qualified_name = f"objects of {__name__}.Patched.run"
+    assert listed() == [
+        "theirs.f: takes the largest",
+        f"{qualified_name}: takes the smallest",
+        "theirs.g: is new",
+        "A=1",
+    ]
 
 
-def test_a_patch_for_a_while_is_undone_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_patch_is_undone_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "_ledger", {})
-    thing = Thing()
-    with pytest.raises(ZeroDivisionError), patched(thing, "run", lambda: 1 / 0, "for a while"):
-        thing.run()
-    assert thing.run() == "its own"
+    target = Patched()
+    with pytest.raises(ZeroDivisionError), patched(target, "run", lambda: 1 / 0, "for a while"):
+        target.run()
+    assert target.run() == "its own"
     assert len(listed()) == 1
 
 
-class Thing:
+class Patched:
     def run(self) -> str:
         return "its own"
 
@@ -61,7 +66,7 @@ backend.forward_backward([sample], adapter="a" if sys.argv[2] == "adapters" else
 
 root = megascend.__path__[0] + "/"
 
-def ours(value):  # wrapped functions say that they are others'; what is in the reference Transformer Engine is listed as a whole
+def ours(value):  # by file: functools.wraps copies __module__. The reference Transformer Engine is listed as a whole.
     if isinstance(value, types.FunctionType):
         file = value.__code__.co_filename
         return file.startswith(root) and not file.startswith(root + "reference_te/")
@@ -69,7 +74,7 @@ def ours(value):  # wrapped functions say that they are others'; what is in the 
     module = str(kind.__module__)
     return module.startswith("megascend.") and not module.startswith("megascend.reference_te")
 
-found, standing_in = {}, set()  # by object: others import what we have put in place, under their own names
+found, standing_in = {}, set()  # by object: upstream modules import our objects under other names
 
 def note(value, place, attribute):
     key = id(value) if isinstance(value, (type, types.FunctionType)) else id(type(value))
@@ -78,7 +83,7 @@ def note(value, place, attribute):
 for name, module in list(sys.modules.items()):
     if name.split(".")[0] in ("megascend", "__main__", "__mp_main__") or not isinstance(module, types.ModuleType):
         continue
-    if str(getattr(module.__spec__, "origin", "")).startswith("megascend"):  # a whole module of ours
+    if str(getattr(module.__spec__, "origin", "")).startswith("megascend"):  # a stub module
         standing_in.add(name)
     for attribute, value in list(vars(module).items()):
         if ours(value):
@@ -103,17 +108,17 @@ EXPECTED = {
     "adapters": {"forward", "dispatch_preprocess", "dispatch_postprocess", "_reduce", "zeros", "to"},
 }
 CALLBACKS = {"grad_scale_func", "finalize_model_grads_func", "no_sync_func"}
-"""Settings of Megatron's configuration that are there for a caller's functions."""
+"""Settings of Megatron's configuration that take functions of the caller."""
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_whatever_of_ours_sits_in_others_modules_classes_and_objects_is_listed(kind: str, tmp_path: Path) -> None:
+def test_changes_list_all_our_functions_in_foreign_objects(kind: str, tmp_path: Path) -> None:
     from megascend.testing.tiny_models import write_tiny_checkpoint
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    done = run_forked(REAL, checkpoint, kind)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    completed = run_forked(REAL, checkpoint, kind)
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout.splitlines()[-1])
     words = set(re.findall(r"[\w.]+", "\n".join(report["changes"])))
     words |= {part for word in words for part in word.split(".")}
     assert {attribute for places in report["found"] for _, attribute in places} >= EXPECTED[kind]
@@ -124,8 +129,8 @@ def test_whatever_of_ours_sits_in_others_modules_classes_and_objects_is_listed(k
         places
         for places in report["found"]
         if not any(
-            attribute in words | CALLBACKS or place.rpartition(".")[0] in report["standing_in"]
-            for place, attribute in places
+            attribute in words | CALLBACKS or path.rpartition(".")[0] in report["standing_in"]
+            for path, attribute in places
         )
     ]
     assert unlisted == []

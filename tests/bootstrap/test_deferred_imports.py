@@ -1,4 +1,4 @@
-"""Imports that upstream modules could do without come later, or not at all; and what they bring is the real thing then."""
+"""Deferred imports of upstream modules: at first use or never, and with the real objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT_OUT = (
     "matplotlib",
     "sklearn",
 )
-"""What training with Megatron does not need, though upstream imports it at the start."""
+"""Packages that upstream imports at the start although training with Megatron does not need them."""
 
 FILES = {
     "heavy/__init__.py": "",
@@ -48,7 +48,7 @@ CALLED = "user.calls", "heavy.leaf", ("double",)
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages that nobody has imported; no test leaves a finder behind."""
+    """Write packages that are not imported yet; check that the test leaves no finder behind."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -60,7 +60,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[module]
 
 
-def test_a_function_that_is_only_called_is_imported_when_it_is_called() -> None:
+def test_called_function_imports_its_module_at_first_call() -> None:
     with deferring((Called(*CALLED),)):
         calls = importlib.import_module("user.calls")
     assert not {"heavy", "heavy.leaf"} & set(sys.modules)
@@ -70,7 +70,7 @@ def test_a_function_that_is_only_called_is_imported_when_it_is_called() -> None:
     assert calls.double(3, plus=1) == 7
 
 
-def test_other_names_of_the_same_module_are_the_real_ones() -> None:
+def test_other_names_of_the_module_are_real() -> None:
     with deferring((Called("user.takes_more", "heavy.leaf", ("double",)),)):
         user = importlib.import_module("user.takes_more")
     leaf = sys.modules["heavy.leaf"]
@@ -81,30 +81,30 @@ def test_other_names_of_the_same_module_are_the_real_ones() -> None:
         assert importlib.import_module("user.takes_all").leaf is leaf
 
 
-def test_a_module_that_is_there_already_is_taken_as_it_is() -> None:
+def test_imported_module_is_not_replaced() -> None:
     leaf = importlib.import_module("heavy.leaf")
     with deferring((Called(*CALLED),)):
         assert importlib.import_module("user.calls").double is leaf.double
 
 
-def test_after_the_block_imports_are_what_they_were() -> None:
+def test_imports_are_normal_after_the_context() -> None:
     with deferring((Called(*CALLED),)):
         pass
     assert importlib.import_module("user.calls").double is sys.modules["heavy.leaf"].double
 
 
-def test_an_import_that_fails_leaves_nothing_behind() -> None:
+def test_failed_import_removes_the_stand_in() -> None:
     with deferring((Called("user.fails", "heavy.leaf", ("double",)),)), pytest.raises(RuntimeError, match="broken"):
         importlib.import_module("user.fails")
     assert "heavy.leaf" not in sys.modules
 
 
-def test_another_thread_that_imports_the_module_in_between_gets_all_of_it() -> None:
-    found = []
+def test_concurrent_import_gets_the_real_module() -> None:
+    values = []
 
-    def look() -> None:
+    def import_leaf() -> None:
         leaf = importlib.import_module("heavy.leaf")
-        found.append((leaf.value, leaf.double(1)))
+        values.append((leaf.value, leaf.double(1)))
 
     (Path(importlib.util.find_spec("user").origin).parent / "calls.py").write_text(  # type: ignore[union-attr, arg-type]
         "import threads_of_test\nthreads_of_test.run()\nfrom heavy.leaf import double\n"
@@ -112,7 +112,7 @@ def test_another_thread_that_imports_the_module_in_between_gets_all_of_it() -> N
     sys.modules["threads_of_test"] = module = type(sys)("threads_of_test")
 
     def run() -> None:
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=import_leaf)
         thread.start()
         thread.join()
 
@@ -120,10 +120,10 @@ def test_another_thread_that_imports_the_module_in_between_gets_all_of_it() -> N
     importlib.invalidate_caches()
     with deferring((Called(*CALLED),)):
         assert importlib.import_module("user.calls").double(2) == 4
-    assert found == [(7, 2)]
+    assert values == [(7, 2)]
 
 
-def test_names_that_are_only_passed_on_are_looked_up_when_they_are_asked_for() -> None:
+def test_reexported_names_are_imported_at_first_lookup() -> None:
     with deferring((PassedOn("user.passes_on", "user.passed"),)):
         user = importlib.import_module("user.passes_on")
     assert not {"heavy", "user.passed"} & set(sys.modules)
@@ -136,14 +136,14 @@ def test_names_that_are_only_passed_on_are_looked_up_when_they_are_asked_for() -
     assert user.one is sys.modules["user.passed"].one
 
 
-def test_a_module_with_a_look_up_of_its_own_keeps_it() -> None:
+def test_existing_module_getattr_still_works() -> None:
     with deferring((PassedOn("user.passes_on_both", "user.passed"),)):
         user = importlib.import_module("user.passes_on_both")
     assert user.other == "OTHER"
     assert user.one() == 1
 
 
-def test_what_a_package_goes_without_can_be_imported_afterwards() -> None:
+def test_left_out_module_can_be_imported_later() -> None:
     with deferring((LeftOut("framework", "framework.other"),)):
         framework = importlib.import_module("framework")
     assert not hasattr(framework, "other")
@@ -162,13 +162,13 @@ print(json.dumps([*loaded, type(lock) is datasets.utils.filelock.FileLock]))
 """
 
 
-def test_training_with_megatron_begins_without_what_it_does_not_need(tmp_path: Path) -> None:
-    """In a process of its own, where nothing has been imported: 3,470 modules of 4,550 are left."""
+def test_load_megatron_skips_unneeded_packages(tmp_path: Path) -> None:
+    """Run in a fresh process; about 3,470 of 4,550 modules are imported."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "lock")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    packages, count, is_real = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    packages, count, is_real = json.loads(completed.stdout.splitlines()[-1])
     assert [name for name in LEFT_OUT if name in packages] == []
     assert count < 4000, f"{count} modules"
     assert is_real

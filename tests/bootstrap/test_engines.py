@@ -1,4 +1,4 @@
-"""What each engine gets of the bootstrap: Megatron's its patches, others none; and never two kinds in one process."""
+"""The bootstrap by engine: patches for Megatron only, and no second kind of engine in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascend.bootstrap.versions import PACKAGES, require_supported
 from megascend.errors import ConfigError, VersionError
 
 
-def test_an_engine_without_megatron_finds_an_unpatched_process():
+def test_engine_without_megatron_gets_an_unpatched_process():
     program = """
 import os, sys, torch
 before = {name: vars(torch).get(name) for name in ('empty', 'zeros', 'tensor', 'arange')} | {
@@ -29,9 +29,9 @@ assert loaded == [] and 'swift' not in sys.modules, loaded
 assert dict(os.environ) == environment
 assert runtime.changes == [] and runtime.provider is None and (runtime.engine, runtime.precision) == ('single', 'fp32')
 runtime.configure_model(object(), {})
-for what in (runtime.load_megatron, lambda: runtime.configure_model(object(), {'fast': 1})):
+for call in (runtime.load_megatron, lambda: runtime.configure_model(object(), {'fast': 1})):
     try:
-        what()
+        call()
     except megascend.ConfigError as error:
         assert "engine 'single'" in str(error), error
     else:
@@ -47,7 +47,7 @@ print('untouched')
 
 
 @pytest.mark.parametrize(("first", "second"), [("megatron", "single"), ("single", "megatron")])
-def test_a_second_engine_is_refused_where_one_of_them_is_patched(first, second):
+def test_second_engine_is_refused_if_either_needs_patches(first, second):
     program = f"""
 import megascend
 runtime = megascend.bootstrap('cpu', engine={first!r})
@@ -65,7 +65,7 @@ print('refused')
     assert run(program).endswith("refused\n")
 
 
-def test_engines_that_patch_nothing_share_a_process_and_take_no_provider():
+def test_unpatched_engines_share_a_process_and_refuse_a_provider():
     program = """
 import megascend
 from megascend.bootstrap import engines
@@ -81,7 +81,7 @@ print('shared')
     assert run(program).endswith("shared\n")
 
 
-def test_an_unknown_engine_is_refused_with_those_there_are(monkeypatch):
+def test_unknown_engine_error_lists_the_registered_ones(monkeypatch):
     with pytest.raises(ConfigError, match="no 'megatorn'; there are megatron, single"):
         engines.needs("megatorn")
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
@@ -94,7 +94,7 @@ def test_an_unknown_engine_is_refused_with_those_there_are(monkeypatch):
         engines.register("other", megatron=False, packages=["numpy"])
 
 
-def test_an_engine_without_megatron_needs_none_installed():
+def test_engine_without_megatron_does_not_require_its_package():
     versions = {
         "torch": "2.13.0",
         "megatron-core": None,

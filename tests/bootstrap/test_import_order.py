@@ -1,4 +1,4 @@
-"""The import-order guard: what came too early is named, in every order in which it can come."""
+"""The import-order guard: the error names every package that was imported too early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.forked_programs import run_forked
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """In a fork that finds torch, transformers and peft imported."""
+    """Run a program in a fork of a process that has imported torch, transformers and peft."""
     return run_forked(program)
 
 
@@ -28,14 +28,14 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         (PATCHED_FIRST, list(PATCHED_FIRST)),
     ],
 )
-def test_only_the_packages_themselves_count(modules, early):
+def test_require_clean_ignores_other_packages(modules, early):
     expected = pytest.raises(ImportOrderError, match=f"^{', '.join(early)} w") if early else contextlib.nullcontext()
     with expected:
         require_clean(modules, "cpu")
 
 
 @pytest.mark.parametrize("name", PATCHED_FIRST)
-def test_the_error_names_what_came_too_early_and_the_platform(name):
+def test_error_names_the_early_imports_and_the_platform(name):
     require_clean(["torch"], "cpu")
     with pytest.raises(ImportOrderError, match=rf"{name} was imported before megascend\.bootstrap\(\).*'cpu'"):
         require_clean(["torch", name], "cpu")
@@ -43,7 +43,7 @@ def test_the_error_names_what_came_too_early_and_the_platform(name):
         require_clean(["megatron.core", "mcore_bridge"], "npu")
 
 
-def test_the_error_is_ours_and_an_import_error():
+def test_import_order_error_is_an_import_error():
     assert issubclass(ImportOrderError, MegascendError)
     assert issubclass(ImportOrderError, ImportError)
 
@@ -53,20 +53,20 @@ def test_the_error_is_ours_and_an_import_error():
     [
         ("import megatron.core", "megatron.core was"),
         pytest.param("from megatron.core import parallel_state", "megatron.core was", marks=pytest.mark.nightly),
-        # Neither can be imported whole on a machine without CUDA; having tried is as bad.
+        # Neither can be imported fully without CUDA; a failed attempt leaves the same traces in sys.modules.
         ("import sys, types; sys.modules['transformer_engine'] = types.ModuleType('te')", "transformer_engine was"),
         ("import sys, types; sys.modules['mcore_bridge'] = types.ModuleType('mb')", "mcore_bridge was"),
         ("import sys, megatron.core; sys.modules['mcore_bridge'] = sys", "megatron.core, mcore_bridge were"),
     ],
 )
-def test_an_import_before_the_bootstrap_is_refused(first, named):
-    done = run(f"{first}\nimport megascend\nmegascend.bootstrap('cpu')")
-    last = done.stderr.strip().splitlines()[-1]
+def test_import_before_the_bootstrap_raises(first, named):
+    completed = run(f"{first}\nimport megascend\nmegascend.bootstrap('cpu')")
+    last = completed.stderr.strip().splitlines()[-1]
     assert last.startswith(f"megascend.errors.ImportOrderError: {named} imported before megascend.bootstrap()"), last
     assert "first lines of the program" in last
 
 
-def test_a_refused_bootstrap_has_changed_nothing():
+def test_refused_bootstrap_changes_nothing():
     program = """
 import megatron.core, os, sys, torch, megascend
 before = dict(os.environ), set(sys.modules), torch.empty, torch.Tensor.to
@@ -80,8 +80,8 @@ assert not [name for name in new if name.startswith(('transformer_engine', 'mcor
 assert (torch.empty, torch.Tensor.to) == before[2:]
 print('unchanged')
 """
-    done = run(program)
-    assert done.stdout == "unchanged\n", done.stderr
+    completed = run(program)
+    assert completed.stdout == "unchanged\n", completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ print('unchanged')
         "megascend.engines.megatron.engine",
     ],
 )
-def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
+def test_megatron_modules_require_the_bootstrap(module):
     last = run(f"import {module}").stderr.strip().splitlines()[-1]
     assert last.startswith("megascend.errors.ImportOrderError: "), last
     assert "megascend.bootstrap()" in last
@@ -109,7 +109,7 @@ def test_parts_that_need_megatron_say_that_the_bootstrap_is_missing(module):
         pytest.param("megascend.topology.topology", marks=pytest.mark.nightly),
     ],
 )
-def test_parts_that_do_not_need_megatron_can_come_first(module):
+def test_other_modules_can_precede_the_bootstrap(module):
     program = f"""
 import {module}, sys
 assert not set({list(PATCHED_FIRST)!r}) & set(sys.modules)
@@ -117,5 +117,5 @@ import megascend
 megascend.bootstrap('cpu').load_megatron()
 print('fine')
 """
-    done = run(program)
-    assert done.stdout.endswith("fine\n"), done.stderr
+    completed = run(program)
+    assert completed.stdout.endswith("fine\n"), completed.stderr

@@ -1,4 +1,4 @@
-"""transformers reads the folder of its models once, and knows the same names as without that."""
+"""transformers reads the folder of its models once, with unchanged names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.patches import FUNCTION, MODULE, by_folder, read_once
+from megascend.bootstrap.patches import FUNCTION, IMPORT_UTILS, by_folder, cache_import_structure
 
 PROGRAM = """
 import json, sys
@@ -34,36 +34,36 @@ print(json.dumps([len(opened), twice, sorted(dir(transformers)), sorted(dir(tran
 """
 
 
-def test_no_file_is_read_twice_and_no_name_is_missing() -> None:
-    """In processes where transformers has not been imported."""
+def test_model_files_are_read_once_and_names_unchanged() -> None:
+    """Run in processes that have not imported transformers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    found = {}
-    for way in ("once", "as it is"):
-        command = [sys.executable, "-c", PROGRAM, way]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-    count, twice, *names = found["once"]
-    assert names == found["as it is"][2:]
+    reports = {}
+    for mode in ("once", "as it is"):
+        command = [sys.executable, "-c", PROGRAM, mode]
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert completed.returncode == 0, completed.stderr
+        reports[mode] = json.loads(completed.stdout.splitlines()[-1])
+    count, twice, *names = reports["once"]
+    assert names == reports["as it is"][2:]
     assert twice < 50
-    assert count < 0.6 * found["as it is"][0]
+    assert count < 0.6 * reports["as it is"][0]
 
 
-def test_a_folder_and_a_file_in_it_are_the_same_and_other_versions_stay_as_they_are(
+def test_structure_is_cached_by_folder_and_other_versions_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").write_text("")
-    asked = []
-    function = by_folder(lambda path: {"asked": asked.append(path)})
+    paths = []
+    function = by_folder(lambda path: {"asked": paths.append(path)})
     for path in (tmp_path / "models", str(tmp_path / "models" / "__init__.py")):
         function(path)
-    assert asked == 2 * [str(tmp_path / "models")]
+    assert paths == 2 * [str(tmp_path / "models")]
 
-    utils = import_module(MODULE)
+    utils = import_module(IMPORT_UTILS)
     monkeypatch.setattr(utils, FUNCTION, plain := lambda path: {})
-    read_once()
+    cache_import_structure()
     assert getattr(utils, FUNCTION) is plain
     monkeypatch.delattr(utils, FUNCTION)
-    read_once()
+    cache_import_structure()
     assert not hasattr(utils, FUNCTION)

@@ -1,4 +1,4 @@
-"""MindSpeed's arguments follow from the model and the layout, and from nothing else."""
+"""MindSpeed's arguments are derived from the model and the layout only."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_model_overrides_defaults_but_an_unset_field_hides_none():
 
 
 def test_mindspeeds_own_fields_and_callbacks_do_not_come_from_the_model():
-    """MindSpeed adds its arguments to the class, and its layers change them; a second look must find the same."""
+    """Ignore arguments that MindSpeed added to the class: its layers change them while the model is built."""
 
     @dataclass
     class Grown(Config):
@@ -106,21 +106,21 @@ def test_an_option_raises_the_level_to_its_features():
         ),
         ({"transformer_impl": "local"}, "transformer_impl is decided by megascend"),
         ({"swap_attention": True}, r"swap_attention=True: that feature imports megatron\.training"),
-        ({"swap_attention": False}, "provider_options.swap_attention is not among the options that were tried"),
-        ({"cp_window_size": 2}, "MindSpeed makes their process groups before"),
-        ({"use_fused_rmsnorm": True}, r"not among the options that were tried with megascend \(use_fused_ring"),
-        ({"optimizer_selection": "fused_torch_adamw"}, "not among the options that were tried"),
-        ({"megatron_cp_in_bnsd": "yes"}, "'yes': tried with megascend: True, False"),
-        ({"megatron_cp_in_bnsd": 1}, "1: tried with megascend: True, False"),
+        ({"swap_attention": False}, "provider_options.swap_attention is not among the options that were tested"),
+        ({"cp_window_size": 2}, "MindSpeed creates their process groups before"),
+        ({"use_fused_rmsnorm": True}, r"not among the options that were tested with megascend \(use_fused_ring"),
+        ({"optimizer_selection": "fused_torch_adamw"}, "not among the options that were tested"),
+        ({"megatron_cp_in_bnsd": "yes"}, "'yes': tested with megascend: True, False"),
+        ({"megatron_cp_in_bnsd": 1}, "1: tested with megascend: True, False"),
     ],
     ids=str,
 )
-def test_options_that_were_not_tried_are_refused_with_the_most_specific_reason(options, message):
+def test_untested_options_are_refused_with_the_most_specific_reason(options, message):
     with pytest.raises(ConfigError, match=message):
         arguments.check_options(options, DEFAULTS)
 
 
-def test_options_that_were_tried_pass():
+def test_tested_options_pass():
     for name, option in arguments.SUPPORTED_OPTIONS.items():
         for value in option.values:
             arguments.check_options({name: value}, DEFAULTS)
@@ -129,7 +129,7 @@ def test_options_that_were_tried_pass():
 @pytest.mark.parametrize(
     ("context", "algorithm", "fine"), [(1, "ring", False), (2, "all_gather", False), (2, "ring", True)]
 )
-def test_a_rings_option_without_a_ring_is_refused(context, algorithm, fine):
+def test_ring_only_option_requires_a_ring(context, algorithm, fine):
     config, options = Config(context_parallel_size=context), {"megatron_cp_in_bnsd": True}
     if fine:
         assert arguments.from_config(DEFAULTS, config, algorithm, options)["megatron_cp_in_bnsd"] is True
@@ -139,9 +139,9 @@ def test_a_rings_option_without_a_ring_is_refused(context, algorithm, fine):
     arguments.from_config(DEFAULTS, config, algorithm, {"megatron_cp_in_bnsd": False})
 
 
-def test_signatures_differ_exactly_where_arguments_do():
-    one = arguments.from_config(DEFAULTS, Config(), "ring", {})
+def test_signatures_differ_if_arguments_differ():
+    values = arguments.from_config(DEFAULTS, Config(), "ring", {})
     same = arguments.from_config(DEFAULTS, Config(), "ring", {})
     other = arguments.from_config(DEFAULTS, Config(hidden_size=65), "ring", {})
-    assert arguments.signature(one) == arguments.signature(same)
-    assert arguments.signature(one) != arguments.signature(other)
+    assert arguments.signature(values) == arguments.signature(same)
+    assert arguments.signature(values) != arguments.signature(other)

@@ -1,4 +1,4 @@
-"""Which MindSpeed is on the path: from files alone, whatever importing it would do."""
+"""Identification of the MindSpeed on the path by its files, without importing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCSTRING = '"""A library."""\n'
 LATER = DOCSTRING + "import megatron_adaptor  # noqa\n"
 TRAP = "raise SystemExit('a package of an unknown version was imported')\n"
 
-# what is in it: (mindspeed/__init__.py, setup.py, further files); then: stack it is for, and what the refusal says
+# name: (mindspeed/__init__.py, version in setup.py, further files, its stack or None, parts of the refusal)
 TREES = {
     "core_r0.16.0": (DOCSTRING, "0.16.0", (), "0.16", ["MindSpeed 0.16.0 is", "of stack 0.16"]),
     "core_r0.15.3": (DOCSTRING, "0.15.3", (), "0.15", ["MindSpeed 0.15.3 is", "of stack 0.15"]),
@@ -49,8 +49,8 @@ TREES = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that comes first on ``sys.path``."""
-    for name in [each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron_adaptor")]:
+    """Put an empty folder first on ``sys.path``."""
+    for name in [module for module in sys.modules if module.partition(".")[0] in ("mindspeed", "megatron_adaptor")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -64,21 +64,21 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def build(folder: Path, name: str) -> None:
-    """A small MindSpeed as in ``TREES``; whatever imports it, or what it imports, ends the process."""
+    """Write a small MindSpeed as in ``TREES``; importing it, or a package that it imports, ends the process."""
     init, setup, further, *_ = TREES[name]
-    write(folder, {"mindspeed/__init__.py": init + TRAP} | {f"mindspeed/{each}": TRAP for each in further})
-    write(folder, {f"{each}/__init__.py": TRAP for each in ("megatron_adaptor", "torch_patcher")})
+    write(folder, {"mindspeed/__init__.py": init + TRAP} | {f"mindspeed/{file}": TRAP for file in further})
+    write(folder, {f"{package}/__init__.py": TRAP for package in ("megatron_adaptor", "torch_patcher")})
     if setup is not None:
         write(folder, {"setup.py": f"{TRAP}__version__ = '{setup}'\n"})
 
 
 def look(stack: str) -> str:
-    (found,) = [each for each in prerequisites.PREREQUISITES if each.name == "MindSpeed"]
-    return found.look(STACK[stack], {})
+    (prerequisite,) = [entry for entry in prerequisites.PREREQUISITES if entry.name == "MindSpeed"]
+    return prerequisite.look(STACK[stack], {})
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_every_tree_is_known_from_its_files_and_refused_where_it_does_not_belong(name: str, path: Path) -> None:
+def test_trees_are_identified_by_files_and_refused_for_other_stacks(name: str, path: Path) -> None:
     build(path, name)
     *_, belongs_to, messages = TREES[name]
     for stack in STACK:
@@ -96,7 +96,7 @@ def test_every_tree_is_known_from_its_files_and_refused_where_it_does_not_belong
             f"git clone -b {tree.BRANCHES[stack]}",
         ):
             assert part in message
-    assert not [each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron_adaptor")]
+    assert not [module for module in sys.modules if module.partition(".")[0] in ("mindspeed", "megatron_adaptor")]
 
 
 def test_a_package_for_two_stacks_states_a_version_for_each(path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_unreadable_tree_is_refused(path: Path) -> None:
         look("0.16")
 
 
-def test_without_a_tree_the_branch_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tree_error_names_the_branch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "find_spec", lambda name: None)
     with pytest.raises(PlatformError, match=r"needs MindSpeed \(core_r0\.16\.0\), which is not installed"):
         look("0.16")
@@ -130,22 +130,22 @@ TRANSFORMER_ENGINES = {
 
 
 @pytest.mark.parametrize("kind", TRANSFORMER_ENGINES)
-def test_transformer_engine_is_called_what_it_is(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in sys.modules if each.partition(".")[0] == "transformer_engine"]:
+def test_installed_transformer_engine_is_identified_and_refused(
+    kind: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     code, messages = TRANSFORMER_ENGINES[kind]
     write(path, {"transformer_engine/__init__.py": TRAP, "transformer_engine/pytorch/ops.py": code + TRAP})
-    (found,) = [each for each in prerequisites.PREREQUISITES if each.name == "Transformer Engine"]
+    (prerequisite,) = [entry for entry in prerequisites.PREREQUISITES if entry.name == "Transformer Engine"]
     with pytest.raises(PlatformError) as raised:
-        found.look(STACK["0.16"], {})
+        prerequisite.look(STACK["0.16"], {})
     for part in (*messages, str(path / "transformer_engine" / "__init__.py")):
         assert part in str(raised.value)
     assert ("CUDA's" in str(raised.value)) == (kind == "cuda")
 
 
-def test_the_doctor_names_what_it_was_looking_at_when_its_helper_died(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     write(
         path, {"torch_npu/__init__.py": dies, "torch_npu-2.13.0.dist-info/METADATA": "Name: torch_npu\nVersion: 2.13\n"}
@@ -161,12 +161,12 @@ def test_the_doctor_names_what_it_was_looking_at_when_its_helper_died(
     assert (check.name, check.status, check.found) == ("MindSpeed", "fail", "KeyError: 'a fault of ours'")
 
 
-@pytest.mark.parametrize(("torch", "named"), [("2.14.0", "2.14.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])
-def test_a_torch_outside_the_table_is_refused_whatever_else_is_there(torch: str | None, named: str) -> None:
+@pytest.mark.parametrize(("torch", "message"), [("2.14.0", "2.14.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])
+def test_torch_outside_the_table_is_refused(torch: str | None, message: str) -> None:
     versions = installed_versions() | {"torch": torch}
     with pytest.raises(VersionError) as raised:
         require_package("torch", versions)
-    assert named in str(raised.value)
+    assert message in str(raised.value)
     assert "needs torch<2.14,>=2.6" in str(raised.value)
     with pytest.raises(VersionError):
         require_supported(versions)

@@ -1,4 +1,4 @@
-"""What MindSpeed would silently get wrong is refused, with the reason and the setting to change."""
+"""Refusals of models and options that MindSpeed computes wrongly without an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_plain_model_is_not_refused():
             {"context_parallel_size": 2, "context_parallel_algo": "hybrid_cp_algo"},
             "hybrid_cp_algo needs a fixed seq_length",
         ),
-        (ALL_GATHER | {"attention_dropout": 0.1}, "attention_dropout=0.1.*another dropout mask"),
+        (ALL_GATHER | {"attention_dropout": 0.1}, "attention_dropout=0.1.*different dropout mask"),
         (
             {"context_parallel_size": 2, "use_cp_send_recv_overlap": True},
             "use_cp_send_recv_overlap=True.*process groups",
@@ -48,7 +48,7 @@ def test_a_plain_model_is_not_refused():
         ({"context_parallel_size": 4, "cp_window_size": 2}, "cp_window_size=2.*process groups"),
     ],
 )
-def test_each_silent_fault_has_its_reason(change, message):
+def test_silent_faults_are_refused_with_a_reason(change, message):
     with pytest.raises(ConfigError, match=message):
         arguments.check_model(FINE | change)
 

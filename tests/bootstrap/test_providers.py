@@ -1,4 +1,4 @@
-"""The registry of providers: chosen by name or by platform, refused with what there is, and one from outside the package."""
+"""The registry of providers: choice by name or platform, refusals, and a provider from outside the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megascend.platforms import load
 from support.forked_programs import run_forked
 
 
-class Noted(PatchProvider):
+class NotedProvider(PatchProvider):
     name = "noted"
 
     def before_megatron(self) -> list[str]:
@@ -47,15 +47,15 @@ def test_every_platform_has_a_default(platform: str, default: str) -> None:
     assert create(None, setup(platform)).name == names(platform)[0] == default
 
 
-def test_another_one_is_chosen_by_its_name_or_by_where_it_is() -> None:
-    register("noted", Noted)
-    assert isinstance(create("noted", setup("cpu")), Noted)
+def test_provider_is_chosen_by_name_or_import_path() -> None:
+    register("noted", NotedProvider)
+    assert isinstance(create("noted", setup("cpu")), NotedProvider)
     assert names("npu") == ["mindspeed", "noted"]
-    place = "megascend.bootstrap.reference:Reference"
-    assert isinstance(create(place, setup("cpu")), Reference)
+    path = "megascend.bootstrap.reference:Reference"
+    assert isinstance(create(path, setup("cpu")), Reference)
 
 
-def test_what_does_not_exist_or_does_not_suit_is_refused_with_what_there_is() -> None:
+def test_unknown_or_unsuitable_provider_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"no 'mindsped'; there are mindspeed, transformer_engine, reference"):
         create("mindsped", setup("npu"))
     with pytest.raises(
@@ -65,35 +65,35 @@ def test_what_does_not_exist_or_does_not_suit_is_refused_with_what_there_is() ->
     with pytest.raises(ConfigError, match=r"'megascend\.nowhere:Provider' cannot be found"):
         create("megascend.nowhere:Provider", setup("cpu"))
     register("number", lambda setup: 3)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ConfigError, match=r"made a int, not a megascend\.PatchProvider"):
+    with pytest.raises(ConfigError, match=r"returned a int, not a megascend\.PatchProvider"):
         create("number", setup("cpu"))
 
 
 def test_a_name_belongs_to_one_factory() -> None:
-    register("noted", Noted)
-    register("noted", Noted)  # a module that is imported twice
+    register("noted", NotedProvider)
+    register("noted", NotedProvider)  # a module that is imported twice
     with pytest.raises(ConfigError, match="'noted' is registered already"):
         register("noted", Reference)
     with pytest.raises(ConfigError, match="colon"):
-        register("a:b", Noted)
+        register("a:b", NotedProvider)
 
 
 def test_options_of_a_provider_without_any_are_refused() -> None:
-    assert Noted(setup("cpu")).for_model(None, {}) == []
+    assert NotedProvider(setup("cpu")).for_model(None, {}) == []
     with pytest.raises(ConfigError, match="provider_options: fast set, but provider 'noted' has none"):
-        Noted(setup("cpu")).for_model(None, {"fast": True})
+        NotedProvider(setup("cpu")).for_model(None, {"fast": True})
 
 
-def test_packages_that_patch_others_are_known_for_hiding_them() -> None:
-    register("noted", Noted, packages=("noted_patches",))
+def test_patching_packages_are_registered() -> None:
+    register("noted", NotedProvider, packages=("noted_patches",))
     assert providers.packages() == ["mindspeed", "noted_patches"]
-    assert providers._registry["noted"] == ProviderEntry(Noted, (), ("noted_patches",))
+    assert providers._registry["noted"] == ProviderEntry(NotedProvider, (), ("noted_patches",))
 
 
 # --- CUDA's ---
 
 
-def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(monkeypatch) -> None:
+def test_cuda_without_transformer_engine_raises_with_remedies(monkeypatch) -> None:
     monkeypatch.setattr(providers, "is_installed", lambda name: False)
     with pytest.raises(PlatformError) as raised:
         TransformerEngine(setup("cuda")).before_megatron()
@@ -103,28 +103,28 @@ def test_cuda_without_transformer_engine_says_how_to_get_it_or_do_without(monkey
     assert "MEGASCEND_REFERENCE_TE=1" in message
 
 
-def test_the_reference_on_cuda_replaces_the_real_one_and_redirects_nothing(monkeypatch) -> None:
+def test_reference_on_cuda_is_forced_and_redirects_nothing(monkeypatch) -> None:
     forced = []
     monkeypatch.setattr("megascend.reference_te.install", lambda force: forced.append(force) or ["reference"])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    made = Reference(setup("cuda"))
-    assert made.before_megatron() == ["reference"]
-    assert made.after_megatron() == []
+    provider = Reference(setup("cuda"))
+    assert provider.before_megatron() == ["reference"]
+    assert provider.after_megatron() == []
     assert forced == [True]
-    assert not made.setup.platform.has_transformer_engine_kernels
+    assert not provider.setup.platform.has_transformer_engine_kernels
 
 
-def test_cuda_reports_the_variable_that_it_sets_and_respects_the_users(monkeypatch) -> None:
+def test_cuda_sets_max_connections_unless_the_user_has(monkeypatch) -> None:
     monkeypatch.setattr(providers, "is_installed", lambda name: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    made = TransformerEngine(setup("cuda"))
-    assert made.before_megatron() == []
-    assert made.setup.platform.has_transformer_engine_kernels
+    provider = TransformerEngine(setup("cuda"))
+    assert provider.before_megatron() == []
+    assert provider.setup.platform.has_transformer_engine_kernels
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    assert made.before_megatron() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert provider.before_megatron() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
 
 
-# --- one from outside the package, in a process of its own ---
+# --- a provider from outside the package, in a separate process ---
 
 OUTSIDE = """
 import sys
@@ -182,14 +182,14 @@ print("called in order")
 )
 
 
-def test_a_provider_from_outside_the_package_is_called_in_order(tmp_path: Path, python) -> None:
+def test_external_provider_is_called_in_order(tmp_path: Path, python) -> None:
     from megascend.testing.tiny_models import write_tiny_checkpoint
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3")
     assert python(REGISTERED, str(checkpoint)).endswith("called in order\n")
 
 
-def test_a_provider_is_found_by_its_place(tmp_path: Path, python) -> None:
+def test_provider_is_loaded_by_import_path(tmp_path: Path, python) -> None:
     (tmp_path / "own_provider.py").write_text(OUTSIDE)
     program = f"""
 import sys
@@ -207,8 +207,8 @@ print(own_provider.seen)
 @pytest.fixture
 def python():
     def run(program: str, *arguments: str) -> str:
-        done = run_forked(program, *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        completed = run_forked(program, *arguments)
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     return run

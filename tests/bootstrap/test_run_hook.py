@@ -1,4 +1,4 @@
-"""The hook of ``megascend run`` in plain Python processes, with a package that is called megascend in its place."""
+"""The hook of ``megascend run`` in plain Python processes, with a fake package megascend."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, program: str, *options: str) -> tuple[int, str, str]:
     base = {"PATH": os.defpath, "PYTHONPATH": str(folder)}
     command = [sys.executable, *options, "-c", program]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=with_hook(base, "cpu"), capture_output=True, text=True, timeout=60, check=False, cwd=folder
     )
-    return done.returncode, done.stdout, done.stderr
+    return completed.returncode, completed.stdout, completed.stderr
 
 
-def test_the_bootstrap_comes_before_the_first_import_and_not_without_one(folder: Path) -> None:
+def test_bootstrap_runs_before_the_first_import_only(folder: Path) -> None:
     program = """
 import importlib.util, sys
 assert importlib.util.find_spec("megatron") and not importlib.util.find_spec("transformer_engine")  # looked for only
@@ -65,7 +65,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("first", ["transformer_engine", "mindspeed"])
-def test_what_the_bootstrap_has_imported_is_what_the_program_gets(folder: Path, first: str) -> None:
+def test_program_gets_the_modules_imported_by_the_bootstrap(folder: Path, first: str) -> None:
     program = f"""
 import {first}, sys, importlib.util
 assert {first} is sys.modules["{first}"]
@@ -76,7 +76,7 @@ print(sys.modules["transformer_engine"].here)
     assert run(folder, program) == (0, "bootstrap cpu megatron-core\nbody of mindspeed\nreference\n", "")
 
 
-def test_a_failed_bootstrap_ends_a_program_that_catches_every_import_error(folder: Path) -> None:
+def test_failed_bootstrap_ends_the_process(folder: Path) -> None:
     (folder / RUNTIME).write_text("def bootstrap(platform, engine):\n    raise ImportError('does not fit')\n")
     program = """
 try:
@@ -95,7 +95,7 @@ except Exception:
     assert run(folder, "print('no Megatron')") == (0, "no Megatron\n", "")
 
 
-def test_a_sitecustomize_of_the_users_runs_as_well(folder: Path) -> None:
+def test_user_sitecustomize_runs_too(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text("import sys; sys.mine = __name__\n")
     code, out, err = run(folder, "import sys, sitecustomize, megatron.core; print(sys.mine, sitecustomize.__file__)")
     assert (code, err) == (0, "")
@@ -115,11 +115,11 @@ def test_a_sitecustomize_of_the_users_runs_as_well(folder: Path) -> None:
         (["torchrun", "-I", "x.py"], None),
     ],
 )
-def test_options_of_python_that_keep_the_hook_out_are_seen(command: list[str], option: str | None) -> None:
+def test_isolating_python_options_are_detected(command: list[str], option: str | None) -> None:
     assert isolating_option(command) == option
 
 
-def test_the_hook_comes_first_on_the_path_once() -> None:
+def test_hook_is_first_on_pythonpath_once() -> None:
     once = with_hook({"PYTHONPATH": "/a", "X": "1"}, "npu")
     assert once == {"PYTHONPATH": f"{SITE}{os.pathsep}/a", "X": "1", "MEGASCEND_RUN_PLATFORM": "npu"}
     assert with_hook(once, "npu") == once
@@ -138,5 +138,5 @@ def test_backend_nccl_becomes_gloo() -> None:
         function(backend="cpu:gloo,cuda:nccl", pg_options=object())
         function(backend="gloo", pg_options=1)
         function()
-    alike = [((), {"backend": "gloo"}), ((), {"backend": "gloo", "pg_options": 1}), ((), {})]
-    assert seen == [(("gloo",), {}), *alike, (([0, 1], None, "gloo"), {}), *alike]
+    unchanged = [((), {"backend": "gloo"}), ((), {"backend": "gloo", "pg_options": 1}), ((), {})]
+    assert seen == [(("gloo",), {}), *unchanged, (([0, 1], None, "gloo"), {}), *unchanged]

@@ -1,4 +1,4 @@
-"""The bootstrap itself, in processes of its own: a process can be bootstrapped once."""
+"""The bootstrap, in separate processes: a process can be bootstrapped once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from support.forked_programs import run_forked
 
 
 def run(program: str, *arguments: str) -> str:
-    """Standard output of a program that must succeed, in a fork that finds torch, transformers and peft imported."""
-    done = run_forked(program, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Return the standard output of a program that must succeed, in a fork with torch, transformers and peft imported."""
+    completed = run_forked(program, *arguments)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def run_started(program: str, **environment: str) -> str:
-    """Standard output of a program that must succeed, in a process that has imported nothing before."""
+    """Return the standard output of a program that must succeed, in a new process."""
     inherited = {
         n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "WORLD_SIZE")
     }
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -32,11 +32,11 @@ def run_started(program: str, **environment: str) -> str:
         env=inherited | {"PYTHONPATH": path} | environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
-def test_a_second_call_returns_the_same_runtime_and_changes_nothing():
+def test_second_call_returns_the_same_runtime():
     program = """
 import megascend
 first = megascend.bootstrap('cpu')
@@ -54,7 +54,7 @@ print('same')
     assert run(program).endswith("same\n")
 
 
-def test_another_platform_is_refused_once_one_is_chosen():
+def test_other_platform_is_refused_after_the_bootstrap():
     program = """
 import megascend
 megascend.bootstrap('cpu')
@@ -70,7 +70,7 @@ print('refused')
     assert run(program).endswith("refused\n")
 
 
-def test_the_trainers_arguments_are_left_alone():
+def test_bootstrap_does_not_touch_argv():
     program = """
 import sys
 before = list(sys.argv)
@@ -94,7 +94,7 @@ reported = ' '.join(runtime.changes)
 assert all(f'{name}={after[name]}' in reported for name in changed), (changed, reported)
 print(*changed)
 """
-    # torch and others set variables of their own for their first import; those are not the bootstrap's.
+    # torch and others set variables at their import; those are not the bootstrap's.
     baseline = set(
         run_started("import os; b = dict(os.environ); import torch; print(*set(os.environ) - set(b))").split()
     )
@@ -103,7 +103,7 @@ print(*changed)
     assert set(run_started(program, WORLD_SIZE="2", OMP_NUM_THREADS="3").split()) - baseline == {"TORCHDYNAMO_DISABLE"}
 
 
-def test_settings_of_the_users_own_win_and_are_not_reported():
+def test_user_settings_win_and_are_not_reported():
     program = """
 import os, torch, megascend
 threads = torch.get_num_threads()
@@ -121,7 +121,7 @@ def test_several_processes_on_a_cpu_get_one_thread_each():
     assert run_started(program, WORLD_SIZE="2") == "1\n"
 
 
-def test_modules_and_functions_that_are_reported_are_in_place():
+def test_reported_modules_and_functions_are_installed():
     program = """
 import sys, torch
 before = {name: getattr(torch, name) for name in ('empty', 'zeros', 'tensor')}
@@ -154,13 +154,13 @@ print('true')
     assert run(program).endswith("true\n")
 
 
-def test_every_module_of_others_that_the_bootstrap_put_in_place_is_reported():
+def test_installed_stub_modules_are_reported():
     program = """
 import sys, megascend
 runtime = megascend.bootstrap('cpu')
 text = '\\n'.join(runtime.changes)
 origin = {name: getattr(getattr(module, '__spec__', None), 'origin', '') for name, module in list(sys.modules.items())}
-fakes = [name for name, where in origin.items() if where == 'megascend.reference_te']
+fakes = [name for name, source in origin.items() if source == 'megascend.reference_te']
 assert fakes
 top = {name for name in fakes if name.split('.')[0] != 'transformer_engine'}
 assert all(name in text for name in top), (top, text)
@@ -169,7 +169,7 @@ print('all')
     assert run(program).endswith("all\n")
 
 
-def test_neither_megatron_nor_the_bridge_is_imported_before_they_are_needed():
+def test_bootstrap_does_not_import_megatron_or_bridge():
     program = """
 import sys, megascend
 runtime = megascend.bootstrap('cpu')
@@ -188,7 +188,7 @@ print('lazy')
         "transformers, peft, torch.distributed",
     ],
 )
-def test_transformers_and_peft_may_come_first(first):
+def test_transformers_and_peft_can_precede_the_bootstrap(first):
     program = f"""
 import {first}
 import megascend
@@ -199,7 +199,7 @@ print('fine')
     assert run_started(program).endswith("fine\n")
 
 
-def test_the_package_and_the_function_are_one_name():
+def test_package_bootstrap_is_callable():
     program = """
 import megascend.bootstrap
 import megascend

@@ -1,4 +1,4 @@
-"""The tables of docs/support.md are the version table in code, and what pyproject.toml installs lies inside it."""
+"""docs/support.md contains the version table, and the versions in pyproject.toml are inside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascend.bootstrap.versions import STACKS, support_table
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_has_the_table_of_the_code() -> None:
+def test_support_page_contains_the_version_table() -> None:
     page = (ROOT / "docs" / "support.md").read_text()
     assert support_table() in page, (
         "write what megascend.bootstrap.versions.support_table() returns into docs/support.md"
@@ -22,12 +22,15 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_what_the_extras_pin_is_admitted_by_their_row() -> None:
+def test_pinned_extras_are_admitted_by_their_stack() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for stack in STACKS:
-        pinned = {one.name: one for one in map(Requirement, extras[f"stack-{stack.name.replace('.', '-')}"])}
+        pinned = {
+            requirement.name: requirement
+            for requirement in map(Requirement, extras[f"stack-{stack.name.replace('.', '-')}"])
+        }
         for package in ("megatron-core", "mcore-bridge"):
             version = re.fullmatch(r"==([\d.]+)", str(pinned[package].specifier))
             assert version is not None

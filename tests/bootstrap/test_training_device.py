@@ -1,4 +1,4 @@
-"""The device that megatron.training is shown on a CPU, on modules that stand for its own."""
+"""The fake device for megatron.training on a CPU, tested on fake modules."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from megascend.errors import ImportOrderError
 NAME = training_device.MODULES[0]
 
 
-def test_one_module_sees_a_device_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_patched_module_sees_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(NAME)
     module.torch = torch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, NAME, module)
     truth = torch.cuda.is_available(), torch.cuda.device_count()
     training_device.install(NAME)
-    shown = module.torch
+    patched_torch = module.torch
     training_device.install(NAME)
-    assert module.torch is shown
-    assert shown.cuda.is_available()
-    assert shown.cuda.device_count() == 1
-    assert shown.cuda.get_device_capability()[0] == shown.cuda.get_device_properties("cuda:0").major >= 8
-    assert shown.cuda.Stream is torch.cuda.Stream
-    assert shown.tensor is torch.tensor
+    assert module.torch is patched_torch
+    assert patched_torch.cuda.is_available()
+    assert patched_torch.cuda.device_count() == 1
+    assert (
+        patched_torch.cuda.get_device_capability()[0] == patched_torch.cuda.get_device_properties("cuda:0").major >= 8
+    )
+    assert patched_torch.cuda.Stream is torch.cuda.Stream
+    assert patched_torch.tensor is torch.tensor
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == truth
 
 
-def test_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_before_import_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     with pytest.raises(ImportOrderError, match=NAME):
         training_device.install(NAME)
 
 
-def test_nothing_is_compiled_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(training_device.FUSED_KERNELS)
     module.load = lambda args: pytest.fail("compiles")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, training_device.FUSED_KERNELS, module)

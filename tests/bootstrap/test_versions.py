@@ -1,4 +1,4 @@
-"""The version table: held against versions, never against strings."""
+"""The version table: comparison of versions, not of strings."""
 
 from __future__ import annotations
 
@@ -79,28 +79,28 @@ def test_every_row_constrains_every_package_and_names_mindspeed():
     ],
 )
 def test_versions_are_compared_as_versions(stack, package, version, accepted):
-    found = change(stack, **{package: version})
+    versions_found = change(stack, **{package: version})
     if accepted:
-        assert require_supported(found).name == stack
+        assert require_supported(versions_found).name == stack
         return
     with pytest.raises(VersionError) as raised:
-        require_supported(found)
-    wanted = next(s for s in STACKS if s.name == stack).requirement(package)
+        require_supported(versions_found)
+    requirement = next(s for s in STACKS if s.name == stack).requirement(package)
     message = str(raised.value)
     assert f"{package.replace('_', '-')} {version} is installed; stack {stack} needs" in message
-    assert f"{package.replace('_', '-')}{wanted}" in message
+    assert f"{package.replace('_', '-')}{requirement}" in message
     assert f"Nearest supported row: stack {stack}:" in message
     assert f"pip install 'megascend[stack-{stack.replace('.', '-')}]'" in message
 
 
-def test_a_release_candidate_of_the_next_minor_version_is_not_this_one():
-    """It sorts before 0.17, and pre-releases are allowed; it is another Megatron all the same (PEP 440 knows)."""
+def test_release_candidate_of_the_next_minor_version_is_refused():
+    """0.17.0rc1 sorts before 0.17 and pre-releases are allowed, but PEP 440 excludes it from ``<0.17``."""
     with pytest.raises(VersionError, match=r"0\.17\.0rc1 is installed"):
         require_supported(change("0.16", megatron_core="0.17.0rc1"))
 
 
 @pytest.mark.parametrize(
-    ("found", "nearest"),
+    ("installed", "nearest"),
     [
         (change("0.16", mcore_bridge="1.4.3"), "0.16"),
         (change("0.15", mcore_bridge="1.6.5"), "0.15"),
@@ -109,34 +109,34 @@ def test_a_release_candidate_of_the_next_minor_version_is_not_this_one():
         (dict.fromkeys(PACKAGES), "0.16"),
     ],
 )
-def test_a_mixed_installation_is_told_the_nearest_row(found, nearest):
-    assert nearest_stack(found).name == nearest
+def test_mixed_installation_error_names_the_nearest_row(installed, nearest):
+    assert nearest_stack(installed).name == nearest
     with pytest.raises(VersionError, match=f"Nearest supported row: stack {nearest}:"):
-        require_supported(found)
+        require_supported(installed)
 
 
-def test_megatron_core_decides_between_rows_that_fit_equally_well():
-    """Of what both rows admit nothing speaks for either; the rest is one package for each row."""
-    found = change("0.15", mcore_bridge="1.6.5")
-    score = {stack.name: sum(found[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
+def test_megatron_core_version_breaks_ties():
+    """Decide between rows that admit equally many packages."""
+    installed = change("0.15", mcore_bridge="1.6.5")
+    score = {stack.name: sum(installed[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
     assert score == {"0.16": 4, "0.15": 4}
-    assert nearest_stack(found).name == "0.15"
+    assert nearest_stack(installed).name == "0.15"
 
 
-def test_every_problem_is_named_not_only_the_first():
+def test_error_names_every_problem():
     with pytest.raises(VersionError) as raised:
         require_supported(change("0.16", peft=None, torch="2.5.0"))
     assert "torch 2.5.0 is installed; stack 0.16 needs torch" in str(raised.value)
     assert "peft is not installed; stack 0.16 needs peft" in str(raised.value)
 
 
-def test_the_error_is_ours_and_an_import_error():
+def test_version_error_is_an_import_error():
     assert issubclass(VersionError, MegascendError)
     assert issubclass(VersionError, ImportError)
 
 
-def test_what_is_not_installed_has_no_version(monkeypatch):
+def test_missing_package_has_version_none(monkeypatch):
     monkeypatch.setattr(versions, "PACKAGES", ("torch", "no-such-distribution"))
-    found = installed_versions()
-    assert found["no-such-distribution"] is None
-    assert found["torch"]
+    installed = installed_versions()
+    assert installed["no-such-distribution"] is None
+    assert installed["torch"]

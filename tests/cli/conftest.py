@@ -1,4 +1,4 @@
-"""Running the command line: in a process of its own."""
+"""Fixtures that run the command line in a separate process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def megascend() -> Command:
-    """``megascend("train", "run.yaml", cwd=...)``: the finished process, output captured.
+    """Return ``megascend("train", "run.yaml", cwd=...)``, which runs a command and returns its CompletedProcess.
 
-    It is forked (see ``forked_programs``), or with ``fresh=True`` started as a user's shell would.
+    The process is forked (see ``forked_programs``), or with ``fresh=True`` started as by a shell.
     """
 
     def run(
@@ -43,8 +43,8 @@ def megascend() -> Command:
 
 @pytest.fixture(scope="session")
 def small_model(megascend: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Qwen3 made by ``megascend new-model``."""
+    """Create a two-layer Qwen3 with ``megascend new-model``."""
     path = tmp_path_factory.mktemp("models") / "qwen3"
-    done = megascend("new-model", path, "--hidden", "32", "--layers", "2", "--context", "256")
-    assert done.returncode == 0, done.stderr
+    completed = megascend("new-model", path, "--hidden", "32", "--layers", "2", "--context", "256")
+    assert completed.returncode == 0, completed.stderr
     return path

@@ -1,6 +1,6 @@
-"""Every bad input is exit code 2 and one message that names value, limit and setting, in seconds; nothing is left behind.
+"""Every bad input causes exit code 2 and one message with value, limit and setting, in seconds, and leaves nothing behind.
 
-The tables are in ``bad_inputs``. All of it runs in this process; some as commands of their own.
+The tables are in ``bad_inputs``. All rows run in this process, some also as separate commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megascend.cli.main import app
 from support.forked_programs import COMMAND, environment, run_forked
 
 LIMIT_S = 30
-"""Of processor time."""
+"""Limit of processor time."""
 AS_COMMANDS = (
     "data: text, not JSON",
     "data: files, a link to nothing",
@@ -48,14 +48,14 @@ AS_COMMANDS = (
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "MEGASCEND_DEBUG")
 
 
-def test_there_are_enough() -> None:
+def test_tables_are_large_enough() -> None:
     assert len(BAD_INPUTS) >= 150
     assert len(AS_COMMANDS) >= 20
 
 
 @pytest.fixture
 def folder(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What would work, as the present directory."""
+    """Create a valid run in the current directory."""
     chat = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
     (tmp_path / "model").symlink_to(small_model)
     (tmp_path / "data.jsonl").write_text(json.dumps(chat) + "\n")
@@ -73,9 +73,7 @@ def folder(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("name", BAD_INPUTS)
-def test_a_bad_input(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     bad = BAD_INPUTS[name]
     bad.arrange(folder)
     for variable, value in bad.variables.items():
@@ -91,48 +89,51 @@ def test_a_bad_input(
 
 
 @pytest.mark.parametrize("name", AS_COMMANDS)
-def test_a_bad_input_as_a_command(name: str, folder: Path) -> None:
+def test_bad_input_as_a_command(name: str, folder: Path) -> None:
     bad = BAD_INPUTS[name]
     bad.arrange(folder)
     before = tree(folder)
     limited = f"import resource\nresource.setrlimit(resource.RLIMIT_CPU, ({LIMIT_S}, {LIMIT_S}))\n{COMMAND}"
     variables = {name: value for name, value in environment(**bad.variables).items() if name not in VARIABLES}
-    done = run_forked(limited, *bad.command, directory=folder, variables=variables | bad.variables)
-    check(bad, done.returncode, done.stdout, done.stderr)
+    completed = run_forked(limited, *bad.command, directory=folder, variables=variables | bad.variables)
+    check(bad, completed.returncode, completed.stdout, completed.stderr)
     assert tree(folder) == before
     assert list(processes_in(folder)) == []
 
 
 def check(bad: Bad, code: object, out: str, err: str) -> None:
     assert code == 2, err
-    assert out == "", "a message of an error goes to stderr"
-    first, *others = err.splitlines()
+    assert out == "", "error messages go to stderr"
+    first, *continuation = err.splitlines()
     assert first.split(":")[0].split(" ")[0].endswith("Error"), err
-    assert all(line.startswith("  ") for line in others), f"more than one message:\n{err}"
+    assert all(line.startswith("  ") for line in continuation), f"more than one message:\n{err}"
     missing = [word for word in bad.words if word not in err]
-    assert not missing, f"not said: {missing}\n{err}"
+    assert not missing, f"missing in the message: {missing}\n{err}"
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything in a folder with its content, except that a rank keeps what ended it in ``out/errors``."""
-    found: dict[str, bytes | None] = {}
+    """Return all files in a folder with their content, except ranks' error files in ``out/errors``."""
+    contents: dict[str, bytes | None] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if "__pycache__" in name:  # Python's own, of a module of the user's
+        if "__pycache__" in name:  # compiled modules of the user
             continue
         if name.startswith("out/errors") or (
             name == "out" and path.is_dir() and [*path.iterdir()] == [path / "errors"]
         ):
             continue
         plain = path.is_file() and not path.is_symlink() and path.suffix != ".safetensors"
-        found[name] = path.read_bytes() if plain else None
-    return found
+        contents[name] = path.read_bytes() if plain else None
+    return contents
 
 
 def processes_in(folder: Path) -> Iterator[int]:
-    """Processes whose present directory or command line lies in a folder."""
+    """Yield the processes whose working directory or command line refers to a folder."""
     for process in psutil.process_iter(["pid", "ppid", "cwd", "cmdline"]):
         words = [process.info["cwd"] or "", *(process.info["cmdline"] or [])]
-        ours = os.getpid() in (process.info["pid"], process.info["ppid"])  # the process that is forked is a child
-        if not ours and any(str(folder) in word for word in words):
+        is_this_test = os.getpid() in (
+            process.info["pid"],
+            process.info["ppid"],
+        )  # the process that is forked is a child
+        if not is_this_test and any(str(folder) in word for word in words):
             yield process.info["pid"]

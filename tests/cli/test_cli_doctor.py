@@ -1,4 +1,4 @@
-"""``megascend doctor``: what it finds, and that it outlives what is broken."""
+"""``megascend doctor``: its findings, and its robustness to broken installations."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 
 
 def test_doctor_on_this_machine(megascend) -> None:
-    done = megascend("doctor", "--json")
-    report = json.loads(done.stdout)
+    completed = megascend("doctor", "--json")
+    report = json.loads(completed.stdout)
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert not failed
     assert report["ok"] is True
-    assert done.returncode == 0
-    found = {check["name"]: check for check in report["checks"]}
-    assert found["megatron-core"]["found"].startswith("0.1")
-    assert found["platform"]["chosen"] in ("cpu", "cuda", "npu")
-    assert found["bootstrap"]["stack"] in ("0.15", "0.16")
-    assert found["collectives"]["latency_us"] > 0
-    assert found["collectives"]["bandwidth_gb_s"] > 0
-    assert found["threads"]["omp_num_threads"] == "1"
+    assert completed.returncode == 0
+    results = {check["name"]: check for check in report["checks"]}
+    assert results["megatron-core"]["found"].startswith("0.1")
+    assert results["platform"]["chosen"] in ("cpu", "cuda", "npu")
+    assert results["bootstrap"]["stack"] in ("0.15", "0.16")
+    assert results["collectives"]["latency_us"] > 0
+    assert results["collectives"]["bandwidth_gb_s"] > 0
+    assert results["threads"]["omp_num_threads"] == "1"
 
 
 def install(folder: Path, name: str, version: str, code: str = "", entry_points: str = "") -> None:
-    """A package with its metadata, as pip leaves it."""
+    """Write a package with its metadata, as pip does."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(code)
     info = folder / f"{name}-{version}.dist-info"
@@ -47,7 +47,7 @@ def install(folder: Path, name: str, version: str, code: str = "", entry_points:
 
 @pytest.fixture
 def broken_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The real wheel on a machine without CANN, as far as importing it goes: torch loads it by itself."""
+    """Install a fake torch_npu that fails as on a machine without CANN; torch autoloads it."""
     install(tmp_path, "torch_npu", "2.0.0", BROKEN, "[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
@@ -58,7 +58,7 @@ def npu_checks() -> dict[str, Check]:
     return {check.name: check for check in checks.check_npu(60)}
 
 
-def test_a_torch_npu_that_torch_loads_by_itself_is_explained(broken_torch_npu: Path) -> None:
+def test_failed_autoload_of_torch_npu_is_explained(broken_torch_npu: Path) -> None:
     check = checks.check_torch(60)
     assert check.status == "fail"
     assert "Failed to load the backend extension: torch_npu" in check.found
@@ -67,34 +67,34 @@ def test_a_torch_npu_that_torch_loads_by_itself_is_explained(broken_torch_npu: P
         assert remedy in check.hint
 
 
-def test_what_an_npu_host_lacks_is_listed_at_once(broken_torch_npu: Path) -> None:
-    found = npu_checks()
-    assert all(found[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", "MindSpeed"))
-    assert "cannot load Ascend's libraries (libhccl.so" in found["torch_npu"].hint
-    assert "ASCEND_HOME_PATH is not set" in found["CANN"].hint
-    assert "torch_npu 2.0.0 is installed; stack" in found["torch pair"].hint
-    assert "needs MindSpeed (core_r0." in found["MindSpeed"].hint
-    assert "torchair" in found["MindSpeed's imports"].hint
-    assert found["Transformer Engine"].status == found["Megatron tree"].status == "ok"
+def test_all_missing_npu_prerequisites_are_listed(broken_torch_npu: Path) -> None:
+    results = npu_checks()
+    assert all(results[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", "MindSpeed"))
+    assert "cannot load Ascend's libraries (libhccl.so" in results["torch_npu"].hint
+    assert "ASCEND_HOME_PATH is not set" in results["CANN"].hint
+    assert "torch_npu 2.0.0 is installed; stack" in results["torch pair"].hint
+    assert "needs MindSpeed (core_r0." in results["MindSpeed"].hint
+    assert "torchair" in results["MindSpeed's imports"].hint
+    assert results["Transformer Engine"].status == results["Megatron tree"].status == "ok"
 
 
-def test_what_is_on_the_path_by_mistake_is_named(broken_torch_npu: Path) -> None:
+def test_wrong_packages_on_the_path_are_named(broken_torch_npu: Path) -> None:
     install(broken_torch_npu, "transformer_engine", "2.8.0")
     install(broken_torch_npu, "mindspeed", "0.12.1", "__version__ = '0.12.1'\n")
     core = broken_torch_npu / "megatron" / "core"
     core.mkdir(parents=True)
-    (core.parent / "__init__.py").touch()  # a namespace package would come after the installed one
+    (core.parent / "__init__.py").touch()  # a namespace package would follow the installed one
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
-    found = npu_checks()
-    assert "CUDA's Transformer Engine is installed" in found["Transformer Engine"].hint
-    assert "MindSpeed 0.12.1 is on the path" in found["MindSpeed"].hint
-    assert "needs branch core_r0." in found["MindSpeed"].hint
-    assert f"would be imported from {core}, which is version 0.12.1" in found["Megatron tree"].hint
-    assert "Remove it from PYTHONPATH" in found["Megatron tree"].hint
+    results = npu_checks()
+    assert "CUDA's Transformer Engine is installed" in results["Transformer Engine"].hint
+    assert "MindSpeed 0.12.1 is on the path" in results["MindSpeed"].hint
+    assert "needs branch core_r0." in results["MindSpeed"].hint
+    assert f"would be imported from {core}, which is version 0.12.1" in results["Megatron tree"].hint
+    assert "Remove it from PYTHONPATH" in results["Megatron tree"].hint
 
 
-def test_without_torch_npu_nothing_of_an_npu_is_looked_at() -> None:
+def test_npu_checks_are_skipped_without_torch_npu() -> None:
     if "torch_npu" in sys.modules:
         pytest.skip("this process has one")
     assert [check.status for check in checks.check_npu(60)] == ["skip"]
@@ -102,44 +102,44 @@ def test_without_torch_npu_nothing_of_an_npu_is_looked_at() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_machine_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
-    done = megascend("doctor")
-    assert done.returncode == 1
-    assert "FAIL  torch import" in done.stdout
-    assert "SKIP  bootstrap" in done.stdout
-    assert "failed: torch import, torch_npu, CANN" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+def test_host_without_cann_fails_without_a_traceback(megascend, broken_torch_npu: Path) -> None:
+    completed = megascend("doctor")
+    assert completed.returncode == 1
+    assert "FAIL  torch import" in completed.stdout
+    assert "SKIP  bootstrap" in completed.stdout
+    assert "failed: torch import, torch_npu, CANN" in completed.stdout
+    assert "Traceback" not in completed.stdout + completed.stderr
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_simulated_device_is_ready_and_never_passes_for_a_card(megascend) -> None:
+def test_simulated_device_is_ready_and_marked_as_simulated(megascend) -> None:
     path = os.pathsep.join([str(DOUBLES), *(entry for entry in sys.path if entry)])
     environment = simnpu.environment(os.environ | {"PYTHONPATH": path})
-    done = megascend("doctor", "--json", **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert found["simulated device"]["status"] == "warn"
-    assert "SIMULATED" in found["simulated device"]["found"]
-    assert "+simnpu, 8 x Simulated Ascend" in found["torch_npu"]["found"]
-    assert "+double" in found["MindSpeed"]["found"]
-    assert found["platform"]["chosen"] == found["bootstrap"]["platform"] == "npu"
+    completed = megascend("doctor", "--json", **environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    results = {check["name"]: check for check in json.loads(completed.stdout)["checks"]}
+    assert results["simulated device"]["status"] == "warn"
+    assert "SIMULATED" in results["simulated device"]["found"]
+    assert "+simnpu, 8 x Simulated Ascend" in results["torch_npu"]["found"]
+    assert "+double" in results["MindSpeed"]["found"]
+    assert results["platform"]["chosen"] == results["bootstrap"]["platform"] == "npu"
 
 
-def test_a_verdict_on_a_simulated_device_says_so() -> None:
+def test_verdict_names_the_simulated_device() -> None:
     table = render_table([Check("simulated device", "warn", "SIMULATED", values={"simulated": True})])
     assert table.endswith("ready to train on a simulated device")
 
 
-def test_a_helper_that_hangs_is_given_up() -> None:
+def test_hanging_helper_times_out() -> None:
     start = time.monotonic()
     outcome = run_python(["-c", "import time; time.sleep(60)"], timeout=1)
     assert outcome.answer is None
     assert outcome.problem == "no answer within 1 s"
-    assert time.monotonic() - start < 50  # of a program that sleeps for 60
+    assert time.monotonic() - start < 50  # the program sleeps for 60 s
 
 
-def test_a_helper_that_crashes_is_reported() -> None:
+def test_crashed_helper_is_reported() -> None:
     outcome = run_python(["-c", "import no_such_module_at_all"], timeout=30)
     assert outcome.answer is None
     last, hint = explain_import_failure(outcome.problem)
@@ -147,7 +147,7 @@ def test_a_helper_that_crashes_is_reported() -> None:
     assert "pip install" in hint
 
 
-def test_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 64 * 1024**2, "total": 64 * 1024**2})
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
     check = check_shared_memory(tmp_path)
@@ -156,7 +156,7 @@ def test_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert check_shared_memory(tmp_path / "missing").status == "warn"
 
 
-def test_more_threads_than_cores_is_a_warning() -> None:
+def test_more_threads_than_cores_warns() -> None:
     assert check_threads({"OMP_NUM_THREADS": "100000"}).status == "warn"
     assert check_threads({"OMP_NUM_THREADS": "1"}).status == "ok"
     assert check_threads({}).status == "ok"
@@ -205,6 +205,6 @@ VERDICTS: dict[str, tuple[list[Check], str]] = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_verdict_knows_the_host(name: str) -> None:
-    found, line = VERDICTS[name]
-    assert render_table(found).splitlines()[-1] == line
+def test_verdict_describes_the_host(name: str) -> None:
+    results, line = VERDICTS[name]
+    assert render_table(results).splitlines()[-1] == line

@@ -1,4 +1,4 @@
-"""``megascend doctor --run`` on directories made by hand; what real runs leave is read in test_cli_resume.py."""
+"""``megascend doctor --run`` on handwritten run directories; test_cli_resume.py reads those of real runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from megascend.errors import ConfigError
 from megascend.testing import faults
 
 COMMAND = ["/usr/bin/python3", "/usr/bin/megascend", "train", "run.yaml", "--nproc", "2", "--overwrite"]
-GONE = "rank 0: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone: its process has ended, last heard of 0 s ago"
+PEER_LOST = (
+    "rank 0: grad reduce of step 5 failed after 0.2 s. Rank 1 is gone: its process has ended, last heard of 0 s ago"
+)
 
 
 def event(kind: str, when: float, attempt: int = 0, **values: object) -> dict:
@@ -62,8 +64,8 @@ def add_checkpoint(run: Path, step: int) -> Path:
     names = ("__0_0.distcp", "common.pt")
     for name in names:
         (path / name).write_bytes(name.encode() * 100)
-    whole = Manifest(step, "fp32", {}, {}, None, [], {}, files={name: manifest.digest(path / name) for name in names})
-    (path / manifest.NAME).write_text(whole.to_text())
+    entry = Manifest(step, "fp32", {}, {}, None, [], {}, files={name: manifest.digest(path / name) for name in names})
+    (path / manifest.NAME).write_text(entry.to_text())
     (run / "checkpoints" / "latest").write_text(path.name + "\n")
     return path
 
@@ -71,7 +73,7 @@ def add_checkpoint(run: Path, step: int) -> Path:
 # --- attempts ---
 
 
-def test_a_run_that_finished(tmp_path: Path) -> None:
+def test_finished_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [start(100), event("finished", 160, step=12, loss=0.1)], steps=12)
     (run / "hf").mkdir()
     report = read_run(run)
@@ -85,7 +87,7 @@ def test_a_run_that_finished(tmp_path: Path) -> None:
     assert f"the result is in {run / 'hf'}" in text
 
 
-def test_a_run_that_was_stopped_goes_on_with_its_own_command(tmp_path: Path) -> None:
+def test_stopped_run_is_resumed_with_its_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [start(100), event("stopped", 160, step=4, signal="SIGTERM")], steps=4)
     add_checkpoint(run, 4)
     report = read_run(run)
@@ -94,7 +96,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_own_command(tmp_path: Path) -> 
     assert next_steps(report)[-1] == "  megascend train run.yaml --nproc 2 --resume auto"
 
 
-def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
+def test_first_failed_rank_is_named(tmp_path: Path) -> None:
     late = error(0, 150.0, "PeerLostError", "rank 0: failed. Rank 1 failed in forward")
     first = error(1, 151.0, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
     run = write_run(tmp_path / "run", [start(100)], [late, first], steps=4)
@@ -102,7 +104,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     assert not report.ok
     (attempt,) = report.attempts
     assert (attempt.outcome, attempt.step, attempt.silent) == ("error", 5, ())
-    assert [each.rank for each in attempt.errors] == [1, 0]
+    assert [error_record.rank for error_record in attempt.errors] == [1, 0]
     text = render_run(report)
     assert "rank 1 (far) failed first: OutOfMemoryError: CUDA out of memory" in text
     assert "then rank 0: PeerLostError" in text
@@ -111,8 +113,8 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     assert text.splitlines()[-1].strip() == "megascend train run.yaml --nproc 2 --overwrite"
 
 
-def test_a_rank_that_left_no_word_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "PeerLostError", GONE)], steps=4)
+def test_silent_rank_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "PeerLostError", PEER_LOST)], steps=4)
     add_checkpoint(run, 4)
     report = read_run(run)
     assert (report.attempts[0].outcome, report.attempts[0].silent) == ("lost", (1,))
@@ -123,22 +125,22 @@ def test_a_rank_that_left_no_word_is_named(tmp_path: Path) -> None:
     assert "--resume auto" in text
 
 
-def test_who_is_to_blame() -> None:
-    def found(*errors: tuple[int, str, str], world_size: int = 4) -> tuple:
+def test_blame_of_failed_and_silent_ranks() -> None:
+    def summary(*errors: tuple[int, str, str], world_size: int = 4) -> tuple:
         drafts = [error(rank, 10.0 + rank, kind, message) for rank, kind, message in errors]
         (attempt,) = attempts_of([start(1) | {"world_size": world_size}], drafts)
-        return attempt.outcome, attempt.silent, [each.rank for each in attempt.errors]
+        return attempt.outcome, attempt.silent, [record.rank for record in attempt.errors]
 
-    assert found() == ("no end", (), [])
-    assert found((2, "PeerLostError", "Rank 3 is gone")) == ("lost", (3,), [2])  # 0 and 1 were ended by the launcher
-    assert found((2, "PeerLostError", "somebody")) == ("lost", (0, 1, 3), [2])
-    assert found((0, "PeerLostError", ""), (1, "DataError", "")) == ("error", (2, 3), [1, 0])
-    assert found((0, "KeyboardInterrupt", ""), world_size=1) == ("interrupted", (), [0])
-    assert found((0, "PeerLostError", ""), (1, "PeerLostError", ""), world_size=2) == ("error", (), [0, 1])
+    assert summary() == ("no end", (), [])
+    assert summary((2, "PeerLostError", "Rank 3 is gone")) == ("lost", (3,), [2])  # the launcher ended 0 and 1
+    assert summary((2, "PeerLostError", "somebody")) == ("lost", (0, 1, 3), [2])
+    assert summary((0, "PeerLostError", ""), (1, "DataError", "")) == ("error", (2, 3), [1, 0])
+    assert summary((0, "KeyboardInterrupt", ""), world_size=1) == ("interrupted", (), [0])
+    assert summary((0, "PeerLostError", ""), (1, "PeerLostError", ""), world_size=2) == ("error", (), [0, 1])
     assert blame([], None) == ("no end", (), ())
 
 
-def test_attempts_and_their_errors_are_told_apart() -> None:
+def test_attempts_are_separated_with_their_errors() -> None:
     events = [
         start(100),
         start(200, 1),
@@ -152,13 +154,13 @@ def test_attempts_and_their_errors_are_told_apart() -> None:
         error(0, 150, "DataError", "first attempt"),
         error(1, 500, "ConfigError", "never started", started=False, agent="far:2", step=0),
     ]
-    found = attempts_of(events, errors)
-    assert [attempt.number for attempt in found] == [1, 2, 3, 4]
-    assert [attempt.outcome for attempt in found] == ["error", "error", "error", "finished"]
-    assert [attempt.restart for attempt in found] == [0, 1, 0, 0]
-    assert [attempt.resumed_after for attempt in found] == [0, 4, 0, 8]
-    assert [attempt.started for attempt in found] == [100, 200, None, 1000]
-    assert [[each.message for each in attempt.errors] for attempt in found] == [
+    attempts = attempts_of(events, errors)
+    assert [attempt.number for attempt in attempts] == [1, 2, 3, 4]
+    assert [attempt.outcome for attempt in attempts] == ["error", "error", "error", "finished"]
+    assert [attempt.restart for attempt in attempts] == [0, 1, 0, 0]
+    assert [attempt.resumed_after for attempt in attempts] == [0, 4, 0, 8]
+    assert [attempt.started for attempt in attempts] == [100, 200, None, 1000]
+    assert [[record.message for record in attempt.errors] for attempt in attempts] == [
         ["first attempt"],
         ["second attempt"],
         ["never started"],
@@ -166,7 +168,7 @@ def test_attempts_and_their_errors_are_told_apart() -> None:
     ]
 
 
-def test_an_attempt_that_never_came_to_its_first_step(tmp_path: Path) -> None:
+def test_attempt_that_failed_before_its_first_step(tmp_path: Path) -> None:
     early = error(0, 150, "DataError", "chat.jsonl:7: broken", started=False, step=0)
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "attempt-0-rank-0.json").write_text(json.dumps(early))
@@ -179,38 +181,38 @@ def test_an_attempt_that_never_came_to_its_first_step(tmp_path: Path) -> None:
     assert "start it again" in text
 
 
-def test_a_shell_that_starts_a_run_several_times_has_several_attempts(tmp_path: Path) -> None:
+def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
     early = [error(rank, time, f"Error{time}", started=False, step=0) for time in (100, 200) for rank in (1, 0)]
-    assert [[each.error for each in attempt.errors] for attempt in attempts_of([], early)] == [
+    assert [[record.error for record in attempt.errors] for attempt in attempts_of([], early)] == [
         ["Error100"] * 2,
         ["Error200"] * 2,
     ]
     folder = tmp_path / "errors"
     folder.mkdir()
-    said = {150: "first", 160: "its last words", 250: "second"}
-    lines = [error(0, at, "DataError", message) for at, message in said.items()]
+    messages = {150: "first", 160: "its last words", 250: "second"}
+    lines = [error(0, at, "DataError", message) for at, message in messages.items()]
     since = [{"pid": 7, "since": 100}, {"pid": 7, "since": 100}, {"pid": 8, "since": 200}]
     records = [json.dumps(line | {"started": False} | more) for line, more in zip(lines, since, strict=True)]
     (folder / "attempt-0-rank-0.json").write_text("\n".join(records) + "\n")
-    found = read_run(tmp_path).attempts
-    assert [[each.message for each in attempt.errors] for attempt in found] == [["its last words"], ["second"]]
+    attempts = read_run(tmp_path).attempts
+    assert [[record.message for record in attempt.errors] for attempt in attempts] == [["its last words"], ["second"]]
 
 
-def test_a_run_is_running_while_its_process_is(tmp_path: Path) -> None:
-    mine = {"host": socket.gethostname(), "pid": os.getpid()}
-    report = read_run(write_run(tmp_path / "run", [start(time.time()) | mine], steps=3))
+def test_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
+    this_process = {"host": socket.gethostname(), "pid": os.getpid()}
+    report = read_run(write_run(tmp_path / "run", [start(time.time()) | this_process], steps=3))
     assert headline(report) == "running"
     assert not report.ok
     assert next_steps(report) == ["nothing: it is running"]
-    # The number of a process that ended may belong to another one that began later.
-    report = read_run(write_run(tmp_path / "old", [start(100) | mine], steps=3))
+    # The pid of an ended process may belong to a later process.
+    report = read_run(write_run(tmp_path / "old", [start(100) | this_process], steps=3))
     assert headline(report).startswith("ended without an error message after step 3 of 12")
 
 
 # --- checkpoints and saves ---
 
 
-def test_checkpoints_and_what_is_wrong_with_them(tmp_path: Path) -> None:
+def test_checkpoints_with_their_problems(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=9)
     paths = [add_checkpoint(run, step) for step in (2, 4, 6, 8)]
     faults.flip_byte(paths[1] / "common.pt")
@@ -218,8 +220,8 @@ def test_checkpoints_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     (paths[3] / "common.pt").unlink()
     (run / "checkpoints" / ".step-00000010.writing").mkdir()
     quick, thorough = read_run(run), read_run(run, verify=True)
-    assert [bool(each.problems) for each in quick.checkpoints] == [False, False, True, True]
-    assert [bool(each.problems) for each in thorough.checkpoints] == [False, True, True, True]
+    assert [bool(checkpoint.problems) for checkpoint in quick.checkpoints] == [False, False, True, True]
+    assert [bool(checkpoint.problems) for checkpoint in thorough.checkpoints] == [False, True, True, True]
     assert thorough.checkpoints[1].problems == ("common.pt is damaged: its content is not what was written",)
     assert "megascend.json is damaged" in thorough.checkpoints[2].problems[0]
     assert thorough.checkpoints[3].problems == ("common.pt is missing",)
@@ -232,7 +234,7 @@ def test_checkpoints_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert "'latest' names 'step-00000099', which is not there" in render_run(read_run(run))
 
 
-def test_saves_that_failed_and_what_saving_cost(tmp_path: Path) -> None:
+def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
     full = "save: step-4 could not be written: No space left on device"
     events = [start(100), event("save", 110, step=2, stall_s=0.5), event("saved", 111), event("save", 120, stall_s=1.5)]
     events += [event("save_failed", 121, problem=full)] * 5
@@ -244,7 +246,7 @@ def test_saves_that_failed_and_what_saving_cost(tmp_path: Path) -> None:
     assert "the last 3 of 5 failures" in text
 
 
-def test_a_disk_without_room_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_room_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError")], steps=4)
     add_checkpoint(run, 4)
     usage = type("Usage", (), {"free": 1000})
@@ -281,7 +283,7 @@ def test_half_written_and_missing_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"time": None, "world_size": "x", "command": 3, "pid": "y", "steps": []}])
-def test_lines_without_what_they_should_have(tmp_path: Path, values: dict) -> None:
+def test_lines_with_missing_or_invalid_fields(tmp_path: Path, values: dict) -> None:
     lines = [{"event": "start", **values}, {"event": "save", "stall_s": "x"}, {"event": "stopped"}, {"event": 3}]
     run = write_run(tmp_path / "run", lines)
     (run / "errors" / "attempt-0-rank-0.json").write_text("{}")
@@ -289,22 +291,22 @@ def test_lines_without_what_they_should_have(tmp_path: Path, values: dict) -> No
     render_run(read_run(run))
 
 
-def test_directories_that_are_no_runs(megascend, tmp_path: Path) -> None:
+def test_other_directories_are_refused(megascend, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"no run has written to this directory"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="there is no such directory"):
         read_run(tmp_path / "missing")
-    done = megascend("doctor", "--run", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ConfigError: --run ")
+    completed = megascend("doctor", "--run", tmp_path)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("ConfigError: --run ")
     assert megascend("doctor", "--verify").returncode == 2
 
 
 # --- the command ---
 
 
-def test_the_command_reads_files_alone(tmp_path: Path) -> None:
+def test_doctor_run_imports_nothing_heavy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [start(100), event("finished", 160, step=12)], steps=12)
     code = (
         "import atexit, sys\n"
@@ -313,10 +315,10 @@ def test_the_command_reads_files_alone(tmp_path: Path) -> None:
         "from megascend.cli.main import main; main()"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
-    *answer, heavy = done.stdout.splitlines()
+    *answer, heavy = completed.stdout.splitlines()
     assert heavy == "[]"
     report = json.loads("\n".join(answer))
     assert report["ok"] is True
@@ -325,14 +327,14 @@ def test_the_command_reads_files_alone(tmp_path: Path) -> None:
     assert report["skipped_steps"] == [2]
 
 
-def test_a_failed_run_exits_with_1(megascend, tmp_path: Path) -> None:
+def test_failed_run_exits_with_1(megascend, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [start(100)], [error(0, 150, "DataError", "bad")])
-    done = megascend("doctor", "--run", run)
-    assert done.returncode == 1
-    assert "DataError: bad" in done.stdout
+    completed = megascend("doctor", "--run", run)
+    assert completed.returncode == 1
+    assert "DataError: bad" in completed.stdout
 
 
-def test_the_command_that_goes_on() -> None:
+def test_resume_command_is_derived_from_the_original() -> None:
     assert short_program(["/usr/bin/python3.11", "-u", "/opt/bin/torchrun", "--standalone"]) == [
         "torchrun",
         "--standalone",
@@ -347,8 +349,8 @@ def test_the_command_that_goes_on() -> None:
     ]
 
 
-def test_a_run_started_from_python_goes_on_with_its_settings(tmp_path: Path) -> None:
-    begun = start(100) | {"command": ["python", "my_script.py"]}
-    report: RunReport = read_run(write_run(tmp_path / "run", [begun], steps=2))
+def test_run_started_from_python_is_resumed_with_its_config(tmp_path: Path) -> None:
+    started = start(100) | {"command": ["python", "my_script.py"]}
+    report: RunReport = read_run(write_run(tmp_path / "run", [started], steps=2))
     expected = f"megascend train {tmp_path / 'run' / 'config.yaml'} --nproc 2 --resume auto"
     assert command_to_go_on(report, "--resume auto") == expected

@@ -1,4 +1,4 @@
-"""``megascend train --dry-run``: what it shows, and that it leaves nothing behind."""
+"""``megascend train --dry-run``: its output; it leaves no files behind."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_shows_samples_with_their_mask_and_figures(megascend, folder: Path) -> None:
-    done = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    shown = done.stdout
-    assert "⟦two & café \\x1b[31m<|im_end|>⟧↵\n<|im_start|>user↵\nreally?<|im_end|>↵\n" in shown
-    assert "⟦0.5 x yes<|im_end|>⟧↵" in shown
-    assert "<|im_start|>user↵\nred?<|im_end|>↵\n<|im_start|>assistant↵\n⟦blue<|im_end|>⟧↵" in shown
-    # One token a byte and one a special token, which is what this tokenizer does; a sample has one input less than tokens.
+def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> None:
+    completed = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    assert "\x1b" not in completed.stdout
+    output = completed.stdout
+    assert "⟦two & café \\x1b[31m<|im_end|>⟧↵\n<|im_start|>user↵\nreally?<|im_end|>↵\n" in output
+    assert "⟦0.5 x yes<|im_end|>⟧↵" in output
+    assert "<|im_start|>user↵\nred?<|im_end|>↵\n<|im_start|>assistant↵\n⟦blue<|im_end|>⟧↵" in output
+    # This tokenizer has one token for each byte and each special token; a sample has one input less than tokens.
     texts = [[f"\x00{role}\n{text}\x00\n" for role, text in chat] for chat in CHATS]
     texts[0].append("\x00assistant\nyes\x00\n")
     lengths = [len("".join(chat).encode()) - 1 for chat in texts]
     supervised = sum(len(text.encode()) + 1 for text in (CHATS[0][2][1], "yes", "blue", "down"))
-    [row] = [line.split() for line in shown.splitlines() if line.startswith("learned")]
+    [row] = [line.split() for line in output.splitlines() if line.startswith("learned")]
     assert row[1:5] == ["3", f"{sum(lengths):,}", str(supervised), f"({supervised / sum(lengths):.0%})"]
     assert (row[5], row[-1]) == (str(min(lengths)), str(max(lengths)))
-    [row] = [line.split() for line in shown.splitlines() if line.startswith("held out")]
+    [row] = [line.split() for line in output.splitlines() if line.startswith("held out")]
     assert row[2:5] == ["1", str(lengths[1]), "5"]
-    assert "6 of 2 samples = 4 epochs; one micro batch a rank" in shown
-    assert f"the largest with {max(lengths)} of 4096 tokens" in shown
-    assert "4 ranks = tensor 1 x context 1 x data 4" in shown
-    [line] = [line for line in shown.splitlines() if line.startswith("  parameters")]
+    assert "6 of 2 samples = 4 epochs; one micro batch a rank" in output
+    assert f"the largest with {max(lengths)} of 4096 tokens" in output
+    assert "4 ranks = tensor 1 x context 1 x data 4" in output
+    [line] = [line for line in output.splitlines() if line.startswith("  parameters")]
     assert line.split() == ["parameters", "0.0", "MiB"]  # 45 thousand, in fp32, a quarter of them
     for item in ("moments", "activations", "output head", "all", "recomputed"):
-        assert f"\n  {item} " in shown
-    assert "this machine has for each rank" in shown
-    assert "data parallel ranks have no sample in a step" in shown
-    assert "schedule.total_steps: 4 ends before the 6 steps do" in shown
+        assert f"\n  {item} " in output
+    assert "this machine has for each rank" in output
+    assert "data parallel ranks have no sample in a step" in output
+    assert "schedule.total_steps: 4 ends before the 6 steps do" in output
     assert not (folder / "out").exists()
 
 
@@ -90,42 +90,42 @@ def test_it_shows_samples_with_their_mask_and_figures(megascend, folder: Path) -
         (["--set", "validation.path=none.jsonl"], "DataError", ["none.jsonl"]),
     ],
 )
-def test_what_is_wrong_is_an_error(megascend, folder: Path, arguments: list[str], kind: str, words: list[str]) -> None:
-    done = megascend("train", "run.yaml", "--dry-run", *arguments, cwd=folder)
-    assert done.returncode == 2, done.stdout + done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith(kind)]
+def test_invalid_input_is_an_error(megascend, folder: Path, arguments: list[str], kind: str, words: list[str]) -> None:
+    completed = megascend("train", "run.yaml", "--dry-run", *arguments, cwd=folder)
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    [line] = [line for line in completed.stderr.splitlines() if line.startswith(kind)]
     assert all(word in line for word in words), line
     assert not (folder / "out").exists()
 
 
-# --- the text alone ---
+# --- formatting ---
 
 
-def test_colours_are_for_terminals_that_want_them() -> None:
+def test_colours_only_on_capable_terminals() -> None:
     reading, writing = os.openpty()
     with os.fdopen(reading), os.fdopen(writing, "w", encoding="utf-8") as terminal:
         assert Style.of(terminal, {}).colour
-        assert Style.of(terminal, {"NO_COLOR": ""}).colour  # by the convention, an empty one says nothing
+        assert Style.of(terminal, {"NO_COLOR": ""}).colour  # by the convention, an empty value is ignored
         assert not Style.of(terminal, {"NO_COLOR": "1"}).colour
         assert not Style.of(terminal, {"TERM": "dumb"}).colour
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert Style.of(file, {}) == Style(colour=False, unicode=False)
 
 
-def test_each_line_of_learned_text_has_its_colour() -> None:
+def test_each_line_of_learned_text_is_coloured() -> None:
     style = Style(colour=True)
     assert style.piece(style.visible("a\nb"), 1.0) == "\x1b[32;1ma↵\x1b[0m\n\x1b[32;1mb\x1b[0m"
     assert style.piece("a", 0.0) == "\x1b[2ma\x1b[0m"
 
 
-def test_output_that_cannot_write_every_character_gets_escapes() -> None:
+def test_ascii_output_gets_escapes() -> None:
     style = Style(colour=False, unicode=False)
     text = style.piece(style.visible("café\n\x07"), 0.5)
     assert text == "[[0.5 x caf\\xe9\\n\n\\x07]]"
     assert text.isascii()
 
 
-def test_long_pieces_are_shown_by_their_ends() -> None:
+def test_long_pieces_are_abbreviated() -> None:
     from megascend.app.dry_run import ShownSample
 
     sample = ShownSample("sample 1", [SamplePiece("p" * 5000, 0.0, 5000), SamplePiece("a" * 10, 1.0, 10)])

@@ -1,4 +1,4 @@
-"""``megascend train`` with ``engine: fsdp`` and the run file of the quick start: trained, killed, resumed, handed over."""
+"""``megascend train`` with ``engine: fsdp`` and the run file of the quick start: train, kill, resume, change the engine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DEADLINE_S = 240
 
 @pytest.fixture(scope="module")
 def model(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quick start's."""
+    """Create the model of the quick start."""
     path = tmp_path_factory.mktemp("quickstart") / "model"
     sizes = ("--arch", "qwen3", "--hidden", "128", "--layers", "4", "--heads", "4", "--kv-heads", "2")
-    done = megascend("new-model", path, *sizes)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("new-model", path, *sizes)
+    assert completed.returncode == 0, completed.stderr
     return path
 
 
 def settings(model: Path, output: Path, steps: int, *more: str) -> tuple[str, ...]:
-    short = "schedule.warmup_steps=0"  # the quick start warms up for longer than these runs last
+    short = "schedule.warmup_steps=0"  # the quick start's warm-up is longer than these runs
     values = (f"model={model}", f"output={output}", f"steps={steps}", "plot=false", short, *more)
     return tuple(part for value in values for part in ("--set", value))
 
@@ -45,22 +45,22 @@ def weights(output: Path) -> bytes:
     return (output / "hf" / "model.safetensors").read_bytes()
 
 
-def test_the_run_file_of_the_quick_start_on_one_process(megascend, model: Path, tmp_path: Path) -> None:
-    """Trained, resumed, looked at."""
+def test_quick_start_run_file_on_one_process(megascend, model: Path, tmp_path: Path) -> None:
+    """Train, resume and report."""
     output = tmp_path / "run"
     values = (*settings(model, output, 3, "checkpoint.every=2"), *FSDP)
-    shown = megascend("show-config", RUN_FILE, *values, cwd=ROOT)
-    assert shown.returncode == 0, shown.stderr
-    assert yaml.safe_load(shown.stdout)["engine"] == "fsdp"
-    done = megascend("train", RUN_FILE, *values, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    printed = megascend("show-config", RUN_FILE, *values, cwd=ROOT)
+    assert printed.returncode == 0, printed.stderr
+    assert yaml.safe_load(printed.stdout)["engine"] == "fsdp"
+    completed = megascend("train", RUN_FILE, *values, cwd=ROOT)
+    assert completed.returncode == 0, completed.stderr
     more = (*settings(model, output, 6, "checkpoint.every=2"), *FSDP, "--resume", "auto")
-    done = megascend("train", RUN_FILE, *more, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "resumed from" in done.stdout
-    found = rows(output)
-    assert [step for step, *_ in found] == list(range(1, 7))
-    assert found[-1][1] < found[0][1]
+    completed = megascend("train", RUN_FILE, *more, cwd=ROOT)
+    assert completed.returncode == 0, completed.stderr
+    assert "resumed from" in completed.stdout
+    rows_of_run = rows(output)
+    assert [step for step, *_ in rows_of_run] == list(range(1, 7))
+    assert rows_of_run[-1][1] < rows_of_run[0][1]
     assert (output / "hf" / "config.json").is_file()
     report = megascend("doctor", "--run", output)
     assert report.returncode == 0, report.stdout
@@ -68,14 +68,16 @@ def test_the_run_file_of_the_quick_start_on_one_process(megascend, model: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.torchrun
-def test_a_rank_that_is_killed_under_torchrun_changes_nothing(megascend, model: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = megascend("train", RUN_FILE, *settings(model, whole, 8), *FSDP, "--nproc", "2", cwd=ROOT, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
+def test_killed_rank_under_torchrun_does_not_change_the_result(megascend, model: Path, tmp_path: Path) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    completed = megascend(
+        "train", RUN_FILE, *settings(model, uninterrupted, 8), *FSDP, "--nproc", "2", cwd=ROOT, timeout=DEADLINE_S
+    )
+    assert completed.returncode == 0, completed.stderr
     values = settings(model, killed, 8, "checkpoint.every=3", "checkpoint.asynchronous=false")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     fault = faults.Fault("die", rank=1, phase="forward", step=5)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *launcher, "-m", "megascend.cli.main", "train", str(RUN_FILE), *values, *FSDP],
         cwd=ROOT,
         capture_output=True,
@@ -84,9 +86,9 @@ def test_a_rank_that_is_killed_under_torchrun_changes_nothing(megascend, model: 
         check=False,
         env=environment() | faults.environment(fault),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert rows(killed) == rows(whole)
-    assert weights(killed) == weights(whole)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    assert rows(killed) == rows(uninterrupted)
+    assert weights(killed) == weights(uninterrupted)
     report = read_run(killed, verify=True)
     assert report.ok
     lost, restarted = report.attempts
@@ -96,20 +98,20 @@ def test_a_rank_that_is_killed_under_torchrun_changes_nothing(megascend, model: 
 
 
 @pytest.mark.nightly
-def test_a_run_of_the_megatron_engine_is_resumed_with_this_one(megascend, model: Path, tmp_path: Path) -> None:
-    """By the same command with another engine; figures as without the change, to rounding."""
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
+def test_megatron_run_is_resumed_with_fsdp(megascend, model: Path, tmp_path: Path) -> None:
+    """Resume with the same command and another engine; metrics equal the uninterrupted run to rounding."""
+    reference, moved = tmp_path / "reference", tmp_path / "moved"
     two = ("--nproc", "2")
     for output, steps, more in (
-        (whole, 8, ()),
+        (reference, 8, ()),
         (moved, 4, ()),
         (moved, 8, (*FSDP, "--resume", "auto")),
     ):
         values = settings(model, output, steps, "checkpoint.every=4", "schedule.total_steps=8")
-        done = megascend("train", RUN_FILE, *values, *more, *two, cwd=ROOT, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stderr
-    assert "engine: megatron -> fsdp" in done.stdout + done.stderr
-    found, expected = rows(moved), rows(whole)
-    assert [step for step, *_ in found] == list(range(1, 9))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, abs=2e-5, rel=2e-5)
+        completed = megascend("train", RUN_FILE, *values, *more, *two, cwd=ROOT, timeout=DEADLINE_S)
+        assert completed.returncode == 0, completed.stderr
+    assert "engine: megatron -> fsdp" in completed.stdout + completed.stderr
+    resumed, expected = rows(moved), rows(reference)
+    assert [step for step, *_ in resumed] == list(range(1, 9))
+    for row, expected_row in zip(resumed, expected, strict=True):
+        assert row == pytest.approx(expected_row, abs=2e-5, rel=2e-5)

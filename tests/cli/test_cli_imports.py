@@ -12,19 +12,19 @@ HEAVY = ("torch", "megatron", "mcore_bridge", "transformers", "peft", "numpy", "
 
 AT_EXIT = f"""
 import atexit, json, sys
-def tell():
+def print_heavy():
     print(json.dumps([name for name in {HEAVY} if name in sys.modules]))
-atexit.register(tell)
+atexit.register(print_heavy)
 """
 
 
 def run(code: str) -> tuple[str, list[str]]:
     """Return what a fresh interpreter prints, and which heavy packages it imports."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "NO_COLOR": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", AT_EXIT + code], capture_output=True, text=True, env=environment, check=True
     )
-    text, _, last = done.stdout.rstrip("\n").rpartition("\n")
+    text, _, last = completed.stdout.rstrip("\n").rpartition("\n")
     return text, json.loads(last)
 
 
@@ -45,6 +45,8 @@ def test_reading_a_config_needs_no_torch() -> None:
     assert run(code)[1] == []
 
 
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "megascend", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("megascend ")
+def test_package_is_executable() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-m", "megascend", "--version"], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.startswith("megascend ")

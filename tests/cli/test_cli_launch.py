@@ -1,4 +1,4 @@
-"""Starting ranks here: the result comes back, and of several failures the one that caused the others."""
+"""Local launch of ranks: the result, and the root cause of several failures."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def rank_0_is_killed() -> None:
     time.sleep(60)
 
 
-def test_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_returns_the_result_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(ranks_see_torchrun_variables, "hello", nproc=2) == ("hello", "0", "2", "1")
     assert "OMP_NUM_THREADS" not in os.environ
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
 
 
-def test_shared_memory_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose /dev/shm somebody has filled: a semaphore cannot be made."""
+def test_full_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a container whose /dev/shm is full, so that no semaphore can be created."""
     from multiprocessing import synchronize
 
     def no_room(self: object, *arguments: object, **options: object) -> None:
@@ -63,28 +63,28 @@ def test_shared_memory_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(PlatformError, match=r"--nproc 2: the processes cannot be started: .*No space left on device"):
         launch(ranks_see_torchrun_variables, "hello", nproc=2)
     with faults.full_disk(4096) as disk:
-        said = why_not_started(OSError(errno.ENOSPC, "No space left on device"), 2, disk)
-    assert f"{disk} is full, and about 128 KiB of it are needed" in said
-    assert "--shm-size" in said
+        message = why_not_started(OSError(errno.ENOSPC, "No space left on device"), 2, disk)
+    assert f"{disk} is full, and about 128 KiB of it are needed" in message
+    assert "--shm-size" in message
 
 
-def test_our_error_wins_over_what_it_caused(tmp_path: Path) -> None:
+def test_root_cause_wins_over_its_consequences(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^chat\.jsonl:7: broken$"):
         launch(rank_1_finds_a_mistake, tmp_path / "sign", nproc=2)
 
 
-def test_another_exception_keeps_its_traceback() -> None:
+def test_unexpected_exception_keeps_its_traceback() -> None:
     with pytest.raises(WorkerError, match=r"rank 1 raised KeyError: 'weight'") as caught:
         launch(rank_1_has_a_bug, nproc=2)
     assert "rank_1_has_a_bug" in str(caught.value)
 
 
-def test_a_killed_worker_is_named() -> None:
+def test_killed_worker_is_named() -> None:
     with pytest.raises(WorkerError, match=r"rank 0 .* SIGKILL"):
         launch(rank_0_is_killed, nproc=2)
 
 
-def test_processes_are_as_many_as_devices_or_four_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_limit_is_devices_or_four_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     check_processes("cpu", 8)
     with pytest.raises(
@@ -104,8 +104,8 @@ class TwoDevices(CpuPlatform):
         return 2
 
 
-def test_a_signal_while_ranks_start_ends_the_launcher_and_them(tmp_path: Path) -> None:
-    """16 ranks import torch before they can handle a signal: none of them comes so far."""
+def test_signal_during_start_ends_launcher_and_ranks(tmp_path: Path) -> None:
+    """Send a signal while 16 ranks import torch, before they can handle signals."""
     program = (
         "from megascend.cli.launch import launch\n"
         "from test_cli_launch import ranks_see_torchrun_variables\n"
@@ -127,6 +127,6 @@ def test_a_signal_while_ranks_start_ends_the_launcher_and_them(tmp_path: Path) -
 
 def test_nproc_under_torchrun_is_refused(megascend, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("model: m\noutput: o\ndata: {path: d}\n")
-    done = megascend("train", tmp_path / "run.yaml", "--nproc", "2", RANK="0", WORLD_SIZE="2")
-    assert done.returncode == 2
-    assert "--nproc 2 under torchrun" in done.stderr
+    completed = megascend("train", tmp_path / "run.yaml", "--nproc", "2", RANK="0", WORLD_SIZE="2")
+    assert completed.returncode == 2
+    assert "--nproc 2 under torchrun" in completed.stderr

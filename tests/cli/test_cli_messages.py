@@ -1,4 +1,4 @@
-"""megascend's own messages: one handler, the rank in front, and nothing set up by an import."""
+"""megascend's log messages: one handler, a rank prefix, and no setup at import."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ assert logging.getLogger().handlers == []
 
 
 @pytest.mark.parametrize(
-    ("environment", "shown"),
+    ("environment", "expected"),
     [
         ({}, "the disk is full\n"),
         ({"WORLD_SIZE": "1", "RANK": "0"}, "the disk is full\n"),
         ({"WORLD_SIZE": "4", "RANK": "2"}, "[rank 2] the disk is full\n"),
     ],
 )
-def test_a_message_is_shown_once_with_its_rank(environment: dict[str, str], shown: str) -> None:
+def test_message_is_shown_once_with_its_rank(environment: dict[str, str], expected: str) -> None:
     path = {"PYTHONPATH": ":".join(entry for entry in sys.path if entry)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=path | environment, check=False
     )
     named_already = "rank 2: forward has taken 9 s\n"
-    assert (done.returncode, done.stderr) == (0, shown + named_already)
+    assert (completed.returncode, completed.stderr) == (0, expected + named_already)
 
 
-def test_a_package_that_asks_for_a_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", sys.stdin)  # put back afterwards
+def test_prompts_of_packages_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", sys.stdin)  # restored afterwards
     ask_nothing()
     assert not sys.stdin.isatty()
     with sys.stdin, pytest.raises(EOFError):

@@ -1,4 +1,4 @@
-"""``megascend new-model``: plain transformers loads what it writes, and its tokenizer is byte for byte."""
+"""``megascend new-model``: plain transformers loads its models; the tokenizer has one token a byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.forked_programs import run_forked
 
 TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
 
-# Runs with nothing of megascend in sight.
+# Runs without megascend.
 LOAD = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,16 +58,16 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def write(*checkpoints: tuple[Path, int, dict]) -> None:
     """Write checkpoints given as (directory, seed, size)."""
-    done = run(WRITE, json.dumps([(str(path), seed, size) for path, seed, size in checkpoints]))
-    assert done.returncode == 0, done.stderr
+    completed = run(WRITE, json.dumps([(str(path), seed, size) for path, seed, size in checkpoints]))
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
     paths = [tmp_path / arch for arch in ARCHITECTURES]
     write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 1}) for path in paths))
-    done = run(LOAD, TEXT, *map(str, paths))
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    completed = run(LOAD, TEXT, *map(str, paths))
+    assert completed.returncode == 0, completed.stderr
+    answers = json.loads(completed.stdout.splitlines()[-1])
     classes = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"]
     assert [answers[str(path)]["class"] for path in paths] == classes
     for answer in answers.values():
@@ -80,7 +80,7 @@ def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
         assert answer["dtype"] == "torch.float32"
 
 
-def test_the_command(small_model: Path) -> None:
+def test_new_model_writes_a_checkpoint(small_model: Path) -> None:
     config = json.loads((small_model / "config.json").read_text())
     sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")]
     assert sizes == [32, 2, 256]
@@ -91,7 +91,7 @@ def test_the_command(small_model: Path) -> None:
     }
 
 
-def test_every_byte_has_its_own_token() -> None:
+def test_every_byte_has_a_token() -> None:
     characters = byte_characters()
     assert len(set(characters)) == 256
     assert characters[ord("a")] == "a"
@@ -102,7 +102,7 @@ def test_every_byte_has_its_own_token() -> None:
     assert tokenizer(everything)["input_ids"] == list(everything.encode())
 
 
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+def test_seed_determines_the_weights(tmp_path: Path) -> None:
     size = {"hidden": 16, "layers": 1, "heads": 2}
     write((tmp_path / "a", 1, size), (tmp_path / "b", 1, size), (tmp_path / "c", 2, size))
     first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
@@ -110,11 +110,11 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert first != other
 
 
-def test_a_directory_in_use_is_left_alone(megascend, tmp_path: Path) -> None:
+def test_non_empty_directory_is_refused(megascend, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
-    done = megascend("new-model", tmp_path)
-    assert done.returncode == 2
-    assert "not an empty directory" in done.stderr
+    completed = megascend("new-model", tmp_path)
+    assert completed.returncode == 2
+    assert "not an empty directory" in completed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
@@ -128,17 +128,17 @@ def test_a_directory_in_use_is_left_alone(megascend, tmp_path: Path) -> None:
         ({"vocab": 100}, "--vocab 100"),
     ],
 )
-def test_impossible_sizes(wrong: dict, named: str) -> None:
+def test_impossible_sizes_raise_config_error(wrong: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ModelSize(**wrong)
 
 
-def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
+def test_vocabulary_is_padded_for_tensor_parallelism() -> None:
     assert hf_settings(ModelSize())["vocab_size"] == 320
     assert hf_settings(ModelSize(vocab=300))["vocab_size"] == 300
 
 
-def test_a_model_is_written_where_a_link_leads(tmp_path: Path) -> None:
+def test_model_is_written_through_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for link, target in (("one", "empty"), ("two", "missing/model")):
         (tmp_path / link).symlink_to(target)

@@ -1,4 +1,4 @@
-"""What an end needs is checked before the start; and what an end cannot write is kept in a checkpoint."""
+"""The export is checked before the first step; a failed export leaves a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ engine.named_weights = lambda *arguments: (entry for entry in whole(*arguments) 
 
 @pytest.fixture
 def folder(small_model: Path, tmp_path: Path) -> Path:
-    """A directory with data, settings and a model of its own."""
+    """Create a directory with data, settings and a model."""
     shutil.copytree(small_model, tmp_path / "model")
     line = {"messages": [{"role": "user", "content": "up?"}, {"role": "assistant", "content": "down"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
@@ -46,17 +46,19 @@ def folder(small_model: Path, tmp_path: Path) -> Path:
 
 def test_failed_export_leaves_a_checkpoint_from_which_resume_exports(megascend, folder):
     (folder / "late_fault.py").write_text(FAULT)
-    done = megascend("train", "run.yaml", "--set", "plugins=[late_fault]", cwd=folder, PYTHONPATH=python_path(folder))
-    assert done.returncode != 0
+    completed = megascend(
+        "train", "run.yaml", "--set", "plugins=[late_fault]", cwd=folder, PYTHONPATH=python_path(folder)
+    )
+    assert completed.returncode != 0
     [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
-    said = " ".join(done.stderr.split())
-    assert "No space left on device" in said
-    assert f"{checkpoint.relative_to(folder)} keeps what was trained" in said
-    assert "--resume auto exports it" in said
+    message = " ".join(completed.stderr.split())
+    assert "No space left on device" in message
+    assert f"{checkpoint.relative_to(folder)} keeps what was trained" in message
+    assert "--resume auto exports it" in message
     assert not (folder / "out" / "hf").exists()
 
-    done = megascend("train", "run.yaml", "--resume", "auto", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", "--resume", "auto", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     trained, before = (load_file(folder / path / "model.safetensors") for path in ("out/hf", "model"))
     assert set(trained) == set(before)
     assert any(not trained[name].equal(before[name]) for name in before)
@@ -69,11 +71,13 @@ def python_path(folder: Path) -> str:
     return f"{folder}:{forked_programs.environment()['PYTHONPATH']}"
 
 
-def test_export_that_would_lack_a_tensor_is_refused_before_the_first_step(megascend, folder):
+def test_incomplete_export_is_refused_before_the_first_step(megascend, folder):
     (folder / "early_fault.py").write_text(LACKING)
-    done = megascend("train", "run.yaml", "--set", "plugins=[early_fault]", cwd=folder, PYTHONPATH=python_path(folder))
-    assert done.returncode != 0
-    assert "it lacks model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight" in done.stderr
+    completed = megascend(
+        "train", "run.yaml", "--set", "plugins=[early_fault]", cwd=folder, PYTHONPATH=python_path(folder)
+    )
+    assert completed.returncode != 0
+    assert "it lacks model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight" in completed.stderr
     assert not (folder / "out" / "metrics.jsonl").exists()
     assert not (folder / "out" / "checkpoints").exists()
 
@@ -85,7 +89,7 @@ def test_run_ends_with_an_export_in_a_posix_locale(megascend, folder, engine):
     text = json.dumps(config | {"_author": "Ægir 学"}, ensure_ascii=False)
     (folder / "model" / "config.json").write_text(text, encoding="utf-8")
     posix = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = megascend("train", "run.yaml", "--set", f"engine={engine}", cwd=folder, fresh=True, **posix)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", "--set", f"engine={engine}", cwd=folder, fresh=True, **posix)
+    assert completed.returncode == 0, completed.stderr
     exported = json.loads((folder / "out" / "hf" / "config.json").read_text(encoding="utf-8"))
     assert exported["_author"] == "Ægir 学"

@@ -1,4 +1,4 @@
-"""Signals and restarts of real runs: what they leave, and that going on from it gives the uninterrupted run, bit for bit."""
+"""Signals and restarts of real runs: the files that remain, and bitwise equality of resumed and uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megascend.testing import faults
 pytestmark = pytest.mark.slow
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 ENDLESS = 1_000_000
-STEPS = 40  # of a run that goes on, unless the machine was so busy that the signal came late
+STEPS = 40  # of a resumed run, unless the signal came late on a busy machine
 DEADLINE_S = 240
 Rows = list[tuple[int, float, float]]
 
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and settings."""
+    """Create a directory with data and settings."""
     folder = tmp_path_factory.mktemp("resume")
     lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
     (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -48,14 +48,14 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(megascend, folder: Path) -> Callable[[int], Path]:
-    """The directory of a run of so many steps on two ranks that nothing has disturbed."""
+    """Return a function that returns the directory of an uninterrupted run of so many steps on two ranks."""
 
     def run(steps: int) -> Path:
-        output = folder / f"whole-{steps}"
+        output = folder / f"uninterrupted-{steps}"
         if not output.is_dir():
             arguments = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}")
-            done = megascend("train", "run.yaml", *arguments, cwd=folder, timeout=DEADLINE_S)
-            assert done.returncode == 0, done.stderr
+            completed = megascend("train", "run.yaml", *arguments, cwd=folder, timeout=DEADLINE_S)
+            assert completed.returncode == 0, completed.stderr
         return output
 
     return run
@@ -67,7 +67,7 @@ def environment() -> dict[str, str]:
 
 
 def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> list[str]:
-    """``megascend train run.yaml ...``, under torchrun on two ranks if there are options for it."""
+    """Return ``megascend train run.yaml ...``, under torchrun on two ranks if options for it are given."""
     launcher = (
         [] if torchrun is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *torchrun]
     )
@@ -76,7 +76,7 @@ def train_command(*arguments: str, torchrun: Sequence[str] | None = None) -> lis
 
 @contextlib.contextmanager
 def started(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a process group of its own, as a shell starts it; the group is gone after the block."""
+    """Start a command in its own process group, as a shell does; kill the group at the end of the context."""
     as_in_a_terminal = [
         "env",
         "--default-signal=INT",
@@ -112,7 +112,7 @@ def weights(output: Path) -> bytes:
 
 
 def stopped_after(output: Path, by: str) -> int:
-    """The last step of a run that was stopped, after a look at what it has left."""
+    """Return the last step of a stopped run, after checking its files."""
     report = read_run(output, verify=True)
     assert report.ok
     (attempt,) = report.attempts
@@ -136,24 +136,24 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
     last = stopped_after(output, "SIGTERM")
     assert f"stopped by SIGTERM after step {last}; resume with --resume auto" in log.read_text()
 
-    done = megascend("doctor", "--run", output)
-    assert done.returncode == 0
-    assert f"stopped by SIGTERM after step {last} of {ENDLESS}" in done.stdout
-    assert f"--nproc 2 --set output={output} --resume auto" in done.stdout
+    completed = megascend("doctor", "--run", output)
+    assert completed.returncode == 0
+    assert f"stopped by SIGTERM after step {last} of {ENDLESS}" in completed.stdout
+    assert f"--nproc 2 --set output={output} --resume auto" in completed.stdout
 
     steps = max(STEPS, last + 3)
     more = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}", "--resume", "auto")
-    done = megascend("train", "run.yaml", *more, cwd=folder, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in done.stdout
-    whole = uninterrupted(steps)
-    assert rows(output) == rows(whole)
-    assert weights(output) == weights(whole)
+    completed = megascend("train", "run.yaml", *more, cwd=folder, timeout=DEADLINE_S)
+    assert completed.returncode == 0, completed.stderr
+    assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in completed.stdout
+    reference = uninterrupted(steps)
+    assert rows(output) == rows(reference)
+    assert weights(output) == weights(reference)
 
 
 @pytest.mark.nightly
 @pytest.mark.torchrun
-def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterrupted) -> None:
+def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupted) -> None:
     output, log = folder / "torchrun", folder / "torchrun.log"
     with started(train_command("--set", f"output={output}", torchrun=[]), folder, log) as process:
         wait_for_step(process, output, 3, log)
@@ -166,7 +166,7 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
     fault = faults.Fault("die", rank=1, phase="forward", step=saved + 2)
     settings = (f"output={output}", f"steps={steps}", "checkpoint.every=4", "checkpoint.asynchronous=false")
     more = [part for setting in settings for part in ("--set", setting)] + ["--resume", "auto"]
-    done = subprocess.run(
+    completed = subprocess.run(
         train_command(*more, torchrun=["--max-restarts=1"]),
         cwd=folder,
         capture_output=True,
@@ -175,10 +175,10 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
         check=False,
         env=environment() | faults.environment(fault),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    whole = uninterrupted(steps)
-    assert rows(output) == rows(whole)
-    assert weights(output) == weights(whole)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    reference = uninterrupted(steps)
+    assert rows(output) == rows(reference)
+    assert weights(output) == weights(reference)
 
     report = read_run(output, verify=True)
     assert report.ok
@@ -192,7 +192,7 @@ def test_ctrl_c_under_torchrun_and_a_rank_killed_after_going_on(folder, uninterr
 
 
 def interrupted(folder: Path, output: Path, log: Path) -> int:
-    """The step at which a run on one process stopped after Ctrl-C."""
+    """Stop a run on one process with Ctrl-C; return its last step."""
     with started(train_command("--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 2, log)
         os.killpg(process.pid, signal.SIGINT)
@@ -224,7 +224,7 @@ def test_ctrl_c_twice_on_one_process(folder) -> None:
 
 
 @pytest.mark.nightly
-def test_a_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
+def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
     output, log = folder / "twice", folder / "twice.log"
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 2, log)
@@ -239,17 +239,17 @@ def test_a_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
     assert read_run(output).attempts[-1].outcome in ("no end", "interrupted", "lost")
 
 
-def test_a_rank_that_waits_for_another_in_vain_leaves_its_error(megascend, folder, tmp_path) -> None:
+def test_rank_that_waits_in_vain_leaves_its_error(megascend, folder, tmp_path) -> None:
     output = folder / "alone"
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MEGASCEND_STORE": str(tmp_path / "store")}
     settings = ("--set", f"output={output}", "--set", "timeout_s=3")
-    done = megascend("train", "run.yaml", *settings, cwd=folder, **launched)
-    assert done.returncode == 2
+    completed = megascend("train", "run.yaml", *settings, cwd=folder, **launched)
+    assert completed.returncode == 2
     report = read_run(output)
     (attempt,) = report.attempts
     assert (attempt.started, attempt.outcome, attempt.silent) == (None, "lost", (1,))
     assert attempt.errors[0].error == "CollectiveTimeoutError"
-    done = megascend("doctor", "--run", output)
-    assert done.returncode == 1
-    assert "failed before its first step; 2 ranks" in done.stdout
-    assert "rank 1 left no error" in done.stdout
+    completed = megascend("doctor", "--run", output)
+    assert completed.returncode == 1
+    assert "failed before its first step; 2 ranks" in completed.stdout
+    assert "rank 1 left no error" in completed.stdout

@@ -1,4 +1,4 @@
-"""``megascend rl`` as a user runs it: the example, for a few steps, with an engine in a process of its own."""
+"""``megascend rl``: the example, for a few steps, with an engine in a separate process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def overrides(**values: str | Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_example_learns_and_resumes(megascend, small_model: Path, tmp_path: Path) -> None:
+def test_example_learns_and_resumes(megascend, small_model: Path, tmp_path: Path) -> None:
     settings = {"model": small_model, "output": tmp_path / "run", "evaluation__samples": "1", "checkpoint__every": "2"}
-    done = megascend("rl", EXAMPLE, *overrides(**settings, steps="2"), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "reward" in done.stdout
-    assert "2 steps in" in done.stdout
+    completed = megascend("rl", EXAMPLE, *overrides(**settings, steps="2"), cwd=ROOT)
+    assert completed.returncode == 0, completed.stderr
+    assert "reward" in completed.stdout
+    assert "2 steps in" in completed.stdout
     more = megascend("rl", EXAMPLE, *overrides(**settings, steps="3"), "--resume", "auto", cwd=ROOT)
     assert more.returncode == 0, more.stderr
     assert "after step 2" in more.stdout
@@ -34,7 +34,7 @@ def test_the_example_learns_and_resumes(megascend, small_model: Path, tmp_path: 
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
-def test_what_is_wrong_is_said_before_anything_starts(megascend, small_model: Path, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_the_start(megascend, small_model: Path, tmp_path: Path) -> None:
     common = {"model": small_model, "output": tmp_path / "run"}
     for wrong, message in {
         "rollout__reward=nowhere": "must name a function",
@@ -42,6 +42,6 @@ def test_what_is_wrong_is_said_before_anything_starts(megascend, small_model: Pa
         "sync__every=3": "sync.every=3 needs rollout.max_lag of 2 or more",
     }.items():
         key, _, value = wrong.partition("=")
-        done = megascend("rl", EXAMPLE, *overrides(**common, **{key: value}), cwd=ROOT)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        completed = megascend("rl", EXAMPLE, *overrides(**common, **{key: value}), cwd=ROOT)
+        assert (completed.returncode, message in completed.stderr) == (2, True), completed.stderr
     assert not (tmp_path / "run").exists()

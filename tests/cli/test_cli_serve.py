@@ -1,4 +1,4 @@
-"""``megascend serve`` as a process whose surroundings go away."""
+"""``megascend serve`` as a process that loses its output or its terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 240
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_server_outlives_its_reader_and_stops_in_order(number: signal.Signals, tmp_path: Path) -> None:
+def test_server_survives_lost_output_and_stops_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     command = [
         "env",
         "--default-signal=HUP",

@@ -68,7 +68,7 @@ IN_CI = {("SIGHUP", "closed terminal"), ("SIGUSR1", "full disk"), ("SIGXCPU", "k
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data, settings and the plug-in."""
+    """Create a directory with data, settings and the plug-in."""
     folder = tmp_path_factory.mktemp("signals")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"number {n}"}) + "\n" for n in range(4)))
     (folder / "signals_plugin.py").write_text(PLUGIN)
@@ -86,9 +86,9 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def variables(folder: Path, run: Path, output: str = "kept", number: int = 0) -> dict[str, str]:
-    own = {"OUTPUT": output, "SIGNAL": str(number), "RUN": str(run)}
-    found = forked_programs.environment(**own)
-    return found | {"PYTHONPATH": f"{folder}:{found['PYTHONPATH']}"}
+    plugin_settings = {"OUTPUT": output, "SIGNAL": str(number), "RUN": str(run)}
+    inherited = forked_programs.environment(**plugin_settings)
+    return inherited | {"PYTHONPATH": f"{folder}:{inherited['PYTHONPATH']}"}
 
 
 def arguments(run: Path, steps: int) -> list[str]:
@@ -124,30 +124,30 @@ def assert_saved(run: Path, by: str) -> None:
         for number, output in product(STOPPING, OUTPUTS)
     ],
 )
-def test_a_signal_saves_and_stops_whatever_became_of_the_output(
+def test_signal_saves_and_stops_even_if_output_is_lost(
     folder: Path, tmp_path: Path, number: signal.Signals, output: str
 ) -> None:
     run = tmp_path / "run"
-    done = forked_programs.run_command(
+    completed = forked_programs.run_command(
         *arguments(run, ENDLESS),
         directory=folder,
         timeout_s=DEADLINE_S,
         variables=variables(folder, run, output, number),
     )
-    assert done.returncode == 75, done.stderr
+    assert completed.returncode == 75, completed.stderr
     assert_saved(run, number.name)
     assert lost(run) == (set() if output == "kept" else {"stdout"})  # nothing was written to stderr
 
 
 @pytest.mark.parametrize(
-    "output", [OUTPUTS[1], *(pytest.param(each, marks=pytest.mark.nightly) for each in OUTPUTS[2:])]
+    "output", [OUTPUTS[1], *(pytest.param(output, marks=pytest.mark.nightly) for output in OUTPUTS[2:])]
 )
-def test_a_run_whose_output_is_lost_ends_as_it_should(folder: Path, tmp_path: Path, output: str) -> None:
+def test_run_with_lost_output_finishes(folder: Path, tmp_path: Path, output: str) -> None:
     run = tmp_path / "run"
-    done = forked_programs.run_command(
+    completed = forked_programs.run_command(
         *arguments(run, 6), directory=folder, timeout_s=DEADLINE_S, variables=variables(folder, run, output)
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert (len(read_run(run).metrics), lost(run), events(run)[-1]["event"]) == (6, {"stdout"}, "finished")
     assert (run / "hf" / "model.safetensors").is_file()
 
@@ -156,7 +156,7 @@ def test_a_run_whose_output_is_lost_ends_as_it_should(folder: Path, tmp_path: Pa
 def started(
     folder: Path, run: Path, *launcher: str, nproc: bool = False, shell: str = "", before: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A run of two ranks, begun as a shell would, in a session of its own, which is gone after the block."""
+    """Start a run of two ranks from a shell, in its own session; kill all processes at the end of the context."""
     words = [
         sys.executable,
         *launcher,
@@ -178,7 +178,7 @@ def started(
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(process.pid).children(
                 recursive=True
-            ):  # torchrun gives ranks sessions of their own
+            ):  # torchrun starts ranks in separate sessions
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
         process.kill()
@@ -197,9 +197,7 @@ def wait_for_steps(process: subprocess.Popen[bytes], run: Path, steps: int = 3) 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["", "> /dev/full 2>&1", ">&- 2>&-"])
 @pytest.mark.parametrize("number", STOPPING, ids=lambda number: number.name)
-def test_a_signal_to_the_launcher_of_two_ranks(
-    folder: Path, tmp_path: Path, number: signal.Signals, shell: str
-) -> None:
+def test_signal_to_the_launcher_of_two_ranks(folder: Path, tmp_path: Path, number: signal.Signals, shell: str) -> None:
     run = tmp_path / "run"
     with started(folder, run, nproc=True, shell=shell) as process:
         wait_for_steps(process, run)
@@ -212,8 +210,8 @@ def test_a_signal_to_the_launcher_of_two_ranks(
 @pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_to_torchrun(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """It passes these on, and ends with a code of its own; what it does not know is for its variable of signals."""
+def test_signal_to_torchrun(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Send signals that torchrun forwards; its exit code is its own."""
     run = tmp_path / "run"
     with started(folder, run, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") as process:
         wait_for_steps(process, run)
@@ -224,7 +222,7 @@ def test_a_signal_to_torchrun(folder: Path, tmp_path: Path, number: signal.Signa
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_under_nohup_a_lost_terminal_stops_nothing(folder: Path, tmp_path: Path) -> None:
+def test_nohup_run_survives_a_lost_terminal(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(folder, run, nproc=True, shell="2> /dev/null", before="nohup ") as process:
         wait_for_steps(process, run)

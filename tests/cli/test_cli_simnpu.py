@@ -1,4 +1,4 @@
-"""``megascend simnpu -- COMMAND``, and errors of the simulated device under it: one line, no traceback."""
+"""``megascend simnpu -- COMMAND``; errors of the simulated device are one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from simnpu.environment import own_paths
 
 
 def launch(*arguments: str, first: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    own = {str(path) for path in own_paths()}
-    paths = [*([str(first)] if first else []), *(entry for entry in sys.path if entry and entry not in own)]
+    simnpu_paths = {str(path) for path in own_paths()}
+    paths = [*([str(first)] if first else []), *(entry for entry in sys.path if entry and entry not in simnpu_paths)]
     unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "NO_COLOR": "1"}
@@ -22,10 +22,14 @@ def launch(*arguments: str, first: Path | None = None, **changes: str) -> subpro
     return subprocess.run(command, capture_output=True, text=True, env=env | changes, timeout=300, check=False)
 
 
-def test_arguments_pass_unchanged_and_the_exit_code_is_the_commands() -> None:
+def test_arguments_and_exit_code_are_passed_through() -> None:
     code = "import sys; print(sys.argv[1:]); sys.exit(7)"
-    done = launch("--", sys.executable, "-S", "-c", code, "--help", "--", "-x", "a b")
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (7, "['--help', '--', '-x', 'a b']", "")
+    completed = launch("--", sys.executable, "-S", "-c", code, "--help", "--", "-x", "a b")
+    assert (completed.returncode, completed.stdout.strip(), completed.stderr) == (
+        7,
+        "['--help', '--', '-x', 'a b']",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,15 +39,15 @@ def test_arguments_pass_unchanged_and_the_exit_code_is_the_commands() -> None:
         (("true",), {"SIMNPU_DEVICES": "0"}, "ConfigError: SIMNPU_DEVICES='0': expected a number of devices"),
     ],
 )
-def test_an_error_of_the_device_is_one_line(arguments: tuple[str, ...], changes: dict[str, str], message: str) -> None:
-    done = launch("--", *arguments, **changes)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_device_error_is_one_line(arguments: tuple[str, ...], changes: dict[str, str], message: str) -> None:
+    completed = launch("--", *arguments, **changes)
+    assert completed.returncode == 2
+    (line,) = completed.stderr.splitlines()
     assert line.startswith(message)
 
 
-def test_a_name_that_is_not_simulated_is_one_line_inside_a_command() -> None:
-    """The command line under it meets the device's own error, which is none of megascend's."""
+def test_unsimulated_operator_error_is_one_line() -> None:
+    """Raise the simulated device's error, which is not a MegascendError, inside the command line."""
     code = (
         "import sys, typer\n"
         "from megascend.cli import main\n"
@@ -54,29 +58,29 @@ def test_a_name_that_is_not_simulated_is_one_line_inside_a_command() -> None:
         "sys.argv = ['megascend', 'broken']\n"
         "main.main()\n"
     )
-    done = launch("--", sys.executable, "-c", code)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "SIMULATED" not in line]
+    completed = launch("--", sys.executable, "-c", code)
+    assert completed.returncode == 2
+    assert "Traceback" not in completed.stderr
+    (line,) = [line for line in completed.stderr.splitlines() if "SIMULATED" not in line]
     assert line.startswith("NotSimulatedError: torch_npu.npu_fold_proteins: this operator is not simulated")
 
 
-def test_without_a_command_the_usage_is_shown() -> None:
-    done = launch()
-    assert done.returncode == 2
-    assert "COMMAND" in done.stderr
+def test_usage_is_shown_without_a_command() -> None:
+    completed = launch()
+    assert completed.returncode == 2
+    assert "COMMAND" in completed.stderr
 
 
-def test_a_torch_outside_the_version_table_is_refused_before_it_is_imported(tmp_path: Path) -> None:
-    """torch loads the device by itself, and its own message would be about that."""
+def test_unsupported_torch_is_refused_before_its_import(tmp_path: Path) -> None:
+    """Check the versions first: torch autoloads the device, and its own message would be about the device."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
     info = tmp_path / "torch-2.15.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.15.0\n")
-    done = launch("--", sys.executable, "-c", "import torch", first=tmp_path)
-    assert done.returncode != 0
-    assert "VersionError: torch 2.15.0 is installed; stack 0.1" in done.stderr
-    assert "needs torch<2.14,>=2.6" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "torch was imported" not in done.stderr
+    completed = launch("--", sys.executable, "-c", "import torch", first=tmp_path)
+    assert completed.returncode != 0
+    assert "VersionError: torch 2.15.0 is installed; stack 0.1" in completed.stderr
+    assert "needs torch<2.14,>=2.6" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert "torch was imported" not in completed.stderr

@@ -1,4 +1,4 @@
-"""Runs with a chat template of their own, which writes the date: resumed on another day, changed, exported."""
+"""Runs with a custom chat template that writes the date: resumed on another day, changed, exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ["single", "single, lora", "fsdp", "megatron", "megatron, lora"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_keeps_its_date_and_exports_its_template(megascend, small_model: Path, tmp_path: Path, kind: str) -> None:
+def test_run_keeps_its_date_and_exports_its_template(megascend, small_model: Path, tmp_path: Path, kind: str) -> None:
     engine, _, lora = kind.partition(", ")
     lines = [
         {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]}
@@ -46,7 +46,7 @@ def test_a_run_keeps_its_date_and_exports_its_template(megascend, small_model: P
     assert AutoTokenizer.from_pretrained(exported).chat_template == TEMPLATE
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["template_date"] == "2024-02-29"
 
-    # Today is another day. Of the samples only the template has changed: the date is that of the checkpoint.
+    # Today is another day. Only the template of the samples has changed: the date is the checkpoint's.
     changed = TEMPLATE.replace("###", "##")
     (tmp_path / "own.jinja").write_text(changed)
     refused = megascend("train", "run.yaml", "--resume", "auto", "--set", "steps=2", cwd=tmp_path)

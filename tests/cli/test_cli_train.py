@@ -1,4 +1,4 @@
-"""``megascend train`` from a YAML file to a model that plain transformers loads, on one process and on two."""
+"""``megascend train`` from a YAML file to a model that plain transformers loads, on one and on two processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 12
 GENERATION = "{every: 5, prompts: ['one?', 'left?'], max_tokens: 12}"
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 
-# The loss of the exported model on what it was taught, computed by plain transformers.
+# The loss of the exported model on the training data, computed by plain transformers.
 SCORE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +38,7 @@ print(total / count)
 """
 
 
-# What plain transformers answers, one likeliest token after the other.
+# Greedy answers of plain transformers.
 ANSWER = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and run files."""
+    """Create a directory with data and run files."""
     folder = tmp_path_factory.mktemp("train")
     lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
     for name in ("chat.jsonl", "held_out.jsonl"):
@@ -79,14 +79,14 @@ def metrics(run: Path) -> list[dict]:
 
 
 def score(model: Path, data: Path) -> float:
-    done = run_reference(SCORE, model, data)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return float(done.stdout.split()[-1])
+    completed = run_reference(SCORE, model, data)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return float(completed.stdout.split()[-1])
 
 
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
-    """The run on one process, which starts as a user's does."""
+    """Run on one process, started as by a user."""
     arguments = (
         "--set",
         "output=single",
@@ -96,15 +96,15 @@ def single(megascend, folder: Path) -> Path:
         "--set",
         f"generation={GENERATION}",
     )
-    done = megascend("train", "run.yaml", *arguments, cwd=folder, fresh=True)
-    assert done.returncode == 0, done.stderr
-    assert f"step {STEPS}/{STEPS}" in done.stdout
-    assert done.stdout.count("  > one?\n    ") == 3
-    assert "profile: steps 4 to 6 in single/profile/trace-rank-0.json.gz" in done.stdout
+    completed = megascend("train", "run.yaml", *arguments, cwd=folder, fresh=True)
+    assert completed.returncode == 0, completed.stderr
+    assert f"step {STEPS}/{STEPS}" in completed.stdout
+    assert completed.stdout.count("  > one?\n    ") == 3
+    assert "profile: steps 4 to 6 in single/profile/trace-rank-0.json.gz" in completed.stdout
     return folder / "single"
 
 
-def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path) -> None:
+def test_one_process_learns_and_writes_all_outputs(single: Path, folder: Path) -> None:
     rows = metrics(single)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["loss"] == pytest.approx(math.log(320), abs=0.1)
@@ -118,14 +118,14 @@ def test_one_process_learns_and_leaves_a_complete_run(single: Path, folder: Path
     # The update of the last step comes after its loss, so the export must be at least that good.
     exported = score(single / "hf", folder / "chat.jsonl")
     assert exported < rows[-1]["loss"]
-    # Here the validation set says what was learned, and the last measurement is of the model that was exported.
+    # The validation set equals the training data, and the last measurement is of the exported model.
     measured = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
     assert list(measured) == [5, 10, STEPS]
     assert measured[STEPS] == pytest.approx(exported, abs=1e-4)
     assert measured[5] == pytest.approx(rows[5]["loss"], abs=1e-4)  # the loss of step 6 is that after step 5
 
 
-def test_a_run_says_where_its_start_took_the_time(single: Path) -> None:
+def test_startup_times_are_recorded_by_phase(single: Path) -> None:
     events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
     (start,) = [event for event in events if event["event"] == "first_step"]
     phases = [
@@ -144,13 +144,13 @@ def test_a_run_says_where_its_start_took_the_time(single: Path) -> None:
     assert all(value >= 0 for value in start["seconds"].values())
 
 
-def test_the_model_answers_prompts_as_transformers_has_it_answer(single: Path) -> None:
+def test_generation_equals_transformers(single: Path) -> None:
     events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
     answered = {event["step"]: event["answers"] for event in events if event["event"] == "answered"}
     assert list(answered) == [5, 10, STEPS]
-    done = run_reference(ANSWER, single / "hf", "one?", "left?")
-    assert done.returncode == 0, done.stderr[-4000:]
-    expected = json.loads(done.stdout.splitlines()[-1])
+    completed = run_reference(ANSWER, single / "hf", "one?", "left?")
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    expected = json.loads(completed.stdout.splitlines()[-1])
     assert [[answer["text"], answer["tokens"]] for answer in answered[STEPS]] == expected
     assert [answer["prompt"] for answer in answered[STEPS]] == ["one?", "left?"]
 
@@ -159,23 +159,23 @@ def test_the_model_answers_prompts_as_transformers_has_it_answer(single: Path) -
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path, axis: str) -> None:
     layout = ["--set", "parallel.tensor=2"] if axis == "tensor" else []
     length = ["--set", "steps=0", "--set", f"epochs={STEPS}"]  # an epoch is one batch
-    done = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, *length, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", "--nproc", "2", "--set", f"output={axis}", *layout, *length, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     rows, reference = metrics(folder / axis), metrics(single)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
     assert rows[-1]["validation_loss"] == pytest.approx(reference[-1]["validation_loss"], rel=2e-4)
     assert [row["total_tokens"] for row in rows] == [row["total_tokens"] for row in reference]
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
-    assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
+    assert completed.stdout.count(f"step {STEPS}/{STEPS}") == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.torchrun
-def test_under_torchrun(megascend, single: Path, folder: Path) -> None:
+def test_training_under_torchrun(megascend, single: Path, folder: Path) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     command = ["--nproc-per-node", "2", "--standalone", "-m", "megascend.cli.main", "train", "run.yaml"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command, "--set", "output=torchrun", "--set", "export=false"],
         capture_output=True,
         text=True,
@@ -184,18 +184,18 @@ def test_under_torchrun(megascend, single: Path, folder: Path) -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     rows = metrics(folder / "torchrun")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in metrics(single)], rel=2e-4)
     assert not (folder / "torchrun" / "hf").exists()
 
 
 @pytest.mark.nightly
-def test_gradients_that_stay_non_finite_end_the_run_on_all_ranks(megascend, folder: Path) -> None:
+def test_repeated_non_finite_gradients_end_the_run(megascend, folder: Path) -> None:
     arguments = ["--set", "optimizer.lr=1e38", "--set", "max_skipped_steps=2", "--set", "output=diverged"]
-    done = megascend("train", "run.yaml", "--nproc", "2", *arguments, cwd=folder)
-    assert done.returncode == 2
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("NonFiniteError")]
+    completed = megascend("train", "run.yaml", "--nproc", "2", *arguments, cwd=folder)
+    assert completed.returncode == 2
+    [line] = [line for line in completed.stderr.splitlines() if line.startswith("NonFiniteError")]
     assert "3 steps in a row" in line
     assert "max_skipped_steps: 2" in line
     rows = metrics(folder / "diverged")
@@ -204,12 +204,12 @@ def test_gradients_that_stay_non_finite_end_the_run_on_all_ranks(megascend, fold
 
 
 @pytest.mark.nightly
-def test_a_run_can_be_replaced_and_exported_again(megascend, single: Path, folder: Path) -> None:
+def test_run_can_be_overwritten_and_exported_again(megascend, single: Path, folder: Path) -> None:
     arguments = ("--set", "steps=1", "--set", "plot=false", "--set", "output=again")
     for extra in ((), ("--overwrite",)):
         assert megascend("train", "run.yaml", *arguments, *extra, cwd=folder).returncode == 0
     assert len(metrics(folder / "again")) == 1
-    done = megascend("export", "single", "exported", "--dtype", "fp32", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("export", "single", "exported", "--dtype", "fp32", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     data = folder / "chat.jsonl"
     assert score(folder / "exported", data) == pytest.approx(score(single / "hf", data), abs=1e-5)

@@ -1,4 +1,4 @@
-"""Preference pairs: ``megascend train`` with ``dpo``, held against the loss that plain transformers computes."""
+"""Preference pairs: ``megascend train`` with ``dpo``, compared with the loss of plain transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = [
 ]
 HELD_OUT = [("in?", "out", "in"), ("hot?", "cold", "hotter"), ("day?", "night", "d")]
 
-# Mean of -log sigmoid(beta * ((chosen - rejected) of the trained model - (chosen - rejected) of the one it began with)).
+# Mean of -log sigmoid(beta * ((chosen - rejected) of the trained model - (chosen - rejected) of the initial model)).
 SCORE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +58,7 @@ def write(path: Path, pairs: list[tuple[str, str, str]]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data and a run file."""
+    """Create a directory with data and a run file."""
     tmp_path = tmp_path_factory.mktemp("dpo")
     write(tmp_path / "pairs.jsonl", PAIRS)
     write(tmp_path / "held_out.jsonl", HELD_OUT)
@@ -86,17 +86,17 @@ def metrics(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
-    """The run on one process."""
-    done = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "4 pairs and 3 held out, 6 steps of 2 pairs" in done.stdout
+    """Run on one process."""
+    completed = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    assert "4 pairs and 3 held out, 6 steps of 2 pairs" in completed.stdout
     return folder / "single"
 
 
-def test_pairs_are_learned_and_the_loss_is_that_of_transformers(single: Path, small_model: Path, folder: Path) -> None:
+def test_dpo_learns_and_loss_equals_transformers(single: Path, small_model: Path, folder: Path) -> None:
     rows = metrics(single)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # nothing differs from the reference yet
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the model still equals the reference
     assert rows[0]["reward_chosen"] == pytest.approx(0, abs=1e-4)
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert rows[-1]["accuracy"] == 1.0
@@ -107,53 +107,53 @@ def test_pairs_are_learned_and_the_loss_is_that_of_transformers(single: Path, sm
     assert measured[6] == pytest.approx(float(scored.stdout.split()[-1]), abs=1e-3)
 
 
-def test_a_batch_that_holds_a_pair_twice(megascend, folder: Path) -> None:
-    """Of two epochs, or of more pairs than there are: the mean over them counts it twice."""
+def test_repeated_pair_in_a_batch_counts_twice(megascend, folder: Path) -> None:
+    """Use a batch larger than the data set: the mean counts repeated pairs twice."""
     settings = ["epochs=null", "steps=1", "validation=null", "checkpoint.every=0", "export=false"]
-    found = []
+    results = []
     for size in (4, 8):
         overrides = [f"output=twice-{size}", f"data.global_batch_size={size}", *settings]
-        done = megascend("train", "run.yaml", *(part for each in overrides for part in ("--set", each)), cwd=folder)
-        assert done.returncode == 0, done.stderr
-        found.append(metrics(folder / f"twice-{size}")[0])
-    once, twice = found
+        completed = megascend(
+            "train", "run.yaml", *(part for override in overrides for part in ("--set", override)), cwd=folder
+        )
+        assert completed.returncode == 0, completed.stderr
+        results.append(metrics(folder / f"twice-{size}")[0])
+    once, twice = results
     assert twice["grad_norm"] == pytest.approx(once["grad_norm"], rel=1e-4)
     assert twice["tokens"] == 2 * once["tokens"]
 
 
 @pytest.mark.nightly
-def test_two_processes_learn_the_same_and_a_resumed_run_has_the_same_reference(
-    megascend, single: Path, folder: Path
-) -> None:
-    done = megascend("train", "run.yaml", "--nproc", "2", "--set", "output=two", cwd=folder)
-    assert done.returncode == 0, done.stderr
+def test_two_processes_learn_the_same_and_resume_keeps_the_reference(megascend, single: Path, folder: Path) -> None:
+    completed = megascend("train", "run.yaml", "--nproc", "2", "--set", "output=two", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     rows = metrics(folder / "two")
     for key in ("loss", "grad_norm", "reward_rejected"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in metrics(single)], rel=1e-3, abs=1e-4)
     assert rows[-1]["validation_loss"] == pytest.approx(metrics(single)[-1]["validation_loss"], rel=1e-3)
     again = ("--set", "output=again", "--set", "export=false", "--resume", "two/checkpoints/step-00000004")
-    done = megascend("train", "run.yaml", "--nproc", "2", *again, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", "--nproc", "2", *again, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     resumed = [(row["step"], row["loss"], row["validation_loss"]) for row in metrics(folder / "again")]
     assert resumed == [(row["step"], row["loss"], row["validation_loss"]) for row in rows[4:]]
 
 
-def test_pairs_need_dpo_and_dpo_needs_pairs(megascend, folder: Path) -> None:
-    done = megascend("train", "run.yaml", "--set", "dpo=null", cwd=folder)
-    assert done.returncode == 2
-    assert "pairs.jsonl holds preference pairs: set dpo:" in done.stderr
+def test_pairs_require_dpo_and_dpo_requires_pairs(megascend, folder: Path) -> None:
+    completed = megascend("train", "run.yaml", "--set", "dpo=null", cwd=folder)
+    assert completed.returncode == 2
+    assert "pairs.jsonl holds preference pairs: set dpo:" in completed.stderr
     (folder / "texts.jsonl").write_text('{"text": "abc"}\n{"text": "abd"}\n')
     texts = ("--set", "validation=null", "--set", "data.path=texts.jsonl")
-    done = megascend("train", "run.yaml", *texts, cwd=folder)
-    assert done.returncode == 2
-    assert "dpo is set, and texts.jsonl holds no preference pairs" in done.stderr
+    completed = megascend("train", "run.yaml", *texts, cwd=folder)
+    assert completed.returncode == 2
+    assert "dpo is set, and texts.jsonl holds no preference pairs" in completed.stderr
 
 
 @pytest.mark.nightly
-def test_the_reference_of_an_adapter_is_the_model_without_it(megascend, single: Path, folder: Path) -> None:
+def test_reference_of_an_adapter_is_the_base_model(megascend, single: Path, folder: Path) -> None:
     lora = ("--set", "lora.rank=8", "--set", "optimizer.lr=0.005", "--set", "epochs=10", "--set", "output=lora")
-    done = megascend("train", "run.yaml", *lora, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", *lora, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     rows = metrics(folder / "lora")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert sum(row["loss"] for row in rows[-2:]) < 0.5 * sum(row["loss"] for row in rows[:2])

@@ -13,7 +13,7 @@ from megascend.testing.reference import run_reference
 STEPS = 12
 CHATS = [("one?", "two"), ("red?", "blue and green"), ("up?", "down"), ("left?", "right, as ever")]
 
-# The loss on what was taught, of the base model alone and with the adapter, by transformers and peft; and peft's settings.
+# The loss on the training data, of the base model without and with the adapter, by transformers and peft; and peft's settings.
 SCORE = """
 import json, sys, torch
 from peft import PeftModel
@@ -43,7 +43,7 @@ config = model.peft_config["default"]
 print(json.dumps([alone, with_adapter, config.r, config.lora_alpha, sorted(config.target_modules)]))
 """
 
-# The greatest difference between the logits of a merged checkpoint and those of peft's merge_and_unload, and of the base model.
+# The largest difference of logits between peft's merge_and_unload and the base model, and each merged checkpoint.
 MERGED = """
 import json, sys, torch
 from peft import PeftModel
@@ -62,11 +62,11 @@ print(json.dumps([(alone - merged).abs().max().item(), *((one - merged).abs().ma
 
 @pytest.fixture(scope="module")
 def folder(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model, data and a run file."""
+    """Create a directory with a model, data and a run file."""
     folder = tmp_path_factory.mktemp("lora")
     # An adapter cannot change the random output projection, and in a narrow one all tokens are alike.
-    done = megascend("new-model", folder / "model", "--hidden", "128", "--layers", "2", "--context", "256")
-    assert done.returncode == 0, done.stderr
+    completed = megascend("new-model", folder / "model", "--hidden", "128", "--layers", "2", "--context", "256")
+    assert completed.returncode == 0, completed.stderr
     lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in CHATS]
     (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {
@@ -89,14 +89,14 @@ def metrics(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def single(megascend, folder: Path) -> Path:
-    """The run on one process."""
-    done = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "LoRA of rank 4" in done.stdout
+    """Run on one process."""
+    completed = megascend("train", "run.yaml", "--set", "output=single", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    assert "LoRA of rank 4" in completed.stdout
     return folder / "single"
 
 
-def test_the_adapter_learns_and_is_all_that_is_written(single: Path) -> None:
+def test_adapter_learns_and_is_the_only_model_output(single: Path) -> None:
     rows = metrics(single)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
@@ -113,38 +113,38 @@ def test_the_adapter_learns_and_is_all_that_is_written(single: Path) -> None:
     assert sorted(path.name for path in (single / "adapter").iterdir()) == files
 
 
-def test_peft_computes_with_the_adapter_what_was_trained(single: Path, folder: Path) -> None:
-    done = run_reference(SCORE, folder / "model", single / "adapter", folder / "chat.jsonl")
-    assert done.returncode == 0, done.stderr[-4000:]
-    alone, with_adapter, rank, alpha, targets = json.loads(done.stdout.splitlines()[-1])
+def test_peft_reproduces_the_trained_loss(single: Path, folder: Path) -> None:
+    completed = run_reference(SCORE, folder / "model", single / "adapter", folder / "chat.jsonl")
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    base_loss, with_adapter, rank, alpha, targets = json.loads(completed.stdout.splitlines()[-1])
     rows = metrics(single)
-    # The first step saw an adapter whose output is 0, and every batch is the whole data.
-    assert alone == pytest.approx(rows[0]["loss"], abs=1e-4)
+    # The adapter's output is 0 at the first step, and every batch is the full data set.
+    assert base_loss == pytest.approx(rows[0]["loss"], abs=1e-4)
     # The update of the last step comes after its loss, so the adapter must be at least that good.
     assert with_adapter < rows[-1]["loss"]
     assert (rank, alpha, targets) == (4, 8, ["down_proj", "o_proj", "q_proj"])
 
 
 def test_export_merges_the_adapter_as_peft_does(megascend, single: Path, folder: Path) -> None:
-    done = megascend("export", "single", "wrong", cwd=folder)
-    assert done.returncode == 2
-    assert "megascend export BASE OUT --adapter single/adapter" in done.stderr
+    completed = megascend("export", "single", "wrong", cwd=folder)
+    assert completed.returncode == 2
+    assert "megascend export BASE OUT --adapter single/adapter" in completed.stderr
     for engine in ("megatron", "single"):
         arguments = ("--adapter", "single", "--engine", engine, "--dtype", "fp32")
-        done = megascend("export", "model", f"merged-{engine}", *arguments, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert "make sure" not in done.stderr
-        assert "model with single/adapter merged -> merged-" in done.stdout
-    done = run_reference(
+        completed = megascend("export", "model", f"merged-{engine}", *arguments, cwd=folder)
+        assert completed.returncode == 0, completed.stderr
+        assert "make sure" not in completed.stderr
+        assert "model with single/adapter merged -> merged-" in completed.stdout
+    completed = run_reference(
         MERGED, *(folder / name for name in ("model", "single/adapter", "merged-megatron", "merged-single"))
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    change, *apart = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    change, *differences = json.loads(completed.stdout.splitlines()[-1])
     assert change > 0.1
-    assert max(apart) < 1e-5
+    assert max(differences) < 1e-5
 
 
-def test_export_says_when_the_base_model_is_another_one(tmp_path: Path) -> None:
+def test_export_warns_about_another_base_model(tmp_path: Path) -> None:
     from megascend.cli.export import other_base
 
     base, moved, other = tmp_path / "a" / "base", tmp_path / "b" / "base", tmp_path / "other"
@@ -152,7 +152,7 @@ def test_export_says_when_the_base_model_is_another_one(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     assert other_base(tmp_path, base) is None
-    assert other_base(tmp_path, moved) == str(base)  # it is another directory, and the first one is still there
+    assert other_base(tmp_path, moved) == str(base)  # another directory, while the first one still exists
     base.rmdir()
     assert other_base(tmp_path, moved) is None
     assert other_base(tmp_path, other) == str(base)
@@ -161,19 +161,19 @@ def test_export_says_when_the_base_model_is_another_one(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_two_processes_learn_the_same(megascend, single: Path, folder: Path) -> None:
     arguments = ("--nproc", "2", "--set", "parallel.tensor=2", "--set", "export=false", "--set", "output=tensor")
-    done = megascend("train", "run.yaml", *arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    completed = megascend("train", "run.yaml", *arguments, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     rows, reference = metrics(folder / "tensor"), metrics(single)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-4)
     assert not (folder / "tensor" / "adapter").exists()
 
 
-def test_the_resolved_settings_take_a_change_of_the_adapter(megascend, single: Path, folder: Path) -> None:
-    shown = yaml.safe_load(megascend("show-config", "single/config.yaml", "--set", "lora.rank=2", cwd=folder).stdout)
-    assert shown["lora"]["rank"] == 2
-    assert shown["lora"]["targets"] == ["q_proj", "o_proj", "down_proj"]
+def test_resolved_settings_accept_adapter_overrides(megascend, single: Path, folder: Path) -> None:
+    resolved = yaml.safe_load(megascend("show-config", "single/config.yaml", "--set", "lora.rank=2", cwd=folder).stdout)
+    assert resolved["lora"]["rank"] == 2
+    assert resolved["lora"]["targets"] == ["q_proj", "o_proj", "down_proj"]
     without = folder / "without.yaml"
-    without.write_text(yaml.safe_dump(shown | {"lora": None}))
+    without.write_text(yaml.safe_dump(resolved | {"lora": None}))
     again = yaml.safe_load(megascend("show-config", without, "--set", "lora.rank=2").stdout)
     assert (again["lora"]["rank"], again["lora"]["targets"]) == (2, "all-linear")

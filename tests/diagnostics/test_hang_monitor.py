@@ -329,7 +329,7 @@ ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemEx
 
 @pytest.fixture
 def monitored(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """(a monitor, places and texts of what it publishes as it publishes them, a record's reader)."""
+    """Return (a monitor, phases and texts of its published failures in order, a reader of its record)."""
     (monitor, other), read = of_two(tmp_path)
     published: list[tuple[str, str]] = []
     publish = monitor._publish_failure
@@ -587,7 +587,7 @@ def impatient(groups, timeout_s: float) -> None:
 
 
 def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tmp_path) -> None:
-    """As in a device's wait, which no exception ends: here, in plain Python."""
+    """Simulate a wait for a device, which no exception can end, by a sleep in plain Python."""
     error_file, output = tmp_path / "error.json", tmp_path / "stderr"
 
     def work() -> None:

@@ -1,9 +1,9 @@
-"""Steps of engine fsdp on a GPU, as JSON lines: run as a script, so that no Megatron is in the process.
+"""Steps of engine fsdp on a GPU, as JSON lines; run as a script, so that the process has no Megatron.
 
     python fsdp_program.py CHECKPOINT STEPS CASE...
 
-A case is a granularity of recomputation, and ``+compile``. ``waits``: where the host waits for the device in one step more.
-``compiled``: graphs; ``compiled_late``: those of the third step and later ones.
+A case is a granularity of recomputation, optionally with ``+compile``. ``waits``: code positions where the host waits for the
+device in another step. ``compiled``: number of graphs; ``compiled_late``: those of the third step and later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import megascend
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
 
 
-def told(checkpoint: str, steps: int, case: str) -> dict[str, Any]:
+def report(checkpoint: str, steps: int, case: str) -> dict[str, Any]:
     granularity, _, compiled = case.partition("+")
     backend = megascend.FsdpBackend(
         checkpoint,
@@ -65,4 +65,4 @@ if __name__ == "__main__":
     import torch._dynamo.utils
 
     for case in sys.argv[3:]:
-        print(json.dumps(told(sys.argv[1], int(sys.argv[2]), case)), flush=True)
+        print(json.dumps(report(sys.argv[1], int(sys.argv[2]), case)), flush=True)

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, without a device context, are those of a run's first step. Needs a CUDA GPU."""
+"""Kernels compiled ahead of time, without a device context, are all that a run's first step needs. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ LORA = {"lora": {"rank": 4}}
 
 
 def run(*command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    completed = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stdout[-1000:] + completed.stderr[-3000:]
 
 
 def compiled(folder: Path) -> dict[str, str]:
     """List Triton's cache: device code by kernel name, and launcher stubs."""
-    found = [path for pattern in ("*.cubin", "*.so") for path in folder.rglob(pattern)]
-    return {str(path.relative_to(folder)): path.name for path in found}
+    files = [path for pattern in ("*.cubin", "*.so") for path in folder.rglob(pattern)]
+    return {str(path.relative_to(folder)): path.name for path in files}
 
 
 @pytest.mark.parametrize("settings", [{}, LORA, {"batching": {"packing": False}}], ids=["whole", "adapter", "padded"])
-def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path, monkeypatch, settings):
+def test_run_compiles_nothing_after_compile_ahead(tmp_path, monkeypatch, settings):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
     run("megascend", "new-model", str(tmp_path / "model"), "--hidden", "32", "--layers", "2")
     (tmp_path / "chat.jsonl").write_text(16 * (json.dumps(LINE) + "\n"))
-    given = {
+    config = {
         "model": str(tmp_path / "model"),
         "output": str(tmp_path / "out"),
         "steps": 1,
@@ -46,21 +46,23 @@ def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path, monkeypatch, s
         "data": {"path": str(tmp_path / "chat.jsonl"), "global_batch_size": 4},
         **settings,
     }
-    job = job_of(check_run(RunConfig.model_validate(given), 1, overwrite=False))
+    job = job_of(check_run(RunConfig.model_validate(config), 1, overwrite=False))
     run("megascend.kernels.compile_ahead", job.to_text())
     assert Path(job.done).is_file()
-    ahead = compiled(tmp_path / "triton")
-    assert len(ahead) >= 10  # two kernels each of attention, SwiGLU and softmax, their stubs, and that of the driver
+    precompiled = compiled(tmp_path / "triton")
+    assert (
+        len(precompiled) >= 10
+    )  # two kernels each of attention, SwiGLU and softmax, their stubs, and that of the driver
 
-    (tmp_path / "run.yaml").write_text(json.dumps(given))
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
     run("megascend", "train", str(tmp_path / "run.yaml"))
     after = compiled(tmp_path / "triton")
-    assert set(ahead) <= set(after)
-    assert {name: after[name] for name in set(after) - set(ahead)} == {}
+    assert set(precompiled) <= set(after)
+    assert {name: after[name] for name in set(after) - set(precompiled)} == {}
 
 
-def test_no_context_is_made_on_the_device(tmp_path):
-    """On a device in exclusive mode a context would block the run itself."""
+def test_compile_ahead_creates_no_context(tmp_path):
+    """Check that no context exists: on a device in exclusive mode it would block the run."""
     program = (
         "import ctypes, sys\nfrom megascend.kernels import compile_ahead as ahead\n"
         "job = ahead.Job('bfloat16', 0, (True,), ahead.Attention(2, 2, 16, 16, True, True), 64, 512, '')\n"
@@ -72,5 +74,7 @@ def test_no_context_is_made_on_the_device(tmp_path):
         "assert active.value == 0, active\n"
     )
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Micro batches as CUDA graphs give the results of eager ones, whatever changes between replays. Needs a CUDA GPU."""
+"""Micro batches as CUDA graphs equal eager ones, whatever changes between replays. Needs a CUDA GPU."""
 
 from contextlib import nullcontext
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a C
 REPLAYED = 1e-4
 """Bound of relative differences between replays and the same padded work without graphs: the same kernels."""
 PADDED, POLICY = 2e-2, 1e-1
-"""Between padded and other work, in bf16: padding gives products and attention other sizes, and with them other kernels. The
+"""Bounds between padded and other work, in bf16: padding changes the sizes of products and attention, and so their kernels. The
 policy is far from its old log-probabilities, and its loss has the exponential of the difference."""
 
-OF_A_MODEL = 1e-3
-"""As REPLAYED, of all parameters: attention's backward pass adds in no fixed order, and a last bit of a gradient decides some
+MODEL_BOUND = 1e-3
+"""As REPLAYED, for all parameters: attention's backward pass adds in no fixed order, and a gradient's last bit decides some
 roundings of parameters to bf16."""
 
 LENGTHS = (300, 150, 90, 500, 64, 1)
@@ -76,19 +76,19 @@ def padded(checkpoint):
     return life_of(checkpoint, megascend.CudaGraphs(max_count=64), Refuses())
 
 
-def check(found, expected, bound):
+def check(results, expected, bound):
     """Compare figures; ``bound`` maps the name of a figure to its bound."""
-    apart = differences(found, expected)
-    for name, difference in apart.items():
+    deviations = differences(results, expected)
+    for name, difference in deviations.items():
         print(f"{difference:.1e} {name}")
-    assert not {name: value for name, value in apart.items() if value > bound(name)}
+    assert not {name: value for name, value in deviations.items() if value > bound(name)}
 
 
 def test_padding_changes_no_more_than_rounding(checkpoint, padded):
     plain, _ = life_of(checkpoint, None)
-    found, report = padded
+    results, report = padded
     assert report.captured == 0
-    check(found, plain, lambda name: POLICY if name.startswith("policy") else PADDED)
+    check(results, plain, lambda name: POLICY if name.startswith("policy") else PADDED)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_padding_changes_no_more_than_rounding(checkpoint, padded):
     [megascend.CudaGraphs(max_count=64), megascend.CudaGraphs(max_count=2)],
     ids=["all kept", "two kept"],
 )
-def test_replays_give_what_the_same_work_gives(checkpoint, padded, settings, caplog):
+def test_replays_equal_the_same_work_without_graphs(checkpoint, padded, settings, caplog):
     caplog.clear()
-    found, report = life_of(checkpoint, settings)
+    results, report = life_of(checkpoint, settings)
     print(report)
-    check(found, padded[0], lambda name: REPLAYED)
+    check(results, padded[0], lambda name: REPLAYED)
     assert not report.eager, "everything was captured"
     assert "could not be captured" not in caplog.text
     assert report.captured > 5
@@ -111,21 +111,21 @@ def test_replays_give_what_the_same_work_gives(checkpoint, padded, settings, cap
         assert 0 < report.capture_bytes < 2**30
 
 
-def test_adapters_of_experts(parity_folder, caplog):
+def test_expert_adapters_equal_eager(parity_folder, caplog):
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe", max_position_embeddings=1024)
     settings, grouped = megascend.CudaGraphs(max_count=64), {"moe": megascend.Moe(experts="grouped")}
     padded, _ = life_of(checkpoint, settings, Refuses(), **grouped)
     caplog.clear()
-    found, report = life_of(checkpoint, settings, **grouped)
+    results, report = life_of(checkpoint, settings, **grouped)
     print(report)
-    check(found, padded, lambda name: OF_A_MODEL)
+    check(results, padded, lambda name: MODEL_BOUND)
     assert not report.eager, "everything was captured"
     assert "could not be captured" not in caplog.text
     assert report.replayed > report.captured > 5
 
 
-def test_replays_are_the_first_run_to_the_bit(checkpoint):
-    """The same kernels on the same memory: no tensor that a graph reads has moved or been freed."""
+def test_repeated_replays_equal_the_first_run(checkpoint):
+    """Replay the same kernels on the same memory: no tensor that a graph reads has moved or been freed."""
     backend = make_backend(checkpoint, megascend.CudaGraphs())
     for name in ("a", "b", "c"):
         backend.add_adapter(name, megascend.Lora(rank=8))
@@ -142,22 +142,22 @@ def test_replays_are_the_first_run_to_the_bit(checkpoint):
         backend.forward_backward(samples)
         grads = {name: adapter.grads.clone() for name, adapter in backend.adapters.items()}
         backend.forward_backward(samples[:1])
-        alone = backend.adapters["a"].grads.clone() - grads["a"]
+        a_only = backend.adapters["a"].grads.clone() - grads["a"]
         backend.discard_gradients(list(backend.adapters))
-        return [*grads.values(), alone, *backend.forward(samples).logprobs, *backend.forward(samples[:1]).logprobs]
+        return [*grads.values(), a_only, *backend.forward(samples).logprobs, *backend.forward(samples[:1]).logprobs]
 
     first = figures()
     for _ in range(3):
         again = figures()
-        # Memory of the eager path is used up and returned between replays: a capture that read any of it would see that.
+        # Overwrite freed memory of the eager path with NaN between replays: a capture that reads any of it would return NaN.
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
         del junk
         torch.cuda.empty_cache()
         for length in range(2, 40):  # more rotary tables than upstream keeps
             backend.engine.bare_chunks[0].rotary_pos_emb(length)
-        for one, other in zip(first, again, strict=True):
-            apart = (one.double() - other.double()).norm() / one.double().norm()
-            assert apart <= 1e-3, float(apart)  # attention's backward pass adds in no fixed order
+        for reference, repeated in zip(first, again, strict=True):
+            deviation = (reference.double() - repeated.double()).norm() / reference.double().norm()
+            assert deviation <= 1e-3, float(deviation)  # attention's backward pass adds in no fixed order
     report = backend.cuda_graphs
     assert report.captured >= 4
     assert report.replayed >= 12
@@ -165,7 +165,7 @@ def test_replays_are_the_first_run_to_the_bit(checkpoint):
 
 
 def test_memory_stays_bounded(checkpoint):
-    """Random lengths, padded to four sizes: graphs share one pool, which grows to the largest one's size and no further."""
+    """Use random lengths, padded to four sizes: graphs share one pool, which stays at the size of the largest one."""
     backend = make_backend(checkpoint, megascend.CudaGraphs(max_tokens=512, max_count=3))
     backend.add_adapter("a", megascend.Lora(rank=8))
     generator = torch.Generator().manual_seed(7)
@@ -201,23 +201,23 @@ def life_of_one_model(checkpoint, settings, capture=None):
         backend.close()
 
 
-def test_a_model_learns_the_same(checkpoint, caplog):
+def test_full_model_trains_equally(checkpoint, caplog):
     settings = megascend.CudaGraphs(max_count=64)
     plain, _ = life_of_one_model(checkpoint, None)
     padded, _ = life_of_one_model(checkpoint, settings, Refuses())
     check(padded, plain, lambda name: POLICY if "ppo" in name else PADDED)
     caplog.clear()
-    found, report = life_of_one_model(checkpoint, settings)
+    results, report = life_of_one_model(checkpoint, settings)
     print(report)
-    check(found, padded, lambda name: OF_A_MODEL)
+    check(results, padded, lambda name: MODEL_BOUND)
     assert not report.eager, "everything was captured"
     assert "could not be captured" not in caplog.text
     assert report.captured > 5
     assert report.replayed > report.captured
 
 
-def test_gradients_of_a_model_are_those_of_the_first_run(checkpoint):
-    """Captured work adds to Megatron's buffers, which stay in place; no other tensor that it reads has moved or been freed."""
+def test_repeated_gradients_of_a_model_equal_the_first_run(checkpoint):
+    """Add captured gradients to Megatron's buffers, which do not move; no tensor that a graph reads has moved or been freed."""
     backend = make_backend(checkpoint, megascend.CudaGraphs(), adapters=False, micro_batch_tokens=256)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, backend.vocab_size, (4, 129), generator=generator)
@@ -230,10 +230,10 @@ def test_gradients_of_a_model_are_those_of_the_first_run(checkpoint):
         twice = [grad.clone() for grad in gradients_of(backend)]
         backend.discard_gradients()
         first = first or once
-        for one, again, both in zip(first, once, twice, strict=True):
-            scale = one.double().norm()
-            assert float((again.double() - one.double()).norm() / scale) <= 1e-3
-            assert float((both.double() - 2 * one.double()).norm() / scale) <= 2e-3
+        for single, again, double in zip(first, once, twice, strict=True):
+            scale = single.double().norm()
+            assert float((again.double() - single.double()).norm() / scale) <= 1e-3
+            assert float((double.double() - 2 * single.double()).norm() / scale) <= 2e-3
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
         del junk
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The embedding's gradient on a GPU: exact, deterministic, without a wait, and in a CUDA graph. Needs a CUDA GPU."""
+"""The embedding's gradient on a GPU: exact, deterministic, without synchronization, and in a CUDA graph. Needs a CUDA GPU."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def work(tokens=4096, vocabulary=30_000, width=512):
     return ids, grad, weight
 
 
-def test_it_is_exact_and_the_same_every_time(look_up):
+def test_embedding_gradient_is_exact_and_deterministic(look_up):
     ids, grad, weight = work()
     exact = torch.zeros_like(weight.main_grad, dtype=torch.float64).index_add_(
         0, ids.flatten(), grad.flatten(0, 1).double()
     )
-    found = []
+    gradients = []
     for _ in range(3):
         weight.main_grad.zero_()
         rows = look_up(ids, weight)
@@ -41,14 +41,14 @@ def test_it_is_exact_and_the_same_every_time(look_up):
             rows.backward(grad)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found.append(weight.main_grad.clone())
+        gradients.append(weight.main_grad.clone())
     assert weight.grad is None
-    torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(gradients[0].double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
 
 
-def test_it_can_be_captured(look_up):
+def test_embedding_gradient_can_be_captured(look_up):
     ids, grad, weight = work()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -24,24 +24,24 @@ def normal(*size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
-def error(mine: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((mine.double() - exact).norm() / exact.norm())
+def error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
 
 
-def test_rows_are_those_of_the_cpu_and_nothing_waits_for_the_device():
-    found, expected = routing("cuda"), token_rows(routing("cpu"), K)
+def test_rows_equal_the_cpu_without_synchronization():
+    device_map, expected = routing("cuda"), token_rows(routing("cpu"), K)
     counts = torch.randint(0, 9, (4, EXPERTS), generator=torch.Generator().manual_seed(1))
     on_device, total = counts.cuda(), int(counts.sum())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows, order = token_rows(found, K), chunk_order(on_device, total)
+        rows, order = token_rows(device_map, K), chunk_order(on_device, total)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name in ("token", "choice", "place"):
         assert torch.equal(getattr(rows, name).cpu(), getattr(expected, name)), name
-    for mine, theirs in zip(order, chunk_order(counts, total), strict=True):
-        assert torch.equal(mine.cpu(), theirs)
+    for result, expected_order in zip(order, chunk_order(counts, total), strict=True):
+        assert torch.equal(result.cpu(), expected_order)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -57,10 +57,12 @@ def test_permutations_and_their_gradients():
     rows = token_rows(routing("cuda"), K)
     hidden, grad = normal(TOKENS, WIDTH, seed=3).requires_grad_(), normal(TOKENS, WIDTH, seed=4)
     weight = normal(TOKENS * K, 1, seed=5)
-    order, place = (index.cuda() for index in (torch.randperm(TOKENS * K), torch.empty(TOKENS * K, dtype=torch.long)))
-    place[order] = torch.arange(TOKENS * K, device="cuda")
+    order, position = (
+        index.cuda() for index in (torch.randperm(TOKENS * K), torch.empty(TOKENS * K, dtype=torch.long))
+    )
+    position[order] = torch.arange(TOKENS * K, device="cuda")
     spread = Spread.apply(hidden, rows.token, rows.place)
-    there_and_back = Moved.apply(Moved.apply(spread, order, place), place, order)
+    there_and_back = Moved.apply(Moved.apply(spread, order, position), position, order)
     out = Combine.apply(there_and_back * weight, rows.token, rows.place)
     out.backward(grad)
     x = hidden.detach().double().requires_grad_()
@@ -72,7 +74,7 @@ def test_permutations_and_their_gradients():
 
 @pytest.mark.parametrize(("inside", "out"), [(128, 256), (2048, 1536), (768, 2048)])
 def test_products_and_their_gradients(inside, out):
-    """Forward, input gradient and weight gradient, which is accumulated; two experts without rows."""
+    """Compare forward, input gradient and the accumulated weight gradient; two experts have no rows."""
     if kernel_of(torch.device("cuda", 0)) != "torch":
         pytest.skip("torch's grouped products need compute capability 9.0")
     counts = routing("cpu").sum(0).tolist()
@@ -82,17 +84,17 @@ def test_products_and_their_gradients(inside, out):
     into = normal(EXPERTS, out, inside, seed=9, dtype=torch.float32)
     before = into.double()
     not_numbers = torch.full((EXPERTS * out * inside,), float("nan"), dtype=torch.bfloat16, device="cuda")
-    del not_numbers  # what the allocator hands to the kernels next is not zero
+    del not_numbers  # so the memory that the kernels get next is not zero
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = product(x, weights.mT, segments)
+        products = product(x, weights.mT, segments)
         below = product(grad, weights, segments)
         accumulate(into, grad, x, segments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     parts = list(zip(x.double().split(counts), grad.double().split(counts), weights.double(), strict=True))
-    assert error(made, torch.cat([part @ weight.T for part, _, weight in parts])) < 5e-3
+    assert error(products, torch.cat([part @ weight.T for part, _, weight in parts])) < 5e-3
     assert error(below, torch.cat([part @ weight for _, part, weight in parts])) < 5e-3
     exact = torch.stack([part.T @ rows for rows, part, _ in parts])
     assert error(into - before.float(), exact) < 5e-3

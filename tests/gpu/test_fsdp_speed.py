@@ -1,4 +1,4 @@
-"""Fast paths of engine fsdp on CUDA: one kernel for packed samples, compiled layers, one wait per step. Needs a CUDA GPU."""
+"""Fast paths of engine fsdp on CUDA: one kernel for packed samples, compiled layers, one sync per step. Needs a CUDA GPU."""
 
 import json
 import os
@@ -19,8 +19,8 @@ STEPS = 5
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["all heads", "shared keys"])
-def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
-    """Both in bf16, against fp64."""
+def test_one_kernel_is_as_accurate_as_a_call_per_sample(heads, window):
+    """Compare both in bf16 with fp64."""
     from megascend.engines.fsdp import attention
 
     lengths, width, device = (1, 700, 63, 256, 4), 128, torch.device("cuda")
@@ -45,21 +45,23 @@ def test_one_kernel_is_as_exact_as_a_call_a_sample(heads, window):
         out.backward(upstream.to(out.device, out.dtype))
         return [out.detach(), *[tensor.grad for tensor in inputs]]
 
-    wanted = run([tensor.double() for tensor in exact], one_by_one)
+    expected = run([tensor.double() for tensor in exact], one_by_one)
     on_gpu = [tensor.cuda() for tensor in exact]
-    for want, kernel, calls in zip(wanted, run(on_gpu, many), run(on_gpu, one_by_one), strict=True):
-        errors = [float((got.cpu().double() - want).norm() / want.norm()) for got in (kernel, calls)]
+    for exact_value, kernel, calls in zip(expected, run(on_gpu, many), run(on_gpu, one_by_one), strict=True):
+        errors = [
+            float((result.cpu().double() - exact_value).norm() / exact_value.norm()) for result in (kernel, calls)
+        ]
         print(f"relative errors: one kernel {errors[0]:.1e}, a call a sample {errors[1]:.1e}")
         assert errors[0] <= 2 * errors[1] + 1e-4
 
 
-def told_by(checkpoint, cases):
+def reports_of(checkpoint, cases):
     """Return the report of a process without Megatron, for each case."""
     command = [sys.executable, str(PROGRAM), str(checkpoint), str(STEPS), *cases]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +71,24 @@ def told_by(checkpoint, cases):
         ("qwen3_moe", ("none", "selective", "selective+compile"), 0.15, 0.6),
     ],
 )
-def test_steps_equal_hugging_faces_and_wait_once(parity_folder, arch, cases, loss, norm):
-    """bf16, as it is, recomputed and compiled; the third step and those after it compile nothing."""
+def test_steps_equal_hugging_face_and_synchronize_once(parity_folder, arch, cases, loss, norm):
+    """Train in bf16, plain, recomputed and compiled; from the third step on nothing is compiled."""
     checkpoint = case_checkpoint(parity_folder, arch)
-    whole = hf_reference(parity_folder, checkpoint, token_lists())
-    for case in told_by(checkpoint, cases):
-        apart = [
+    hugging_face = hf_reference(parity_folder, checkpoint, token_lists())
+    for case in reports_of(checkpoint, cases):
+        deviations = [
             max(
-                abs(mine - theirs) / (scale or abs(theirs)) for mine, theirs in zip(case[name], reference, strict=False)
+                abs(value - expected_value) / (scale or abs(expected_value))
+                for value, expected_value in zip(case[name], reference, strict=False)
             )
-            for name, reference, scale in (("losses", whole.losses, 1), ("norms", whole.grad_norms, None))
+            for name, reference, scale in (("losses", hugging_face.losses, 1), ("norms", hugging_face.grad_norms, None))
         ]
-        print(f"{arch}, {case['case']}: loss {apart[0]:.1e}, norm {apart[1]:.1e}, compiled {case['compiled']}")
+        print(
+            f"{arch}, {case['case']}: loss {deviations[0]:.1e}, norm {deviations[1]:.1e}, compiled {case['compiled']}"
+        )
         assert len(case["losses"]) == STEPS
-        assert apart[0] <= loss, case
-        assert apart[1] <= norm, case
+        assert deviations[0] <= loss, case
+        assert deviations[1] <= norm, case
         assert len(case["waits"]) == 1, case
         assert case["compiled_late"] == 0, case
         assert (case["compiled"] > 0) == ("compile" in case["case"]), case

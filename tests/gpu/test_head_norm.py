@@ -32,6 +32,6 @@ def test_values_and_gradients(dtype, layout):
     grad = torch.randn(x.shape, device="cuda", generator=generator).to(dtype)
     out = head_norm(x, weight, 1e-6)
     (dx, dw) = torch.autograd.grad(out, (x, weight), grad)
-    for mine, exact in zip((out, dx, dw), reference(x, weight, grad, 1e-6), strict=True):
-        error = (mine.double() - exact).norm() / exact.norm()
+    for result, exact in zip((out, dx, dw), reference(x, weight, grad, 1e-6), strict=True):
+        error = (result.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if dtype == torch.float32 else 5e-3), (layout, float(error))

@@ -17,8 +17,8 @@ def normal(*size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
 
 
 def segments_of(count: int) -> tuple[Segments, torch.Tensor]:
@@ -36,7 +36,7 @@ def segments_of(count: int) -> tuple[Segments, torch.Tensor]:
 )
 @pytest.mark.parametrize(("k", "m"), SIZES)
 def test_products_and_gradients(k, m, count, dtype):
-    """Any number of segments; torch's grouped product supports fewer than 1024. No waits for the device."""
+    """Use any number of segments (torch's grouped product supports fewer than 1024), without synchronization."""
     if k * m * count > 2**30:
         pytest.skip("the float64 reference would take more than 8 GiB")
     segments, owner = segments_of(count)
@@ -52,17 +52,17 @@ def test_products_and_gradients(k, m, count, dtype):
         start = end
     torch.cuda.set_sync_debug_mode("error")
     try:
-        alone, added = product(rows, weights, segments), product(rows, weights, segments, base)
+        products, added = product(rows, weights, segments), product(rows, weights, segments, base)
         accumulate(into, rows, grads, segments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert error(alone, exact) < ROUNDED[dtype]
+    assert error(products, exact) < ROUNDED[dtype]
     assert error(added, exact + base.double()) < ROUNDED[dtype]
     assert error(into, summed) < 1e-5, "added up in fp32"
 
 
-def test_adapters_of_experts_as_they_lie_in_memory():
-    """Segments by (expert, adapter), matrices by (adapter, expert)."""
+def test_strided_weights_of_expert_adapters():
+    """Use segments by (expert, adapter) and matrices by (adapter, expert)."""
     segments, owner = segments_of(128 * 8)
     rows, grads = normal(len(owner), 2048, seed=1), normal(len(owner), 16, seed=2)
     weights = normal(8, 128, 16, 2048, seed=3).mT.transpose(0, 1)
@@ -78,15 +78,15 @@ def test_adapters_of_experts_as_they_lie_in_memory():
 
 
 @pytest.mark.parametrize(("k", "m"), [(2048, 16), (16, 2048)])
-def test_a_segments_values_do_not_reach_anothers(k, m):
+def test_values_of_a_segment_do_not_affect_others(k, m):
     segments, owner = segments_of(32)
     rows, grads, weights = normal(len(owner), k, seed=1), normal(len(owner), m, seed=2), normal(32, k, m, seed=3)
-    own = owner != 0
+    others_rows = owner != 0
     clean, clean_sums = product(rows, weights, segments), torch.zeros(32, k, m, device="cuda")
     accumulate(clean_sums, rows, grads, segments)
-    rows[~own], weights[0], sums = torch.nan, torch.inf, torch.zeros(32, k, m, device="cuda")
+    rows[~others_rows], weights[0], sums = torch.nan, torch.inf, torch.zeros(32, k, m, device="cuda")
     spoiled = product(rows, weights, segments)
     accumulate(sums, rows, grads, segments)
-    assert torch.equal(clean[own], spoiled[own])
+    assert torch.equal(clean[others_rows], spoiled[others_rows])
     assert torch.equal(clean_sums[1:], sums[1:])
-    assert spoiled[~own].isnan().all()
+    assert spoiled[~others_rows].isnan().all()

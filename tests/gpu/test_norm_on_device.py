@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a C
 
 
 @pytest.mark.parametrize("size", [1, 1000, 20_000_000, 155_000_000])
-def test_a_vector(size):
+def test_square_sum_of_long_vectors(size):
     vector = 0.5 + torch.rand(size, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     exact = sum(part.double().square().sum() for part in vector.split(1_000_000))
     assert float(square_sum(vector)) == pytest.approx(float(exact), rel=1e-6)

@@ -27,7 +27,7 @@ def places_of_waits(step):
 
 
 @pytest.mark.parametrize("adapters", [(), ("a",), ("a", "b")], ids=["model", "adapter", "adapters with dropout"])
-def test_a_step_waits_once(adapters, parity_folder):
+def test_step_synchronizes_once(adapters, parity_folder):
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3"),
         platform="cuda",
@@ -52,7 +52,7 @@ def test_a_step_waits_once(adapters, parity_folder):
 
 
 @pytest.mark.parametrize("adapters", [(), ("a", "b")], ids=["model", "adapters"])
-def test_a_step_of_grouped_experts_waits_once(adapters, parity_folder):
+def test_step_of_grouped_experts_synchronizes_once(adapters, parity_folder):
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3_moe"),
         platform="cuda",
@@ -70,8 +70,8 @@ def test_a_step_of_grouped_experts_waits_once(adapters, parity_folder):
     backend.close()
 
 
-def test_a_policy_step_waits_once(parity_folder):
-    """A loss that is a function of its inputs, whose gradient is computed in the forward pass."""
+def test_policy_step_synchronizes_once(parity_folder):
+    """Use a loss that is a function of its inputs, whose gradient is computed in the forward pass."""
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3"),
         platform="cuda",
@@ -90,8 +90,8 @@ def test_a_policy_step_waits_once(parity_folder):
     backend.close()
 
 
-def test_a_cross_entropy_with_metrics_waits_once(parity_folder):
-    """Figures that are sent to the host before the step have arrived after it."""
+def test_cross_entropy_with_metrics_synchronizes_once(parity_folder):
+    """Copy metrics to the host before the step; they have arrived after it."""
     backend = megascend.MegatronBackend(
         model=case_checkpoint(parity_folder, "qwen3"),
         platform="cuda",

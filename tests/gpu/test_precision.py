@@ -25,9 +25,9 @@ def errors_of(program):
         name: value for name, value in os.environ.items() if name != TF32_VARIABLE
     }  # a bootstrap here has set it
     command = [sys.executable, "-c", f"import torch, megascend\n{program}\n{TELL}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("ERROR", "TORCH")))
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    lines = dict(line.split() for line in completed.stdout.splitlines() if line.startswith(("ERROR", "TORCH")))
     return float(lines["ERROR"]), float(lines["TORCH"])
 
 
@@ -35,13 +35,13 @@ def test_fp32_is_fp32_after_the_bootstrap():
     assert max(errors_of("megascend.bootstrap('cuda')")) < TF32_ERROR / 10
 
 
-def test_tf32_is_tf32_where_it_is_asked_for():
+def test_tf32_is_tf32_if_requested():
     assert min(errors_of("megascend.bootstrap('cuda', tf32=True)")) > TF32_ERROR * 3
 
 
-def test_a_process_that_has_used_cublas_before_is_fp32_or_found_out():
+def test_earlier_use_of_cublas_is_fp32_or_detected():
     transformer_engine, by_torch = errors_of(
         "x = torch.randn(64, 64, device='cuda'); x @ x; torch.cuda.synchronize(); megascend.bootstrap('cuda')"
     )
     print(f"Transformer Engine's relative error {transformer_engine:.1e}, torch's {by_torch:.1e}")
-    assert not TF32_ERROR / 10 < transformer_engine < TF32_ERROR * 3  # nothing that the check could take for the other
+    assert not TF32_ERROR / 10 < transformer_engine < TF32_ERROR * 3  # clearly one of the two

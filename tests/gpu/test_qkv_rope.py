@@ -13,7 +13,7 @@ from megascend.testing.parity import case_checkpoint
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 EPS = 1e-6
-ALONE, ROUNDED = 1e-5, 4e-3
+FP32_BOUND, BF16_BOUND = 1e-5, 4e-3
 """Bounds of relative differences of norms, in float32 and with results rounded to bfloat16."""
 LENGTHS = (300, 1, 90, 500, 64, 17)
 
@@ -29,20 +29,22 @@ def exact(mixed: Tensor, angles: Tensor, lengths: tuple[int, ...], weights: list
     """Compute q, k and v in the dtype of ``mixed``, step by step.
 
     Args:
-        lengths: of packed sequences; none: a plain batch.
-        weights: of the norms; none: no norms.
+        lengths: lengths of packed sequences; empty: a plain batch.
+        weights: weights of the norms; empty: no norms.
     """
     parts = mixed.unflatten(-1, (groups, -1, width))
     query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
     if weights:
-        query, key = (rms_norm(of, (width,), weight, EPS) for of, weight in zip((query, key), weights, strict=True))
+        query, key = (
+            rms_norm(tensor, (width,), weight, EPS) for tensor, weight in zip((query, key), weights, strict=True)
+        )
     sequences = [torch.arange(length, device="cuda") for length in lengths or (len(mixed),)]
     angle = angles[torch.cat(sequences)].to(mixed.dtype)
 
-    def rotated(of: Tensor) -> Tensor:
-        turned, kept = of[..., : angle.shape[-1]], of[..., angle.shape[-1] :]
-        one, other = turned.chunk(2, -1)
-        return torch.cat([turned * angle.cos() + torch.cat([-other, one], -1) * angle.sin(), kept], -1)
+    def rotated(tensor: Tensor) -> Tensor:
+        rotary, unrotated = tensor[..., : angle.shape[-1]], tensor[..., angle.shape[-1] :]
+        first, second = rotary.chunk(2, -1)
+        return torch.cat([rotary * angle.cos() + torch.cat([-second, first], -1) * angle.sin(), unrotated], -1)
 
     return rotated(query), rotated(key), value
 
@@ -80,25 +82,25 @@ def test_values_and_gradients(
     weights = weights if norms else []
     angles = table(512, rotary)
     out = qkv_rope(mixed, angles, starts, (*weights, EPS) if norms else None, groups, width)  # type: ignore[reportArgumentType]
-    grads = [torch.randn(of.shape, device="cuda", generator=generator).to(dtype) for of in out]
-    found = [*out, *torch.autograd.grad(out, [mixed, *weights], grads)]
+    grads = [torch.randn(tensor.shape, device="cuda", generator=generator).to(dtype) for tensor in out]
+    results = [*out, *torch.autograd.grad(out, [mixed, *weights], grads)]
 
-    doubles = [of.detach().double().requires_grad_() for of in (mixed, *weights)]
-    right = exact(doubles[0], angles, lengths, doubles[1:], groups, width)
-    right = [*right, *torch.autograd.grad(right, doubles, [grad.double() for grad in grads])]
-    assert [tuple(of.shape) for of in out] == [
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (mixed, *weights)]
+    references = exact(doubles[0], angles, lengths, doubles[1:], groups, width)
+    references = [*references, *torch.autograd.grad(references, doubles, [grad.double() for grad in grads])]
+    assert [tuple(tensor.shape) for tensor in out] == [
         (tokens, batch, count, width) for count in (groups * heads, groups, groups)
     ]
-    for name, mine, expected in zip(("q", "k", "v", "mixed", "q norm", "k norm"), found, right, strict=False):
-        assert mine.dtype == dtype
-        assert mine.is_contiguous()
-        error = float((mine.double() - expected).norm() / expected.norm())
-        assert error < (ALONE if dtype == torch.float32 else ROUNDED), (name, error)
+    for name, result, expected in zip(("q", "k", "v", "mixed", "q norm", "k norm"), results, references, strict=False):
+        assert result.dtype == dtype
+        assert result.is_contiguous()
+        error = float((result.double() - expected).norm() / expected.norm())
+        assert error < (FP32_BOUND if dtype == torch.float32 else BF16_BOUND), (name, error)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_angles_are_turned_as_transformer_engine_turns_them(packed: bool) -> None:
-    """Also far along a sequence, where an angle has thousands of turns."""
+def test_rotation_equals_transformer_engine(packed: bool) -> None:
+    """Compare up to large positions, where an angle has thousands of turns."""
     megascend.bootstrap("cuda")
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
@@ -110,12 +112,14 @@ def test_angles_are_turned_as_transformer_engine_turns_them(packed: bool) -> Non
     mixed = torch.randn(tokens, 1, 3 * width, device="cuda")
     angles = table(tokens, width)
     query, key, _ = qkv_rope(mixed, angles, starts, None, 1, width)
-    for mine, of in zip((query, key), mixed.split(width, -1), strict=False):
+    for result, tensor in zip((query, key), mixed.split(width, -1), strict=False):
         if packed:
-            theirs = apply_rotary_pos_emb(of, angles, tensor_format="thd", fused=True, cu_seqlens=starts)[:, None]
+            reference = apply_rotary_pos_emb(tensor, angles, tensor_format="thd", fused=True, cu_seqlens=starts)[
+                :, None
+            ]
         else:
-            theirs = apply_rotary_pos_emb(of[:, :, None], angles, tensor_format="sbhd", fused=True)
-        assert float((mine - theirs).abs().max()) < 1e-5
+            reference = apply_rotary_pos_emb(tensor[:, :, None], angles, tensor_format="sbhd", fused=True)
+        assert float((result - reference).abs().max()) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def trained(checkpoint, *, fused: bool) -> tuple[list[float], list[float], list[
     return losses, norms, gradients
 
 
-def test_models_with_and_without_train_alike(checkpoint, caplog) -> None:
+def test_models_with_and_without_the_kernel_train_alike(checkpoint, caplog) -> None:
     (losses, norms, gradients), (old_losses, old_norms, old_gradients) = (
         trained(checkpoint, fused=fused) for fused in (True, False)
     )
@@ -157,12 +161,12 @@ def test_models_with_and_without_train_alike(checkpoint, caplog) -> None:
     assert "does not compute what torch does" not in caplog.text, "plain torch took its place"
     assert losses == pytest.approx(old_losses, rel=5e-3)
     assert norms == pytest.approx(old_norms, rel=2e-2)
-    for mine, other in zip(gradients, old_gradients, strict=True):
-        assert float((mine - other).norm() / other.norm()) < 0.1
+    for result, other in zip(gradients, old_gradients, strict=True):
+        assert float((result - other).norm() / other.norm()) < 0.1
 
 
-def test_it_takes_less_time_than_its_parts() -> None:
-    """One layer of Qwen3-1.7B, 16384 tokens: both read and write 0.62 GB, 0.21 ms at 3.0 TB/s."""
+def test_fused_kernel_is_faster_than_its_parts() -> None:
+    """Time one layer of Qwen3-1.7B, 16384 tokens: both read and write 0.62 GB, 0.21 ms at 3.0 TB/s."""
     megascend.bootstrap("cuda").load_megatron()
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
@@ -174,21 +178,21 @@ def test_it_takes_less_time_than_its_parts() -> None:
     weights = [torch.ones(width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qk"]
     angles = table(4096, width)
 
-    def one():
+    def fused_call():
         return qkv_rope(mixed, angles, None, (*weights, EPS), groups, width)  # type: ignore[reportArgumentType]
 
     def parts():
         split = mixed.unflatten(-1, (groups, -1)).split((heads * width, width, width), -1)
         query, key, value = split[0].reshape(4096, 4, -1, width), *split[1:]
         turned = (
-            apply_rotary_pos_emb(head_norm(of, weight, EPS), angles, tensor_format="sbhd", fused=True)
-            for of, weight in zip((query, key), weights, strict=True)
+            apply_rotary_pos_emb(head_norm(tensor, weight, EPS), angles, tensor_format="sbhd", fused=True)
+            for tensor, weight in zip((query, key), weights, strict=True)
         )
         return (*turned, value.contiguous())
 
     def milliseconds(call) -> float:
-        grads = [torch.randn_like(of) for of in call()]
-        taken = []
+        grads = [torch.randn_like(tensor) for tensor in call()]
+        times = []
         for _ in range(13):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
@@ -197,9 +201,9 @@ def test_it_takes_less_time_than_its_parts() -> None:
             torch.autograd.grad(call(), [mixed, *weights], grads)
             end.record()
             end.synchronize()
-            taken.append(begin.elapsed_time(end))
-        return sorted(taken[3:])[5]
+            times.append(begin.elapsed_time(end))
+        return sorted(times[3:])[5]
 
-    mine, theirs = milliseconds(one), milliseconds(parts)
-    print(f"{mine:.3f} ms, by parts {theirs:.3f} ms")
-    assert mine < 0.6 * theirs
+    fused_ms, parts_ms = milliseconds(fused_call), milliseconds(parts)
+    print(f"{fused_ms:.3f} ms, by parts {parts_ms:.3f} ms")
+    assert fused_ms < 0.6 * parts_ms

@@ -26,10 +26,10 @@ def test_kernels_equal_the_plain_implementation(dtype, columns):
     log_sum, entropy = maximum + total.log(), total.log() - weighted / total
     scale, entropy_scale = torch.randn(2, 33, device="cuda", generator=generator)
     for extra in (None, entropy_scale):
-        mine, plain = logits.clone(), logits.clone()
-        softmax_triton.gradient_(mine, targets, log_sum, scale, entropy, extra)
+        result, plain = logits.clone(), logits.clone()
+        softmax_triton.gradient_(result, targets, log_sum, scale, entropy, extra)
         _gradient_(plain, targets, log_sum, scale, entropy, extra)
-        torch.testing.assert_close(mine, plain, atol=TOLERANCE[dtype] / 10, rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(result, plain, atol=TOLERANCE[dtype] / 10, rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,6 +54,6 @@ def test_loss_and_gradients_equal_autograd(dtype, direct):
         loss.backward()
         assert float(loss) == pytest.approx(float((nll * coefficients).sum()), rel=1e-3)
         gradient = weight.main_grad if direct else weight.grad
-        for mine, exact in ((hidden.grad, wide_hidden.grad), (gradient, wide_weight.grad)):
-            error = (mine.double() - exact).norm() / exact.norm()
+        for result, exact in ((hidden.grad, wide_hidden.grad), (gradient, wide_weight.grad)):
+            error = (result.double() - exact).norm() / exact.norm()
             assert error < (1e-5 if dtype == torch.float32 else 1e-2)

@@ -1,4 +1,4 @@
-"""Weights between processes on GPUs by NCCL and CUDA IPC: all bytes arrive, and lost peers are errors in time.
+"""Weights between processes on GPUs by NCCL and CUDA IPC: all bytes arrive; lost peers raise in time.
 
 python -m pytest tests/gpu/test_weight_transports.py        # two GPUs, or one (then CUDA IPC only)
 """
@@ -28,8 +28,8 @@ MANIFEST = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
 SIZES = (1, 999, 4096, 1_000_003, 64 * 2**20)
 
 
-def transport(name: str, group: Any, timeout_s: float = 30.0, one: bool = False) -> Any:
-    device = torch.device("cuda", 0 if one else group.rank % GPUS)
+def transport(name: str, group: Any, timeout_s: float = 30.0, same_device: bool = False) -> Any:
+    device = torch.device("cuda", 0 if same_device else group.rank % GPUS)
     torch.cuda.set_device(device)
     return make_transport(name, Setup(group, MANIFEST, device, timeout_s)), device
 
@@ -38,34 +38,34 @@ def content(number: int) -> torch.Tensor:
     return torch.randint(0, 256, (SIZES[number],), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
 
 
-def all_sizes(name: str, one: bool, group: Any) -> list[bool]:
-    medium, device = transport(name, group, one=one)
-    right = []
+def all_sizes(name: str, same_device: bool, group: Any) -> list[bool]:
+    medium, device = transport(name, group, same_device=same_device)
+    checks = []
     for number in range(len(SIZES)):
-        mine = (
+        buffer = (
             content(number).to(device) if group.rank == 0 else torch.zeros(SIZES[number], dtype=torch.uint8).to(device)
         )
         torch.cuda.synchronize()
-        (medium.send if group.rank == 0 else medium.receive)(mine).wait(30)
-        right.append(torch.equal(mine.cpu(), content(number)))
-        right.append(digest("multilinear64", mine) == digest("multilinear64", content(number)))
+        (medium.send if group.rank == 0 else medium.receive)(buffer).wait(30)
+        checks.append(torch.equal(buffer.cpu(), content(number)))
+        checks.append(digest("multilinear64", buffer) == digest("multilinear64", content(number)))
     assert not torch.distributed.is_initialized()
     medium.close()
-    return right
+    return checks
 
 
 @pytest.mark.parametrize(
-    ("name", "one"),
+    ("name", "same_device"),
     [pytest.param("nccl", False, marks=TWO), pytest.param("cuda_ipc", False, marks=TWO), ("cuda_ipc", True)],
 )
-def test_every_byte_arrives(name: str, one: bool) -> None:
-    """The digest equals the CPU's."""
-    assert run_members(lambda group: all_sizes(name, one, group), 2) == [[True] * 2 * len(SIZES)] * 2
+def test_every_byte_arrives(name: str, same_device: bool) -> None:
+    """Compare contents and digests with the CPU's."""
+    assert run_members(lambda group: all_sizes(name, same_device, group), 2) == [[True] * 2 * len(SIZES)] * 2
 
 
 @TWO
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
-def test_two_buckets_under_way_arrive_in_order(name: str) -> None:
+def test_two_buckets_in_flight_arrive_in_order(name: str) -> None:
     def on_member(group: Any) -> list[int]:
         medium, device = transport(name, group)
         buffers = [torch.full((2**20,), 7, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -89,15 +89,15 @@ def test_two_buckets_under_way_arrive_in_order(name: str) -> None:
 
 @TWO
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
-@pytest.mark.parametrize("how", ["dies", "is silent"])
-def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> None:
-    """A sender that exits or stops sending is an error on the receiver in time; its device and a new group still work."""
+@pytest.mark.parametrize("failure", ["dies", "is silent"])
+def test_lost_peer_raises_and_the_device_still_works(name: str, failure: str) -> None:
+    """Raise on the receiver in time if the sender exits or stops sending; the device still works."""
 
     def on_member(group: Any) -> list[str]:
         medium, device = transport(name, group, 20.0)
         if group.rank == 0:
             group.await_receivers("connected", 20.0)
-            if how == "dies":
+            if failure == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(8)
             medium.close()
@@ -108,23 +108,23 @@ def test_a_lost_peer_is_an_error_and_the_device_goes_on(name: str, how: str) -> 
         try:
             work.wait(3.0)
         except TransportError as error:
-            told = [type(group.explain(error, "receiving")).__name__]
+            report = [type(group.explain(error, "receiving")).__name__]
         medium.abort()
         medium.close()
         assert time.monotonic() - start < 15
         torch.cuda.synchronize()
-        told.append(str(int(torch.arange(10, device=device).sum())))
-        return told
+        report.append(str(int(torch.arange(10, device=device).sum())))
+        return report
 
-    lost = {"expect_lost": {0}} if how == "dies" else {}
+    lost = {"expect_lost": {0}} if failure == "dies" else {}
     sender, receiver = run_members(on_member, 2, **lost)
-    assert receiver == [(PeerLostError if how == "dies" else DeadlineError).__name__, "45"]
-    assert sender == (Lost(-9) if how == "dies" else [])
+    assert receiver == [(PeerLostError if failure == "dies" else DeadlineError).__name__, "45"]
+    assert sender == (Lost(-9) if failure == "dies" else [])
 
 
 @TWO
-def test_a_new_group_works_where_one_was_lost() -> None:
-    """In the same processes: a broadcast that times out, then a new group."""
+def test_new_group_works_after_a_lost_one() -> None:
+    """Run a broadcast that times out, then a new group, in the same processes."""
 
     def on_member(meet_twice: Any) -> list[bool]:
         group = meet_twice()
@@ -142,26 +142,26 @@ def test_a_new_group_works_where_one_was_lost() -> None:
 
 
 @TWO
-def test_the_next_update_uses_the_same_communicator() -> None:
+def test_next_update_reuses_the_communicator() -> None:
     def on_member(meet: Any) -> list[Any]:
         first = meet()
-        right = all_sizes("nccl", False, first) + all_sizes("nccl", False, next_group(first))
+        checks = all_sizes("nccl", False, first) + all_sizes("nccl", False, next_group(first))
         (communicator,) = nccl.COMMUNICATORS._cached.values()
-        return [all(right), communicator.made_in == first.name]
+        return [all(checks), communicator.made_in == first.name]
 
     assert run_meeting(on_member, 2) == [[True, True]] * 2
 
 
-def test_the_digest_is_the_cpus() -> None:
-    """Odd lengths, odd offsets, several levels, with and without Triton."""
+def test_digest_equals_the_cpus() -> None:
+    """Compare digests of odd lengths and offsets and several levels, with and without Triton."""
     data = torch.randint(0, 256, (40_000_011,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     parts = [(0, 0), (0, 1), (0, 32768), (1, 32769), (3, 70_000), (0, len(data)), (7, len(data) - 5)]
 
     def on_device() -> list[str]:
-        there = data.cuda()
-        found = [digest("multilinear64", there[first:last]) for first, last in parts]
+        on_gpu = data.cuda()
+        digests = [digest("multilinear64", on_gpu[first:last]) for first, last in parts]
         module._has_triton = lambda: False
-        return found + [digest("multilinear64", there[first:last]) for first, last in parts]
+        return digests + [digest("multilinear64", on_gpu[first:last]) for first, last in parts]
 
-    here = [digest("multilinear64", data[first:last]) for first, last in parts]
-    assert run_distributed(on_device, 1, init=False) == [here * 2]
+    on_cpu = [digest("multilinear64", data[first:last]) for first, last in parts]
+    assert run_distributed(on_device, 1, init=False) == [on_cpu * 2]

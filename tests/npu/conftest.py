@@ -1,10 +1,10 @@
-"""Tests of the Ascend path. They run in a pytest process of their own, on the simulated device:
+"""Tests of the Ascend path. They run in a separate pytest process, on the simulated device:
 
     bash scripts/test.sh 0.16 npu                                    # with the tests' double of MindSpeed
     MEGASCEND_MINDSPEED=CHECKOUT bash scripts/test.sh 0.16 npu       # with the real one
 
-The process is bootstrapped once for the platform ``npu``; ranks are forked from it. What needs a fresh process (the order
-of imports, for one) starts it with :func:`run_python`.
+The process is bootstrapped once for the platform ``npu``; ranks are forked from it. Tests that need a fresh process (for
+example of the order of imports) start it with :func:`run_python`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from megascend.testing.reference import IMPORTED, ProgramServer
 from support.covering import FIRST_STACK
 
 SECOND_STACK = ("test_contract.py",)
-"""What CI runs on the second stack too: what another MindSpeed has otherwise. Another Megatron is in its parity on the CPU."""
+"""Files that CI also runs on the second stack, because its MindSpeed differs. Parity on the CPU covers its Megatron."""
 DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the second stack the other files are nightly."""
+    """Mark the other files as nightly on the second stack."""
     for item in items:
         if not FIRST_STACK and item.path.parent == Path(__file__).parent and item.path.name not in SECOND_STACK:
             item.add_marker(pytest.mark.nightly)
 
 
 def mindspeed_folder() -> Path:
-    """The real MindSpeed if MEGASCEND_MINDSPEED names a checkout, else the double."""
-    named = os.environ.get("MEGASCEND_MINDSPEED")
-    return Path(named) if named else DOUBLES
+    """Return the checkout named by MEGASCEND_MINDSPEED, else the folder of the double."""
+    checkout = os.environ.get("MEGASCEND_MINDSPEED")
+    return Path(checkout) if checkout else DOUBLES
 
 
 def npu_environment(**changes: str) -> dict[str, str]:
-    """The environment of a process on the simulated device, with MindSpeed on its path."""
+    """Return the environment of a process on the simulated device, with MindSpeed on its path."""
     path = [str(mindspeed_folder()), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
-    # Without what the bootstrap of this process has set: a fresh one shall find nothing decided.
+    # Without variables that the bootstrap of this process has set: a fresh process must decide anew.
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -56,10 +56,10 @@ def npu_environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Run code on the simulated device: ``run_python(code, *arguments, check=True, **environment)``.
+    """Return ``run_python(code, *arguments, check=True, **environment)``, which runs code on the simulated device.
 
-    Each in a fork of a process that has imported torch and nothing of Megatron or MindSpeed; with ``huggingface=True``
-    transformers and peft as well, whose lazy modules MindSpeed's own import asks for what they cannot import.
+    Each program runs in a fork of a process that has imported torch, but not Megatron or MindSpeed; with ``huggingface=True``
+    also transformers and peft, whose lazy modules MindSpeed's import scans.
     """
     device = ("torch", "torch_npu")
     servers = {False: ProgramServer(device), True: ProgramServer((*device, *IMPORTED["transformers"], "peft"))}
@@ -72,9 +72,9 @@ def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         timeout: float = 300,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        done = servers[huggingface].run(code, arguments, npu_environment(**environment), timeout_s=timeout)
-        assert not check or done.returncode == 0, done.stderr[-4000:]
-        return done
+        completed = servers[huggingface].run(code, arguments, npu_environment(**environment), timeout_s=timeout)
+        assert not check or completed.returncode == 0, completed.stderr[-4000:]
+        return completed
 
     yield run
     for server in servers.values():
@@ -83,7 +83,7 @@ def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 
 @pytest.fixture(scope="session")
 def npu() -> Runtime:
-    """This process bootstrapped for the platform ``npu``, with everything imported that ranks need."""
+    """Bootstrap this process for the platform ``npu`` and import everything that ranks need."""
     simnpu.activate()
     if str(mindspeed_folder()) not in sys.path:
         sys.path.insert(0, str(mindspeed_folder()))

@@ -1,4 +1,4 @@
-"""Facts about attention: which class, and what it asks of the fused kernel. Part of ``contract_report.py``; see there."""
+"""Facts about attention: its class and its calls of the fused kernel. Part of ``contract_report.py``; see there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LENGTH, HEADS, HEAD_SIZE = 8, 2, 16
 
 
 def classes(adaptor: Any) -> dict[str, str]:
-    """The class behind TEDotProductAttention by context parallel size, algorithm and level; ends as it began."""
+    """Return the class behind TEDotProductAttention by context parallel size, algorithm and level; restore the patches."""
     extensions = import_module(TE)
-    found = {}
+    kinds = {}
     for size, algorithm, level in (
         (1, "megatron_cp_algo", 0),
         (2, "megatron_cp_algo", 2),
@@ -26,23 +26,23 @@ def classes(adaptor: Any) -> dict[str, str]:
         arguments = {"context_parallel_size": size, "context_parallel_algo": algorithm, "optimization_level": level}
         adaptor.repatch(arguments)
         kind = extensions.TEDotProductAttention
-        found[f"size {size}, {algorithm}, level {level}"] = f"{kind.__module__}.{kind.__qualname__}"
+        kinds[f"size {size}, {algorithm}, level {level}"] = f"{kind.__module__}.{kind.__qualname__}"
     adaptor.repatch({"context_parallel_size": 1, "context_parallel_algo": "megatron_cp_algo", "optimization_level": 0})
-    return found
+    return kinds
 
 
 def calls() -> dict[str, Any]:
-    """The kernel's arguments by the mask that the model passes. The kernel itself is not run."""
+    """Return the kernel's arguments by the mask that the model passes. The kernel itself is not run."""
     config = _config()
     dense = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="npu")
-    found = {
+    recorded_calls = {
         "no mask": _recorded(config, None),
         "dense mask": _recorded(config, dense),
         "packed": _recorded(config, None, packed=[0, 5, LENGTH]),
     }
     config.attention_mask_type = "general"
-    found["dense mask, attention_mask_type general"] = _recorded(config, dense)
-    return found
+    recorded_calls["dense mask, attention_mask_type general"] = _recorded(config, dense)
+    return recorded_calls
 
 
 def _config() -> Any:
@@ -54,7 +54,7 @@ def _config() -> Any:
 
 
 def _recorded(config: Any, mask: torch.Tensor | None, packed: list[int] | None = None) -> dict[str, Any]:
-    """What one forward pass of TEDotProductAttention asks of ``torch_npu.npu_fusion_attention``."""
+    """Record the call of ``torch_npu.npu_fusion_attention`` in one forward pass of TEDotProductAttention."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -77,10 +77,10 @@ def _recorded(config: Any, mask: torch.Tensor | None, packed: list[int] | None =
     finally:
         torch_npu.npu_fusion_attention = kernel
     (call,) = seen
-    given = call.pop("atten_mask")
-    upper = torch.ones(given.shape, dtype=torch.bool).triu(diagonal=1)
+    mask_argument = call.pop("atten_mask")
+    upper = torch.ones(mask_argument.shape, dtype=torch.bool).triu(diagonal=1)
     return call | {
-        "mask": [str(given.dtype), *given.shape],
-        "mask_is_the_models": given is mask,
-        "mask_is_a_triangle": torch.equal(given.cpu(), upper),
+        "mask": [str(mask_argument.dtype), *mask_argument.shape],
+        "mask_is_the_models": mask_argument is mask,
+        "mask_is_a_triangle": torch.equal(mask_argument.cpu(), upper),
     }

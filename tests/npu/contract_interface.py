@@ -36,25 +36,25 @@ CALLABLES = (
     "features_manager.features_manager.MindSpeedFeaturesManager.apply_features_patches",
     "features_manager.features_manager.MindSpeedFeaturesManager.remove_patches",
 )
-"""What the bootstrap calls or subclasses, below ``mindspeed``. The adaptor is looked at once it is imported."""
+"""Objects below ``mindspeed`` that the bootstrap calls or subclasses. The adaptor's are added after its import."""
 
 COMMAND_LINE = ["train.py", "--hidden-dropout", "0.5", "--some-switch", "--a-list", "x", "y", "--equals=7"]
 """A trainer's own options, none of which MindSpeed knows."""
 
 
 def signature(qualified: str) -> str:
-    """Names, kinds and defaults of the parameters; annotations are nobody's contract."""
+    """Return names, kinds and defaults of the parameters, without annotations."""
     module, path = _split(f"mindspeed.{qualified}")
     target: Any = module
     for part in path:
         target = getattr(target, part)
     parameters = inspect.signature(target).parameters.values()
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
     return str(inspect.Signature(bare))
 
 
 def arguments() -> dict[str, Any]:
-    """What parsing gives and does; leaves no arguments behind."""
+    """Return the results and side effects of parsing; reset the arguments."""
     from mindspeed import args_utils
 
     facts: dict[str, Any] = {"unset_before": args_utils._MINDSPEED_ARGS is None}
@@ -75,7 +75,7 @@ def arguments() -> dict[str, Any]:
 
 
 def _mcore_bridge_defaults() -> dict[str, Any]:
-    """MindSpeed's defaults as mcore-bridge's ModelConfig collects them."""
+    """Return MindSpeed's defaults as mcore-bridge's ModelConfig collects them."""
     features = import_module("mindspeed.features_manager")
     process_args = import_module("mindspeed.arguments").process_args
     before = list(features.FEATURES_LIST)
@@ -89,7 +89,7 @@ def _mcore_bridge_defaults() -> dict[str, Any]:
 
 
 def patch_manager() -> dict[str, Any]:
-    """How replacing, wrapping, forcing and restoring behave, on modules made for the purpose."""
+    """Return facts about replacing, wrapping, forcing and restoring, on modules made for the purpose."""
     from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
 
     def original() -> str:
@@ -134,19 +134,19 @@ def patch_manager() -> dict[str, Any]:
     for added in set(Manager.patches_info) - before:
         del Manager.patches_info[added]
     facts["table_attributes"] = [
-        each for each in ("orig_func", "patch_func", "wrappers", "is_applied") if hasattr(_a_patch(), each)
+        name for name in ("orig_func", "patch_func", "wrappers", "is_applied") if hasattr(_a_patch(), name)
     ]
     return facts
 
 
 def lazy_modules_hook() -> bool:
-    """Whether a ``hasattr`` put into ``mindspeed.patch_utils`` is the one that the scan of ``sys.modules`` uses."""
+    """Check that the scan of ``sys.modules`` uses a ``hasattr`` set in ``mindspeed.patch_utils``."""
     from mindspeed import patch_utils
 
-    asked = []
+    scanned = []
 
     def recording(target: Any, name: str) -> bool:
-        asked.append(target)
+        scanned.append(target)
         return name in vars(target) if isinstance(target, ModuleType) else hasattr(target, name)
 
     home = _module("contract_lazy", work=len)
@@ -157,7 +157,7 @@ def lazy_modules_hook() -> bool:
     finally:
         del patch_utils.hasattr  # type: ignore[attr-defined]
         del patch_utils.MindSpeedPatchesManager.patches_info["contract_lazy.work"]
-    return home in asked
+    return home in scanned
 
 
 def _split(qualified: str) -> tuple[ModuleType, list[str]]:
@@ -184,7 +184,7 @@ def _a_patch() -> Any:
 
 
 def _error(fn: Callable[..., Any], *args: Any) -> str:
-    """``Type: message`` of what the call raises, or ``no error``."""
+    """Return ``Type: message`` of the call's exception, or ``no error``."""
     try:
         fn(*args)
     except (RuntimeError, ValueError, ImportError) as error:

@@ -17,17 +17,17 @@ REPEATS = 10
 DUMMIES = ("transformer_engine.pytorch", "apex.optimizers", "amp_C", "flash_attn.flash_attn_interface")
 
 
-def root_logging(ours: logging.Handler) -> dict[str, Any]:
+def root_logging(handler: logging.Handler) -> dict[str, Any]:
     root = logging.getLogger()
     return {
-        "our_handler_is_gone": ours not in root.handlers,
+        "our_handler_is_gone": handler not in root.handlers,
         "handlers": [type(handler).__name__ for handler in root.handlers],
         "level": logging.getLevelName(root.level),
     }
 
 
 def side_effects() -> dict[str, Any]:
-    """What the import changed outside Megatron."""
+    """Return the import's changes outside Megatron."""
     on_device = torch.arange(6.0, device="npu").reshape(2, 3)
     return {
         "transformer_engine_version": metadata.version("transformer-engine"),
@@ -46,7 +46,7 @@ def _twice(number: int) -> int:
 
 
 def _all_reduce() -> dict[str, Any]:
-    """What reaches the caller of an all_reduce that adds one, by dtype; looked at through the registered wrapper."""
+    """Return the result of an all_reduce that adds one, called through the registered wrappers, by dtype."""
     info = import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info["torch.distributed.all_reduce"]
     seen = []
 
@@ -66,7 +66,7 @@ def _all_reduce() -> dict[str, Any]:
 
 
 def configuration() -> dict[str, Any]:
-    """How runtime arguments reach a TransformerConfig, and what that costs."""
+    """Return facts about runtime arguments in a TransformerConfig, and about the side effects."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from mindspeed import args_utils
 
@@ -77,7 +77,7 @@ def configuration() -> dict[str, Any]:
 
     @dataclasses.dataclass
     class Subclass(TransformerConfig):
-        own: int = 1
+        extra: int = 1
 
     args_utils._MINDSPEED_ARGS.contract_key = "later"
     subclassed = Subclass(**size)
@@ -106,20 +106,20 @@ def _works(fn: Callable[[], Any]) -> bool:
 
 
 def optimizer() -> dict[str, Any]:
-    """megatron-core's Adam: its numbers on the device against torch's AdamW on the CPU."""
+    """Compare megatron-core's Adam on the device with torch's AdamW on the CPU."""
     adam = import_module("megatron.core.optimizer").Adam
     start, settings = torch.linspace(-1, 1, 7), {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
-    ours, reference = (torch.nn.Parameter(start.clone().to(device)) for device in ("npu", "cpu"))
-    optimizers = [adam([ours], **settings), torch.optim.AdamW([reference], **settings)]
+    parameter, reference = (torch.nn.Parameter(start.clone().to(device)) for device in ("npu", "cpu"))
+    optimizers = [adam([parameter], **settings), torch.optim.AdamW([reference], **settings)]
     for step in range(3):
         grad = torch.linspace(2, -1, 7) * (step + 1)
-        ours.grad, reference.grad = grad.to("npu"), grad.clone()
-        for each in optimizers:
-            each.step()
+        parameter.grad, reference.grad = grad.to("npu"), grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
     return {
         "class": adam.__name__,
-        "as_torch_adamw": torch.allclose(ours.detach().cpu(), reference.detach(), rtol=1e-5, atol=1e-6),
-        "state": sorted(optimizers[0].state[ours]),
+        "as_torch_adamw": torch.allclose(parameter.detach().cpu(), reference.detach(), rtol=1e-5, atol=1e-6),
+        "state": sorted(optimizers[0].state[parameter]),
         "step_in_group": int(optimizers[0].param_groups[0].get("step", -1)),
     }
 
@@ -127,7 +127,7 @@ def optimizer() -> dict[str, Any]:
 def repatching(
     adaptor: Any, fingerprint: Callable[[], dict[str, str]], changed: Callable[..., list[str]]
 ) -> dict[str, Any]:
-    """Idempotent, reversible, with memory for arguments, and open to a feature of somebody else's."""
+    """Return facts about repatching: idempotence, reversibility, kept arguments, and appended features."""
     from mindspeed import args_utils
     from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
 
@@ -160,12 +160,12 @@ _PARALLEL = "megatron.core.parallel_state.initialize_model_parallel"
 
 
 def _own_feature(adaptor: Any) -> dict[str, Any]:
-    """A feature appended to the list has the last word on a name, in every repatch, until it is taken away."""
+    """Check that a feature appended to the list wins in every repatch until it is removed."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from mindspeed.features_manager.feature import MindSpeedFeature
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 
-    class Own(MindSpeedFeature):
+    class AppendedFeature(MindSpeedFeature):
         def __init__(self) -> None:
             super().__init__("Contract-Feature ", optimization_level=0)
 
@@ -173,24 +173,24 @@ def _own_feature(adaptor: Any) -> dict[str, Any]:
             patch_manager.register_patch(f"{TE}.TERowParallelLinear", RowParallelLinear, force_patch=True)
 
     extensions = import_module(TE)
-    theirs = extensions.TERowParallelLinear
-    own = Own()
-    MindSpeedFeaturesManager.FEATURES_LIST.append(own)
-    in_force = []
+    original = extensions.TERowParallelLinear
+    feature = AppendedFeature()
+    MindSpeedFeaturesManager.FEATURES_LIST.append(feature)
+    active = []
     for _ in range(2):
         adaptor.repatch({})
-        in_force.append(extensions.TERowParallelLinear is RowParallelLinear)
-    MindSpeedFeaturesManager.FEATURES_LIST.remove(own)
+        active.append(extensions.TERowParallelLinear is RowParallelLinear)
+    MindSpeedFeaturesManager.FEATURES_LIST.remove(feature)
     adaptor.repatch({})
     return {
-        "feature_name": own.feature_name,
-        "own_feature_in_force": in_force,
-        "own_feature_gone": extensions.TERowParallelLinear is theirs,
+        "feature_name": feature.feature_name,
+        "own_feature_in_force": active,
+        "own_feature_gone": extensions.TERowParallelLinear is original,
     }
 
 
 def ring_groups() -> dict[str, Any]:
-    """Process groups of the ring on rank 0 of two pretended ranks, before, during and after Megatron's groups."""
+    """Return the ring's process groups on rank 0 of two fake ranks, before, during and after Megatron's groups."""
     from megatron.core import parallel_state
     from mindspeed.core.context_parallel import model_parallel_utils as groups
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -3,7 +3,7 @@
 A helper of ``test_contract.py``. Patching is process-wide, so each scenario is a process of its own:
 
 - ``patched``: arguments seeded, the adaptor imported first, repatched many times;
-- ``ring``: context parallelism known before the adaptor is imported, two pretended ranks;
+- ``ring``: context parallelism known before the adaptor is imported, two fake ranks;
 - ``late``: Megatron imported before the adaptor.
 
 It runs the interface as megascend's bootstrap does, without megascend.
@@ -22,7 +22,7 @@ from typing import Any
 
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
 OWNED = (
-    # names that megascend relies on being replaced, or on being left alone
+    # names that megascend requires to be replaced, or not to be
     f"{EXTENSIONS}.TEColumnParallelLinear",
     f"{EXTENSIONS}.TEDotProductAttention",
     f"{EXTENSIONS}.TEGroupedLinear",
@@ -57,23 +57,23 @@ FLAGS = (
 
 
 def look(name: str) -> Any:
-    """The object behind a dotted name: a module's attribute."""
+    """Return the object behind a dotted name: a module's attribute."""
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(module), attribute, "absent")
 
 
-def owner(thing: Any) -> str:
-    """Whose object it is: the top package, behind wrappers that do not hide what they wrap."""
-    if isinstance(thing, str):
-        return thing
-    chain = [thing]
+def owner(value: Any) -> str:
+    """Return the top package that an object belongs to; look through wrappers with ``__wrapped__``."""
+    if isinstance(value, str):
+        return value
+    chain = [value]
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
-    # functools.wraps copies __module__, so that a wrapper only shows in the file of its code
+    # functools.wraps copies __module__, so a wrapper can only be recognised by the file of its code
     home = str(Path(str(import_module("mindspeed").__file__)).parent)
     if any(code is not None and code.co_filename.startswith(home) for code in map(_code, chain)):
         return "mindspeed"
-    return str(getattr(thing, "__module__", None)).partition(".")[0]
+    return str(getattr(value, "__module__", None)).partition(".")[0]
 
 
 def owners() -> dict[str, str]:
@@ -81,18 +81,18 @@ def owners() -> dict[str, str]:
 
 
 def fingerprint() -> dict[str, str]:
-    """What every patched name, and every global of Megatron's modules, holds; the same text for the same function."""
-    held: dict[str, str] = {}
+    """Describe the value of every patched name and every global of Megatron's modules; equal functions have equal texts."""
+    contents: dict[str, str] = {}
     for name, module in sys.modules.copy().items():
         if name.partition(".")[0] not in ("megatron", "torch", "transformer_engine", "apex", "amp_C"):
             continue
         for attribute, value in vars(module).copy().items():
             if callable(value):
-                held[f"{name}.{attribute}"] = _describe(value)
+                contents[f"{name}.{attribute}"] = _describe(value)
     for name, patch in import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info.items():
         if patch.orig_func_name is not None and patch.orig_module is not None:
-            held[name] = _describe(getattr(patch.orig_module, patch.orig_func_name))
-    return held
+            contents[name] = _describe(getattr(patch.orig_module, patch.orig_func_name))
+    return contents
 
 
 def _code(value: Any) -> CodeType | None:
@@ -104,10 +104,10 @@ def _describe(value: Any) -> str:
     parts = []
     for _ in range(10):  # a chain that grows with every repatch grows the text, up to here
         code = _code(value)
-        place = (
+        location = (
             f"{code.co_filename}:{code.co_firstlineno}" if code else f"{type(value).__module__}.{type(value).__name__}"
         )
-        parts.append(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}@{place}")
+        parts.append(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}@{location}")
         try:
             value = vars(value)["__wrapped__"]
         except (TypeError, KeyError):
@@ -116,7 +116,7 @@ def _describe(value: Any) -> str:
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Names of ``before`` that hold something else now."""
+    """Return the names of ``before`` whose values changed."""
     return sorted(name for name, value in before.items() if after.get(name) != value)
 
 
@@ -126,7 +126,7 @@ def import_megatron() -> None:
 
 
 def seed(**arguments: Any) -> Any:
-    """Seed the runtime arguments as the bootstrap does; returns them."""
+    """Seed the runtime arguments as the bootstrap does, and return them."""
     from mindspeed import args_utils
 
     seeded = args_utils.get_mindspeed_args(get_defaults=True)
@@ -147,8 +147,8 @@ def patched() -> dict[str, Any]:
         "patch_manager": interface.patch_manager(),
         "lazy_modules_hook": interface.lazy_modules_hook(),
     }
-    ours = logging.NullHandler()
-    logging.getLogger().handlers[:] = [ours]
+    handler = logging.NullHandler()
+    logging.getLogger().handlers[:] = [handler]
     sys.argv = ["train.py", "-h", "--optimization-level", "3"]
     seeded = seed(contract_key="seeded")
     adaptor = import_module("mindspeed.megatron_adaptor")
@@ -159,7 +159,7 @@ def patched() -> dict[str, Any]:
         "kept": args_utils.get_full_args() is seeded,
         "command_line_untouched": sys.argv[1:] == ["-h", "--optimization-level", "3"],
     }
-    facts["root_logging"] = process.root_logging(ours)
+    facts["root_logging"] = process.root_logging(handler)
     import_megatron()
     facts["owners"] = owners()
     facts["flags"] = {name: look(name) for name in FLAGS}

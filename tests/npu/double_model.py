@@ -1,7 +1,7 @@
-"""``python double_model.py JOB.json``: a tiny model on the simulated device, with MindSpeed's own layers throughout.
+"""``python double_model.py JOB.json``: a tiny model on the simulated device, with MindSpeed's layers only.
 
-A helper of ``test_double_model.py``. No bootstrap: the adaptor is imported with seeded arguments and nothing is repaired
-afterwards, so that MindSpeed's linears are in the model too. Prints JSON on the last line of stdout.
+A helper of ``test_double_model.py``. Without the bootstrap: the adaptor is imported with seeded arguments and nothing is
+patched afterwards, so that MindSpeed's linears are in the model too. Prints JSON on the last line of stdout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     torch.distributed.init_process_group("hccl")
     model = build(job["checkpoint"], context)
     report = {
-        "layers": sorted({f"{type(each).__module__}.{type(each).__qualname__}" for each in model.modules()}),
+        "layers": sorted({f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}),
         "device": next(model.parameters()).device.type,
         **train(model, job["tokens"], context),
     }
@@ -51,7 +51,7 @@ def seed(context: int, algorithm: str) -> None:
 
 
 def build(checkpoint: str, context: int) -> Any:
-    """The model of a Hugging Face checkpoint, on the device, with its weights."""
+    """Build the model of a Hugging Face checkpoint on the device and load its weights."""
     import mcore_bridge
     import torch
     from megatron.core import parallel_state, tensor_parallel
@@ -71,21 +71,21 @@ def build(checkpoint: str, context: int) -> Any:
 
 
 def train(model: Any, tokens: list[int], context: int) -> dict[str, Any]:
-    """One forward and backward pass: logits of this rank's positions, loss, gradient norm over all ranks."""
+    """Run a forward and backward pass; return logits of this rank's positions, loss and gradient norm over all ranks."""
     import torch
     from megatron.core import parallel_state
 
     rank, chunk = parallel_state.get_context_parallel_rank(), (len(tokens) - 1) // (2 * context)
-    own = [*range(rank * chunk, (rank + 1) * chunk)]
+    local_positions = [*range(rank * chunk, (rank + 1) * chunk)]
     if context > 1:
         last = 2 * context - 1 - rank
-        own += range(last * chunk, (last + 1) * chunk)
+        local_positions += range(last * chunk, (last + 1) * chunk)
     else:
-        own = [*range(len(tokens) - 1)]
-    positions = torch.tensor([own], device="npu")
+        local_positions = [*range(len(tokens) - 1)]
+    positions = torch.tensor([local_positions], device="npu")
     ids = torch.tensor([tokens], device="npu")
-    logits = model(ids[:, own], positions, None)
-    targets = ids[:, 1:][:, own]
+    logits = model(ids[:, local_positions], positions, None)
+    targets = ids[:, 1:][:, local_positions]
     losses = torch.nn.functional.cross_entropy(logits[0].float(), targets[0], reduction="sum")
     loss = losses / (len(tokens) - 1)
     loss.backward()
@@ -97,7 +97,7 @@ def train(model: Any, tokens: list[int], context: int) -> dict[str, Any]:
     total = loss.detach().clone()
     torch.distributed.all_reduce(total, group=group)
     return {
-        "positions": own,
+        "positions": local_positions,
         "logits": logits[0].detach().cpu().tolist(),
         "loss": total.item(),
         "grad_norm": squares.sqrt().item(),

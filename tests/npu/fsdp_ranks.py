@@ -1,4 +1,4 @@
-"""What ranks of the FSDP engine do on the simulated device: the jobs of ranks.py and adapter_ranks.py of tests/engines/fsdp.
+"""Jobs of FSDP engine ranks on the simulated device: those of ranks.py and adapter_ranks.py of tests/engines/fsdp.
 
 DTensors cannot be cast here, as on cards with a torch_npu whose own cast is not known to DTensor (ms-swift#7871): whatever needs
 it must be cast before it is sharded.
@@ -25,7 +25,7 @@ def refuse(operator: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def casts_fail() -> bool:
-    """Whether casting a DTensor is an error in this process, asked on a rank of its own."""
+    """Check on a separate rank that casting a DTensor is an error in this process."""
 
     def on_rank() -> bool:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

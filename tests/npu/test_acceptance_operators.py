@@ -1,4 +1,4 @@
-"""The acceptance run's operator cases: they hold on the simulated device, and a wrong operator is found by its name."""
+"""The acceptance run's operator cases: they pass on the simulated device, and a wrong operator fails by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def named(name: str) -> Case:
 
 
 def measure(cases: list[Case], npu: Any, folder: Path) -> list[Measurement]:
-    """In a process of their own: once this one has run a backward pass, no test after it could fork ranks that run one."""
+    """Measure in a separate process: after a backward pass in this one, later tests could not fork ranks that run one."""
     results = Results(folder / "operators.jsonl")
 
     def on_rank() -> None:
@@ -43,32 +43,32 @@ def measure(cases: list[Case], npu: Any, folder: Path) -> list[Measurement]:
 
 
 class Sabotaged:
-    """``torch_npu``, one operator of which is another one."""
+    """``torch_npu`` with one operator replaced."""
 
-    def __init__(self, name: str, wrong: Callable[..., Any]) -> None:
+    def __init__(self, name: str, replacement: Callable[..., Any]) -> None:
         import torch_npu
 
         self._real, self._name = torch_npu, name
-        self._wrong = wrong(getattr(torch_npu, name)) if wrong is not None else None
+        self._wrong = replacement(getattr(torch_npu, name)) if replacement is not None else None
 
     def __getattr__(self, name: str) -> Any:
         return self._wrong if name == self._name else getattr(self._real, name)
 
 
-def test_every_case_holds_in_every_type(tmp_path: Path) -> None:
+def test_every_case_passes_in_every_dtype(tmp_path: Path) -> None:
     import torch_npu
 
     cases = [case for family in FAMILIES for case in family.cases(False)]
     assert len({case.name for case in cases}) == len(cases)
-    found = measure(cases, torch_npu, tmp_path)
-    assert [each for each in found if each.verdict == "failed"] == []
-    assert len({each.name for each in found}) == len(found)
-    # Rounding alone: far from the bounds, so that those leave room for a kernel's.
-    assert max(each.found / each.bound for each in found if each.verdict == "ok") < 0.25  # type: ignore[operator]
+    measurements = measure(cases, torch_npu, tmp_path)
+    assert [result for result in measurements if result.verdict == "failed"] == []
+    assert len({result.name for result in measurements}) == len(measurements)
+    # Only rounding: far below the bounds, which leave room for the error of a kernel.
+    assert max(result.found / result.bound for result in measurements if result.verdict == "ok") < 0.25  # type: ignore[operator]
 
 
 def scaled(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Its first result is 10 % too large."""
+    """Wrap an operator to return a first result that is 10 % too large."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
@@ -80,7 +80,7 @@ def scaled(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_other(**changes: Any) -> Callable[..., Any]:
-    """Called with other arguments than it was given."""
+    """Return a wrapper that changes arguments of an operator."""
     return lambda real: lambda *args, **kwargs: real(*args, **kwargs | changes)
 
 
@@ -120,19 +120,19 @@ SABOTAGES = {
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_a_wrong_operator_is_found_by_name_in_every_type(sabotage: str, tmp_path: Path) -> None:
-    operator, wrong, case, where = SABOTAGES[sabotage]
-    found = measure([named(case)], Sabotaged(operator, wrong), tmp_path)
-    bad = [each for each in found if each.verdict == "failed"]
+def test_wrong_operator_fails_by_name_in_every_dtype(sabotage: str, tmp_path: Path) -> None:
+    operator, wrong, case, part = SABOTAGES[sabotage]
+    measurements = measure([named(case)], Sabotaged(operator, wrong), tmp_path)
+    failed = [result for result in measurements if result.verdict == "failed"]
     for kind in ("fp32", "fp16", "bf16"):
-        of_kind = [each for each in bad if f", {kind}" in each.name]
-        assert of_kind, f"not found in {kind}"
-        assert any(where in f"{each.name} {each.note}" for each in of_kind)
-    assert all(each.name.startswith(named(case).name) for each in bad)
+        failures_of_kind = [result for result in failed if f", {kind}" in result.name]
+        assert failures_of_kind, f"not found in {kind}"
+        assert any(part in f"{result.name} {result.note}" for result in failures_of_kind)
+    assert all(result.name.startswith(named(case).name) for result in failed)
 
 
-def test_products_in_hf32_are_seen(tmp_path: Path) -> None:
-    """A float32 cut to 11 bits, as such a product does."""
+def test_hf32_products_exceed_the_bound(tmp_path: Path) -> None:
+    """Round float32 inputs to 11 bits, as such a product does."""
     mantissa = 2.0**-11
     case = named("matmul")
     generator = torch.Generator().manual_seed(0)
@@ -144,15 +144,15 @@ def test_products_in_hf32_are_seen(tmp_path: Path) -> None:
     assert error > BOUNDS[torch.float32]
 
 
-def test_an_operator_that_this_torch_npu_lacks_is_left_out_by_name(tmp_path: Path) -> None:
-    (found,) = measure([named("moe_gating")], SimpleNamespace(), tmp_path)
-    assert found.verdict == "left out"
-    assert "torch_npu lacks npu_moe_gating_top_k_softmax" in found.note
+def test_missing_operator_is_left_out_by_name(tmp_path: Path) -> None:
+    (measurement,) = measure([named("moe_gating")], SimpleNamespace(), tmp_path)
+    assert measurement.verdict == "left out"
+    assert "torch_npu lacks npu_moe_gating_top_k_softmax" in measurement.note
 
 
-def test_what_is_not_a_number_or_of_another_shape_is_wrong() -> None:
-    ones = torch.ones(3)
-    assert relative_error(ones, ones) == 0
+def test_nan_and_other_shapes_are_errors() -> None:
+    expected = torch.ones(3)
+    assert relative_error(expected, expected) == 0
     for other in (torch.full((3,), float("nan")), torch.ones(4), torch.tensor([1.0, float("nan"), 1.0])):
-        assert not relative_error(other, ones) <= 1e9
+        assert not relative_error(other, expected) <= 1e9
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0

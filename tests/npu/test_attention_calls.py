@@ -1,4 +1,4 @@
-"""What reaches the fused attention kernel during training: read from the simulated device's log of operator calls."""
+"""Calls of the fused attention kernel during training, from the simulated device's log of operator calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPRESSED = (2048, 2048)
 
 
 def train_once(checkpoint, parallel, packing, lengths):
-    """One forward and backward; the attention calls as plain data, and what the caller's mask met."""
+    """Run a forward and backward pass; return the attention calls."""
     from megascend.backends import MegatronBackend
 
     backend = MegatronBackend(
@@ -60,7 +60,7 @@ def test_causal_attention_gets_the_compressed_triangle(world_size, parallel, par
         assert (call["pre_tockens"], call["next_tockens"], call["keep_prob"]) == (65536, 0, 1.0)
 
 
-def test_packed_samples_are_told_apart_by_their_lengths(parity_folder):
+def test_packed_samples_are_separated_by_their_lengths(parity_folder):
     for call in calls_of(parity_folder, 1, Parallel(), packing=True):
         assert call["input_layout"] == "TND"
         assert call["atten_mask"].shape == COMPRESSED
@@ -69,7 +69,7 @@ def test_packed_samples_are_told_apart_by_their_lengths(parity_folder):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
-def test_context_parallel_algorithms_never_see_a_dense_mask(algorithm, parity_folder):
+def test_context_parallel_algorithms_never_get_a_dense_mask(algorithm, parity_folder):
     parallel = Parallel(context=2, context_algorithm=algorithm)
     for call in calls_of(parity_folder, 2, parallel, packing=False):
         mask = call.get("atten_mask")
@@ -78,7 +78,7 @@ def test_context_parallel_algorithms_never_see_a_dense_mask(algorithm, parity_fo
 
 
 def pass_a_mask(checkpoint, kind):
-    """Call the model as a trainer would that builds dense masks."""
+    """Call the model with a dense mask, as a trainer that builds masks does."""
     from megascend.backends import MegatronBackend
     from megascend.errors import DataError
 
@@ -101,13 +101,13 @@ def pass_a_mask(checkpoint, kind):
     return bool(torch.equal(implicit.cpu(), explicit.cpu())), shapes
 
 
-def test_a_callers_dense_causal_mask_is_dropped_at_the_models_door(parity_folder):
+def test_dense_causal_mask_of_the_caller_is_dropped(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     (result,) = run_distributed(pass_a_mask, 1, checkpoint, "causal", init=False)
     assert result == (True, {COMPRESSED})
 
 
-def test_a_callers_other_mask_is_refused_at_the_models_door(parity_folder):
+def test_other_mask_of_the_caller_is_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     (message,) = run_distributed(pass_a_mask, 1, checkpoint, "left padding", init=False)
     assert "Padding on the left must move to the right end" in message

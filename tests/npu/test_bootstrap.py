@@ -55,9 +55,9 @@ MARKS = dict.fromkeys(
 @pytest.mark.parametrize(
     ("first", "named"), [pytest.param(*values, id=name, marks=MARKS.get(name, [])) for name, values in FIRST.items()]
 )
-def test_the_wrong_import_order_is_refused_before_anything_is_patched(first, named, run_python):
-    done = run_python(REFUSED.format(first=first), huggingface="mcore_bridge" in first)
-    report = json.loads(done.stdout.splitlines()[-1])
+def test_wrong_import_order_is_refused_before_patching(first, named, run_python):
+    completed = run_python(REFUSED.format(first=first), huggingface="mcore_bridge" in first)
+    report = json.loads(completed.stdout.splitlines()[-1])
     assert re.split(" (?:was |were )?imported before", report["message"])[0] == named
     assert "megascend.bootstrap()" in report["message"]
     assert report["untouched"]
@@ -95,32 +95,32 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def after(run_python):
-    """A process whose command line and logging would mislead MindSpeed, after the bootstrap."""
-    done = run_python(AFTER, huggingface=True)
-    return json.loads(done.stdout.splitlines()[-1]) | {"stdout": done.stdout}
+    """Bootstrap in a process whose command line and logging would mislead MindSpeed."""
+    completed = run_python(AFTER, huggingface=True)
+    return json.loads(completed.stdout.splitlines()[-1]) | {"stdout": completed.stdout}
 
 
-def test_the_command_line_is_neither_parsed_nor_touched(after):
+def test_command_line_is_not_parsed_or_changed(after):
     assert after["argv"] == ["train.py", "--hidden-dropout", "0.5", "--optimization-level", "3", "-h"]
     assert after["hidden_dropout"] == 0.1  # Megatron's default, a number
     assert after["level_of_optimization"] == 0
     assert "usage:" not in after["stdout"]
 
 
-def test_root_logging_is_left_alone(after):
+def test_root_logging_is_unchanged(after):
     assert after["handlers_kept"]
     assert after["level"] == 40
 
 
-def test_megatron_takes_mindspeeds_layers(after):
+def test_megatron_uses_mindspeeds_layers(after):
     assert after["have_te"] is True
     assert after["attention"] == "mindspeed"
 
 
-def test_what_was_changed_is_told(after):
-    told = " ".join(after["changes"])
+def test_changes_are_reported(after):
+    changes = " ".join(after["changes"])
     for change in ("sys.argv not read", "torch.compile", "dummy transformer_engine", "HCCL_IF_BASE_PORT="):
-        assert change in told
+        assert change in changes
 
 
 FLOAT64 = """
@@ -145,7 +145,7 @@ print(run_distributed(on_npu, 2, backend="hccl")[0])
 """
 
 
-def test_all_reduce_of_float64_is_right_on_the_cpu_and_refused_on_the_npu(run_python):
+def test_all_reduce_of_float64_works_on_cpu_and_is_refused_on_npu(run_python):
     lines = run_python(FLOAT64).stdout.strip().splitlines()
     assert lines[-2] == "[(3.0, 4.0), (3.0, 4.0)]"
     assert "HCCL has no float64" in lines[-1]
@@ -169,11 +169,11 @@ print(json.dumps(time.process_time() - start))
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_bootstrap_costs_little_more_than_mindspeeds_own_import(run_python, record_property):
-    seconds = {"megascend": [], "mindspeed": []}  # of the processor, by turns: other processes share it
+def test_bootstrap_takes_little_longer_than_mindspeeds_import(run_python, record_property):
+    seconds = {"megascend": [], "mindspeed": []}  # processor time, alternating: other processes share it
     for _ in range(2):
-        for which, taken in seconds.items():
-            taken.append(json.loads(run_python(COST, which).stdout.splitlines()[-1]))
+        for side, times in seconds.items():
+            times.append(json.loads(run_python(COST, side).stdout.splitlines()[-1]))
     ratio = min(seconds["megascend"]) / min(seconds["mindspeed"])
     record_property("bootstrap_to_adaptor_import", ratio)
     print(f"bootstrap / MindSpeed's own import: {ratio:.2f}")

@@ -1,4 +1,4 @@
-"""Several configurations after each other in one process, and what patching again leaves behind."""
+"""Several configurations after each other in one process; repatching leaves no trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(checkpoint, parallel, packing):
 
 
 def one_after_the_other(dense, experts):
-    """Context parallelism, its other algorithm and experts switch patches on and off again."""
+    """Train with configurations that switch patches on and off: two algorithms of context parallelism, experts."""
     return {
         "TP2": train(dense, Parallel(tensor=2), False),
         "ring": train(dense, Parallel(context=2), False),
@@ -47,11 +47,11 @@ def test_configurations_follow_each_other_without_a_trace(parity_folder):
     assert figures["ring again"] == figures["ring"]
     for algorithm in ("ring", "all_gather"):
         assert figures[algorithm] == pytest.approx(figures["TP2"], rel=1e-5)
-    assert figures["EP2"][0] != pytest.approx(figures["TP2"][0], rel=1e-3)  # it is another model
+    assert figures["EP2"][0] != pytest.approx(figures["TP2"][0], rel=1e-3)  # another model
 
 
 def layers(function):
-    """What a callable is, wrapper by wrapper: wrappers are made anew by every patch, so identity says nothing."""
+    """Describe a callable, wrapper by wrapper: every patch creates new wrappers, so identity is useless."""
     chain = []
     while function is not None and len(chain) < 50:
         chain.append((getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(type(function)))))
@@ -60,24 +60,24 @@ def layers(function):
 
 
 def holders():
-    """What every module of Megatron, mcore-bridge and torch.distributed holds under every name, and their classes too.
+    """Describe every callable in the modules of Megatron, mcore-bridge and torch.distributed, and in their classes.
 
-    A class is looked through once, where it is defined; what it merely inherits is its base's.
+    A class is examined once, where it is defined, without inherited methods.
     """
     prefixes = ("megatron.", "mcore_bridge.", "torch.distributed", "torch.cuda", "transformer_engine", "apex")
-    held = {}
+    contents = {}
     for name, module in sys.modules.copy().items():
         if not name.startswith(prefixes):
             continue
         for attribute, value in vars(module).copy().items():
             if callable(value):
-                held[name, attribute] = layers(value)
+                contents[name, attribute] = layers(value)
             if isinstance(value, type) and (value.__module__ == name or name.startswith("megatron.")):
                 for method, function in vars(value).copy().items():
                     function = getattr(function, "__func__", getattr(function, "fget", function))
                     if callable(function) and not isinstance(function, type):
-                        held[name, f"{attribute}.{method}"] = layers(function)
-    return held
+                        contents[name, f"{attribute}.{method}"] = layers(function)
+    return contents
 
 
 WATCHED = (
@@ -100,20 +100,20 @@ def repatch_ten_times(experts):
 
     runtime = current_runtime("a test")
     provider = runtime.provider
-    one, two = plan(Parallel(), 1), plan(Parallel(context=2), 2)
-    runtime.configure_topology(two)
-    runtime.configure_topology(one)
-    groups = initialize(one, runtime.platform, 30, factory=MegatronGroups())
-    config = build_config(experts, one, "fp32", Recompute(), runtime.platform)
+    single, ring = plan(Parallel(), 1), plan(Parallel(context=2), 2)
+    runtime.configure_topology(ring)
+    runtime.configure_topology(single)
+    groups = initialize(single, runtime.platform, 30, factory=MegatronGroups())
+    config = build_config(experts, single, "fp32", Recompute(), runtime.platform)
     levels = []
 
     def around():
-        runtime.configure_topology(one)
+        runtime.configure_topology(single)
         levels.append(provider._patched["optimization_level"])
         runtime.configure_model(config, {})  # level 2, for the experts
         levels.append(provider._patched["optimization_level"])
-        runtime.configure_topology(two)
-        runtime.configure_topology(one)
+        runtime.configure_topology(ring)
+        runtime.configure_topology(single)
 
     around()  # the first one imports what MindSpeed's modules for experts need
     before, count = holders(), provider.repatches
@@ -179,10 +179,10 @@ def test_ulysses_is_refused(parity_folder):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"), [("all_gather", "another dropout mask"), ("ring", None)], ids=["all_gather", "ring"]
+    ("algorithm", "message"), [("all_gather", "different dropout mask"), ("ring", None)], ids=["all_gather", "ring"]
 )
-def test_dropout_under_all_gather_is_refused_and_under_ring_is_not(algorithm, message, parity_folder):
+def test_dropout_is_refused_with_all_gather_only(algorithm, message, parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.1)
     parallel = Parallel(context=2, context_algorithm=algorithm)
-    for found in run_distributed(refused, 2, checkpoint, parallel, Batching(packing=False), init=False):
-        assert (found is None) if message is None else (message in found)
+    for message_of_rank in run_distributed(refused, 2, checkpoint, parallel, Batching(packing=False), init=False):
+        assert (message_of_rank is None) if message is None else (message in message_of_rank)

@@ -1,7 +1,7 @@
-"""The double of MindSpeed and the real one answer alike, on everything that megascend's bootstrap relies on.
+"""The double of MindSpeed and the real one agree on everything that megascend's bootstrap relies on.
 
-Reports are made by ``contract_report.py``, one process per scenario. Every test runs on the double's, and with
-``MEGASCEND_MINDSPEED=CHECKOUT`` on the real one's too; the last test then holds the two against each other. A MindSpeed
+``contract_report.py`` writes the reports, one process per scenario. Every test runs on the double's report, and with
+``MEGASCEND_MINDSPEED=CHECKOUT`` on the real one's too; the last test then compares the two. A MindSpeed
 release that changes the interface fails here, by name, before anything trains.
 """
 
@@ -22,8 +22,8 @@ from megascend.bootstrap.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = {"double": HERE.parent / "doubles"}
-if named := os.environ.get("MEGASCEND_MINDSPEED"):
-    FOLDERS["real"] = Path(named)
+if checkout := os.environ.get("MEGASCEND_MINDSPEED"):
+    FOLDERS["real"] = Path(checkout)
 SCENARIOS = ("patched", "ring", "late")
 DEADLINE_S = 300
 
@@ -37,7 +37,7 @@ OWN_PRODUCTS = "mindspeed" if IS_0_16 else "megatron"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a process on the simulated device with the ``mindspeed`` of ``folder``."""
+    """Return the environment of a process on the simulated device with the ``mindspeed`` of ``folder``."""
     path = [str(folder), *(entry for entry in sys.path if entry and "simnpu" not in entry and "doubles" not in entry)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MIND_SPEED_LOG_LEVEL": "INFO"}
     return simnpu.environment(os.environ | quiet | {"PYTHONPATH": os.pathsep.join(path)})
@@ -45,8 +45,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def all_reports() -> dict[str, dict[str, Any]]:
-    """Every scenario of every MindSpeed at hand; the processes of one MindSpeed run side by side."""
-    return {which: make_reports(folder) for which, folder in FOLDERS.items()}
+    """Report every scenario of every available MindSpeed; the processes of one MindSpeed run in parallel."""
+    return {kind: make_reports(folder) for kind, folder in FOLDERS.items()}
 
 
 def make_reports(folder: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def patched(reports: dict[str, Any]) -> dict[str, Any]:
     return reports["patched"]
 
 
-def test_the_signatures_that_the_bootstrap_relies_on(patched):
+def test_signatures_that_the_bootstrap_uses(patched):
     signatures = patched["signatures"]
     assert signatures["args_utils.get_mindspeed_args"] == "(get_defaults=False)"
     assert signatures["args_utils.get_full_args"] == "()"
@@ -97,7 +97,7 @@ def test_the_signatures_that_the_bootstrap_relies_on(patched):
     assert signatures["features_manager.feature.MindSpeedFeature.register_patches"] == "(self, patch_manager, args)"
 
 
-def test_defaults_are_given_without_reading_the_command_line(patched):
+def test_defaults_do_not_read_the_command_line(patched):
     facts = patched["arguments"]
     assert facts["unset_before"]
     assert facts["defaults_are_not_kept"]
@@ -109,7 +109,7 @@ def test_defaults_are_given_without_reading_the_command_line(patched):
     assert "context_parallel_size" not in facts["defaults"]
 
 
-def test_unseeded_arguments_come_from_the_programs_command_line(patched):
+def test_unseeded_arguments_come_from_the_command_line(patched):
     facts = patched["arguments"]
     assert facts["kept_after_parsing"]
     assert facts["full_args_are_the_kept"]
@@ -123,11 +123,11 @@ def test_unseeded_arguments_come_from_the_programs_command_line(patched):
     assert facts["exit_of_bad_level"] == 2
 
 
-def test_seeding_keeps_the_command_line_out(patched):
+def test_seeding_avoids_the_command_line(patched):
     assert patched["seeding"] == {"kept": True, "command_line_untouched": True}
 
 
-def test_a_patch_reaches_every_module_and_is_taken_back(patched):
+def test_patch_reaches_every_module_and_is_undone(patched):
     facts = patched["patch_manager"]
     assert facts["not_before_apply"] == "original"
     assert facts["stacked"] == "outer(inner(replacement))"
@@ -140,22 +140,22 @@ def test_a_patch_reaches_every_module_and_is_taken_back(patched):
     assert facts["table_attributes"] == ["orig_func", "patch_func", "wrappers", "is_applied"]
 
 
-def test_missing_modules_are_made_up_only_on_demand(patched):
+def test_missing_modules_are_created_only_on_demand(patched):
     facts = patched["patch_manager"]
     assert facts["dummy"].startswith("RuntimeError")
     assert facts["dummy_spec_has_no_loader"]
     assert facts["absent"] == "ModuleNotFoundError"
 
 
-def test_the_scan_for_modules_can_be_kept_off_lazy_ones(patched):
+def test_module_scan_can_skip_lazy_modules(patched):
     assert patched["lazy_modules_hook"]
 
 
-def test_the_import_replaces_the_programs_logging(patched):
+def test_import_replaces_root_logging(patched):
     assert patched["root_logging"] == {"our_handler_is_gone": True, "handlers": ["StreamHandler"], "level": "INFO"}
 
 
-def test_what_the_import_changes_outside_megatron(patched):
+def test_import_changes_outside_megatron(patched):
     facts = patched["process"]
     assert facts["transformer_engine_version"] == "2.2.0"
     assert set(facts["dummies_have_no_loader"].values()) == {True}
@@ -174,7 +174,7 @@ def test_all_reduce_of_float64_loses_its_result(patched):
     assert facts["reduced_as"] == ["torch.float32", "torch.float32"]
 
 
-def test_imported_first_it_is_found_everywhere(patched):
+def test_patches_are_complete_if_imported_first(patched):
     assert set(patched["flags"].values()) == {True}
     owners = patched["owners"]
     native = [name for name, owner in owners.items() if owner != "mindspeed"]
@@ -186,13 +186,13 @@ def test_imported_first_it_is_found_everywhere(patched):
     assert patched["owners_at_the_end"] == owners
 
 
-def test_imported_late_the_optimizer_and_the_fusers_stay_torchs(reports):
+def test_late_import_misses_optimizer_and_fusers(reports):
     facts = reports["late"]
     assert set(facts["flags"].values()) == {False}
     assert facts["owners"]["megatron.core.jit.jit_fuser"] == "torch"
     assert facts["owners"]["megatron.core.optimizer.Adam"] == "torch"
     assert facts["owners"]["megatron.core.optimizer.clip_grads.l2_norm_impl"] == "megatron"
-    # It looks well where one would look first:
+    # The most obvious place to check gives no hint:
     assert facts["owners"][f"{TE}.TEDotProductAttention"] == "mindspeed"
 
 
@@ -207,14 +207,14 @@ def test_runtime_arguments_reach_the_configuration(patched):
     assert not facts["replaces"]
 
 
-def test_a_subclassed_configuration_keeps_the_arguments_of_its_moment(patched):
+def test_subclassed_configuration_keeps_arguments_of_its_creation(patched):
     facts = patched["config"]
     assert facts["subclass_keeps_its_moment"] == "at subclassing"
     assert facts["subclass_takes_it_as_a_field"]
     assert facts["subclass_argument_becomes_field"] == 0.1  # Megatron's default: the constructor's patch is lost
 
 
-def test_the_optimizers_adam_is_adamw(patched):
+def test_optimizer_adam_is_adamw(patched):
     facts = patched["optimizer"]
     assert facts["as_torch_adamw"]
     assert facts["state"] == ["exp_avg", "exp_avg_sq"]
@@ -233,19 +233,19 @@ def test_repatching_leaves_nothing_behind(patched):
     ]
 
 
-def test_arguments_outlive_a_repatch_but_not_their_namespace(patched):
+def test_arguments_survive_a_repatch_but_not_their_namespace(patched):
     assert patched["repatch"]["arguments_stay"] == 1
     assert patched["repatch"]["arguments_go_with_the_namespace"]
 
 
-def test_a_feature_of_ones_own_is_part_of_every_repatch(patched):
+def test_appended_feature_is_part_of_every_repatch(patched):
     facts = patched["repatch"]
     assert facts["feature_name"] == "contract_feature"
     assert facts["own_feature_in_force"] == [True, True]
     assert facts["own_feature_gone"]
 
 
-def test_the_attention_class_of_each_algorithm(patched):
+def test_attention_class_of_each_algorithm(patched):
     ring = RING_ATTENTION if IS_0_16 else TE_ATTENTION  # 0.15 takes the class that knows no ring
     assert patched["attention"] == {
         "size 1, megatron_cp_algo, level 0": TE_ATTENTION,
@@ -256,7 +256,7 @@ def test_the_attention_class_of_each_algorithm(patched):
     }
 
 
-def test_what_attention_asks_of_the_kernel(patched):
+def test_attention_calls_of_the_kernel(patched):
     calls = patched["attention_calls"]
     # keep_prob: no call to train() or eval() changes it
     for call in calls.values():
@@ -270,7 +270,7 @@ def test_what_attention_asks_of_the_kernel(patched):
     assert calls["dense mask, attention_mask_type general"]["sparse_mode"] == 1
 
 
-def test_the_rings_groups_exist_if_context_parallelism_was_seeded(reports):
+def test_ring_groups_exist_if_context_parallelism_was_seeded(reports):
     owners, groups = reports["ring"]["owners"], reports["ring"]["groups"]
     assert owners["megatron.core.parallel_state.initialize_model_parallel"] == "mindspeed"
     assert groups["before"] == "AssertionError"
@@ -280,10 +280,10 @@ def test_the_rings_groups_exist_if_context_parallelism_was_seeded(reports):
     assert groups["megatrons_are_destroyed"]
 
 
-def test_the_double_answers_as_the_real_one(all_reports):
+def test_double_agrees_with_the_real_mindspeed(all_reports):
     if "real" not in all_reports:
         pytest.skip("MEGASCEND_MINDSPEED names no checkout of MindSpeed")
-    double, real = (dict(flatten(all_reports[which])) for which in ("double", "real"))
+    double, real = (dict(flatten(all_reports[kind])) for kind in ("double", "real"))
     lacking = [name for name in real if name not in double]
     # The double declares the arguments that matter, not all.
     assert [name for name in lacking if not name.startswith("patched.arguments.defaults")] == []
@@ -292,7 +292,7 @@ def test_the_double_answers_as_the_real_one(all_reports):
 
 
 def flatten(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """``a.b.c`` and what is there, for every leaf of nested dicts."""
+    """Return ``a.b.c`` and the value for every leaf of nested dicts."""
     if not isinstance(value, dict) or not value:
         return [(name, value)]
     return [leaf for key, inner in value.items() for leaf in flatten(inner, f"{name}.{key}" if name else key)]

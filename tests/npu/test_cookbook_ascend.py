@@ -1,9 +1,9 @@
-"""Every recipe of ``cookbook/ascend`` on simulated ranks, and what makes one fail.
+"""Every recipe of ``cookbook/ascend`` on simulated ranks, and failing runs.
 
-A run on its own 8 ranks, started as its user starts it, takes about 50 s on two free cores, nearly all of it the start of
-8 processes; that of multi_lora_npu, whose model is larger, about 80 s. In CI the shell script hands its command lines to a
-stand-in for the interpreter, and two forked ranks, which between them have every axis, run what the stand-in was told to run. One
-recipe is started as its user starts it there too: the one whose rank dies.
+A full run on 8 ranks takes about 50 s on two free cores, nearly all of it the start of 8 processes; that of multi_lora_npu,
+whose model is larger, about 80 s. In CI the shell script passes its command lines to a stand-in for the interpreter, and two
+forked ranks, which together cover every axis, run the recorded commands. One recipe is started from its shell script in CI
+too: the one whose rank dies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]
 
 @contextmanager
 def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """``megascend simnpu -- bash cookbook/ascend/RECIPE.sh ARGUMENTS``; nothing of it is left when the block ends."""
+    """Start ``megascend simnpu -- bash cookbook/ascend/RECIPE.sh ARGUMENTS``; kill all its processes at the end."""
     mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or str(ROOT / "tests" / "doubles")
     path = [str(ROOT / "src"), mindspeed, *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     variables = {
@@ -86,7 +86,7 @@ def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> I
         yield process
     finally:
         if process.poll() is None:
-            ranks = family.children(recursive=True)  # torchrun gives every rank a session of its own
+            ranks = family.children(recursive=True)  # torchrun starts every rank in its own session
             os.killpg(process.pid, signal.SIGKILL)
             for rank in ranks:
                 with suppress(psutil.NoSuchProcess):
@@ -95,7 +95,7 @@ def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> I
 
 
 def script(recipe: str) -> ModuleType:
-    """The recipe as a module; ``main`` does not run."""
+    """Import the recipe as a module; ``main`` does not run."""
     spec = importlib.util.spec_from_file_location(recipe, ASCEND / f"{recipe}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -103,38 +103,38 @@ def script(recipe: str) -> ModuleType:
 
 
 STAND_IN = """#!/usr/bin/env bash
-printf '%s\\0' "$@" >> "$TOLD"
-printf '\\n' >> "$TOLD"
+printf '%s\\0' "$@" >> "$LOG"
+printf '\\n' >> "$LOG"
 """
 
 
 def commands(recipe: str, folder: Path, *arguments: str, ranks: int) -> list[list[str]]:
-    """The arguments of every interpreter that the recipe's shell script starts."""
-    interpreter, told = folder / "python", folder / "told"
+    """Return the arguments of every interpreter that the recipe's shell script starts."""
+    interpreter, log = folder / "python", folder / "log"
     interpreter.write_text(STAND_IN)
     interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
-    own = {"PYTHON": str(interpreter), "TOLD": str(told), "MEGASCEND_RUN": str(folder), "NPROC": str(ranks)}
+    variables = {"PYTHON": str(interpreter), "LOG": str(log), "MEGASCEND_RUN": str(folder), "NPROC": str(ranks)}
     script = ["bash", str(ASCEND / f"{recipe}.sh"), *arguments]
-    done = subprocess.run(
-        script, capture_output=True, text=True, timeout=DEADLINE_S, cwd=folder, env=os.environ | own, check=False
+    completed = subprocess.run(
+        script, capture_output=True, text=True, timeout=DEADLINE_S, cwd=folder, env=os.environ | variables, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return [line.split("\0")[:-1] for line in told.read_text().splitlines()]
+    assert completed.returncode == 0, completed.stderr
+    return [line.split("\0")[:-1] for line in log.read_text().splitlines()]
 
 
 NEW_MODEL = "import sys; from megascend.cli.main import main; sys.argv[0] = 'megascend'; main()"
 
 
 def run_on_forked_ranks(recipe: str, folder: Path, *arguments: str, ranks: int) -> tuple[int, str]:
-    """What the shell script would start, in ranks of a process that is ready for Megatron: rank 0's exit code and output."""
+    """Run the shell script's commands on forked ranks of a bootstrapped process; return rank 0's exit code and output."""
     new_model, launch = commands(recipe, folder, *arguments, ranks=ranks)
     assert new_model[:3] == ["-m", "megascend.cli.main", "new-model"]
-    made = run_reference(NEW_MODEL, *new_model[2:])
-    assert made.returncode == 0, made.stderr
+    completed = run_reference(NEW_MODEL, *new_model[2:])
+    assert completed.returncode == 0, completed.stderr
     assert launch[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
     def on_rank() -> tuple[int, str]:
-        megascend.MegatronBackend = functools.partial(megascend.MegatronBackend, self_check=False)  # its own tests
+        megascend.MegatronBackend = functools.partial(megascend.MegatronBackend, self_check=False)  # tested elsewhere
         os.chdir(ROOT)
         sys.argv = launch[5:]
         output, code = io.StringIO(), 0
@@ -149,7 +149,7 @@ def run_on_forked_ranks(recipe: str, folder: Path, *arguments: str, ranks: int) 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_learns_on_two_forked_ranks(recipe: str, tmp_path: Path, npu: Runtime) -> None:
+def test_recipe_learns_on_two_forked_ranks(recipe: str, tmp_path: Path, npu: Runtime) -> None:
     arguments, layout = ON_TWO[recipe]
     code, output = run_on_forked_ranks(recipe, tmp_path, *arguments, ranks=2)
     assert code == 0, output
@@ -157,12 +157,12 @@ def test_a_recipe_learns_on_two_forked_ranks(recipe: str, tmp_path: Path, npu: R
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_imports_nothing_of_megatron_before_its_bootstrap(recipe: str) -> None:
-    """Which ranks that are forked do not show: they have it all."""
-    before, found, _ = (
+def test_recipe_imports_only_megascend_before_the_bootstrap(recipe: str) -> None:
+    """Forked ranks cannot show this, because they have imported everything."""
+    before, separator, _ = (
         (ASCEND / f"{recipe}.py").read_text().partition("megascend.bootstrap(arguments.platform, parallel)")
     )
-    assert found
+    assert separator
     imported = set(re.findall(r"^ *(?:from|import) ([\w.]+)", before, re.MULTILINE))
     assert imported - sys.stdlib_module_names == {"megascend"}
 
@@ -172,7 +172,7 @@ def test_a_recipe_imports_nothing_of_megatron_before_its_bootstrap(recipe: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_recipe_learns_as_its_user_starts_it(recipe: str, ranks: int, tmp_path: Path) -> None:
+def test_recipe_learns_from_its_shell_script(recipe: str, ranks: int, tmp_path: Path) -> None:
     arguments, layout = ((), RECIPES[recipe]) if ranks == 8 else ON_TWO[recipe]
     with started(recipe, tmp_path, *arguments, NPROC=str(ranks)) as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
@@ -184,13 +184,13 @@ def test_a_recipe_learns_as_its_user_starts_it(recipe: str, ranks: int, tmp_path
 @pytest.mark.torchrun
 @pytest.mark.slow
 def test_four_ranks_learn_from_four_engines(tmp_path: Path) -> None:
-    """Asynchronous GRPO as its user starts it: TP 2 x DP 2 on the simulated device, transformers on the CPU as the engines."""
+    """Run asynchronous GRPO: TP 2 x DP 2 on the simulated device, transformers on the CPU as the engines."""
     arguments = ("--steps", "10", "--warm-up", "90")
     with started("async_grpo_npu", tmp_path, *arguments) as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output[-8000:]
     assert "4 engines after" in output
-    # Before the first update the engines' weights are the trainer's, from four ranks of a simulated device.
+    # Before the first update the engines have the trainer's weights, so the mismatch is rounding.
     assert re.search(r"^step 1/10  reward [\d.]+  lag 0.0  mismatch \d.\de-0[6-9]", output, re.MULTILINE), output[
         -8000:
     ]
@@ -200,7 +200,7 @@ def test_four_ranks_learn_from_four_engines(tmp_path: Path) -> None:
 @pytest.mark.torchrun
 @pytest.mark.slow
 def test_two_tenants_learn_on_four_served_ranks(tmp_path: Path) -> None:
-    """`megascend serve` as its user starts it: TP 2 x PP 2 on the simulated device, two Tinker clients at once."""
+    """Run `megascend serve`: TP 2 x PP 2 on the simulated device, two Tinker clients at once."""
     with started("tinker_npu", tmp_path, NPROC="4") as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output[-8000:]
@@ -228,7 +228,7 @@ def assert_it_learns(recipe: str, layout: str, output: str) -> None:
 @pytest.mark.torchrun
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_run_fails_when_a_rank_dies(tmp_path: Path) -> None:
+def test_run_fails_if_a_rank_dies(tmp_path: Path) -> None:
     arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "100000")
     with started("tp_npu", tmp_path, *arguments, NPROC="2") as process:
         lines = []
@@ -248,7 +248,7 @@ def test_the_run_fails_when_a_rank_dies(tmp_path: Path) -> None:
     assert "SIGKILL" in output
 
 
-def test_a_run_that_does_not_learn_fails_and_says_why(tmp_path: Path, npu: Runtime) -> None:
+def test_run_that_does_not_learn_fails_with_a_reason(tmp_path: Path, npu: Runtime) -> None:
     arguments = ("--tensor", "1", "--pipeline", "1", "--steps", "2", "--lr", "0", "--precision", "fp32")
     code, output = run_on_forked_ranks("tp_npu", tmp_path, *arguments, ranks=1)
     assert code == 1
@@ -275,6 +275,6 @@ def test_a_run_that_does_not_learn_fails_and_says_why(tmp_path: Path, npu: Runti
     ],
     ids=["learns", "learns after a skipped step", "norm", "loss", "level", "other rank", "other rank's NaN"],
 )
-def test_what_counts_as_learning(recipe: str, losses, norms, skipped: int, problem: str | None) -> None:
-    found = script(recipe).what_is_wrong(losses, norms, skipped)
-    assert found == problem if problem is None else problem in found
+def test_what_is_wrong_by_losses_and_norms(recipe: str, losses, norms, skipped: int, problem: str | None) -> None:
+    verdict = script(recipe).what_is_wrong(losses, norms, skipped)
+    assert verdict == problem if problem is None else problem in verdict

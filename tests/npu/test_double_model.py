@@ -1,6 +1,6 @@
-"""With the double of MindSpeed and the simulated device a model computes what Hugging Face computes on the CPU.
+"""A model with the double of MindSpeed on the simulated device equals Hugging Face's on the CPU.
 
-This is about the double: a double that trains wrongly would make every test on top of it worthless.
+This tests the double: if it trained wrongly, every test on top of it would be worthless.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascend.bootstrap.versions import installed_versions
 from megascend.testing import parity, write_tiny_checkpoint
 
 HERE = Path(__file__).resolve().parent
-TOKENS = [(7 * place * place + 3 * place) % 311 + 5 for place in range(33)]
+TOKENS = [(7 * index * index + 3 * index) % 311 + 5 for index in range(33)]
 DEADLINE_S = 300
 IS_0_16 = Version(installed_versions()["megatron-core"] or "0") >= Version("0.16.0a0")
 RING = "MindSpeedCPDotProductAttention"
@@ -33,7 +33,7 @@ RING = "MindSpeedCPDotProductAttention"
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, torch.Tensor]]]:
-    """By architecture: a checkpoint, and Hugging Face's logits, loss and gradient norm for ``TOKENS``."""
+    """Return a function from architectures to a checkpoint and Hugging Face's logits, loss and gradient norm for ``TOKENS``."""
 
     @functools.cache
     def make(architecture: str) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -49,7 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 
 def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[str, Any]:
-    """The report of rank 0, from ``ranks`` processes that share the sequence."""
+    """Run ``ranks`` processes that share the sequence; return the report of rank 0."""
     path = [str(HERE.parent / "doubles"), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"checkpoint": str(checkpoint), "tokens": TOKENS, "algorithm": algorithm}))
@@ -97,7 +97,7 @@ def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[st
         ("qwen3_moe", 1, "megatron_cp_algo"),
     ],
 )
-def test_the_numbers_are_hugging_faces(architecture, ranks, algorithm, reference, tmp_path):
+def test_double_equals_hugging_face(architecture, ranks, algorithm, reference, tmp_path):
     checkpoint, expected = reference(architecture)
     report = run(checkpoint, tmp_path, ranks, algorithm)
     assert report["device"] == "npu"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("npu")
 
 
 def kernel_seeds(checkpoint, parallel):
-    """Seeds that the simulated kernel drew in one forward and backward pass."""
+    """Return the seeds that the simulated kernel drew in one forward and backward pass."""
     from megascend.backends import MegatronBackend
     from simnpu.operators import attention
 
@@ -34,6 +34,6 @@ def kernel_seeds(checkpoint, parallel):
 @pytest.mark.parametrize("sequence", [False, True], ids=["TP2", "TP2 + SP"])
 def test_tensor_parallel_ranks_draw_different_masks(sequence, parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", attention_dropout=0.2)
-    one, other = run_distributed(kernel_seeds, 2, checkpoint, Parallel(tensor=2, sequence=sequence), init=False)
-    assert len(one) == len(other) >= 4
-    assert not set(one) & set(other)
+    seeds_0, seeds_1 = run_distributed(kernel_seeds, 2, checkpoint, Parallel(tensor=2, sequence=sequence), init=False)
+    assert len(seeds_0) == len(seeds_1) >= 4
+    assert not set(seeds_0) & set(seeds_1)

@@ -42,7 +42,7 @@ MORE: list[Layout] = [
 
 
 def on_the_device(run_python: Any, folder: Path, *jobs: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What the jobs return, and every call of a fused operator on the way."""
+    """Run jobs on the device; return their results and all calls of fused operators."""
     torch.save(list(jobs), folder / "job")
     logs = folder / "calls"
     run_python(RANKS, folder / "job", folder / "result", huggingface=True, SIMNPU_LOG=str(logs))
@@ -50,34 +50,34 @@ def on_the_device(run_python: Any, folder: Path, *jobs: Any) -> tuple[list[Any],
     return torch.load(folder / "result", weights_only=False), calls
 
 
-def hold_against_hugging_face(
+def compare_with_hugging_face(
     layouts: list[Layout], run_python: Any, parity_folder: Path, tmp_path: Path
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Ten steps of each layout; prints how far it is from Hugging Face."""
+    """Train ten steps of each layout and compare with Hugging Face; print the deviations."""
     checkpoints = [case_checkpoint(parity_folder, arch, **overrides) for _, arch, overrides, *_ in layouts]
     jobs = [
         ("trajectory", (str(path), world_size), options | {"platform": "npu"})
         for path, (_, _, _, world_size, options, _, _) in zip(checkpoints, layouts, strict=True)
     ]
-    (fails, *found), calls = on_the_device(run_python, tmp_path, ("casts_fail", (), {}), *jobs)
+    (fails, *results), calls = on_the_device(run_python, tmp_path, ("casts_fail", (), {}), *jobs)
     assert fails, "casts of DTensors should be errors in this process"
     problems = []
-    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, found, strict=True):
+    for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, results, strict=True):
         reference = hf_reference(parity_folder, path, token_lists())
-        apart = differences(
+        deviation = differences(
             Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
         )
-        print(f"{name}: loss {apart.loss:.1e}, norm {apart.grad_norm:.1e}")
-        if not (apart.loss <= loss and apart.grad_norm <= norm):
-            problems.append((name, apart))
+        print(f"{name}: loss {deviation.loss:.1e}, norm {deviation.grad_norm:.1e}")
+        if not (deviation.loss <= loss and deviation.grad_norm <= norm):
+            problems.append((name, deviation))
     assert not problems
-    return found, calls
+    return results, calls
 
 
-def test_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
-    """Attention of packed samples is one call with their ends and the compressed triangle; nothing of Megatron is there."""
-    found, calls = hold_against_hugging_face(LAYOUTS, run_python, parity_folder, tmp_path)
-    assert [ranks["foreign"] for ranks in found] == [[], []]
+def test_trajectories_equal_hugging_face(run_python, parity_folder, tmp_path):
+    """Packed samples take one attention call with their ends and the compressed triangle; Megatron is not imported."""
+    results, calls = compare_with_hugging_face(LAYOUTS, run_python, parity_folder, tmp_path)
+    assert [ranks["foreign"] for ranks in results] == [[], []]
     attention = [call["arguments"] for call in calls if call["name"] == "npu_fusion_attention"]
     assert attention
     for call in attention:
@@ -134,7 +134,7 @@ for packed, window, width in (((5, 1, 7), None, 8), (None, None, 8), ((5, 1, 7),
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 print("equal")
 """
-"""The operator against the formula, forward and backward: packed and padded, fewer heads of keys, a window, narrower values."""
+"""Compares the operator with the formula, forward and backward: packed, padded, grouped keys, window, narrower values."""
 
 
 def test_attention_equals_the_formula(run_python):
@@ -142,8 +142,8 @@ def test_attention_equals_the_formula(run_python):
 
 
 @pytest.mark.nightly
-def test_more_trajectories_equal_hugging_faces(run_python, parity_folder, tmp_path):
-    hold_against_hugging_face(MORE, run_python, parity_folder, tmp_path)
+def test_more_trajectories_equal_hugging_face(run_python, parity_folder, tmp_path):
+    compare_with_hugging_face(MORE, run_python, parity_folder, tmp_path)
 
 
 TENANTS = {
@@ -154,22 +154,22 @@ TENANTS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_adapters_equal_pefts(arch, run_python, parity_folder, tmp_path):
-    """Two tenants in one batch on two ranks, recomputed."""
+def test_adapters_equal_peft(arch, run_python, parity_folder, tmp_path):
+    """Train two tenants in one batch on two ranks, with recomputation."""
     checkpoint = case_checkpoint(parity_folder, arch)
     starts = {str(tmp_path / name): lora for name, lora in TENANTS.items()}
     options = {"platform": "npu", "recompute": RECOMPUTED}
-    (_, (trajectories, _, held)), _ = on_the_device(
+    (_, (trajectories, _, held_memory)), _ = on_the_device(
         run_python,
         tmp_path,
         ("written", (str(checkpoint), starts), {}),
         ("trained", (str(checkpoint), 2, list(starts), str(tmp_path / "out")), options),
     )
-    assert [rank["gradients"] for rank in held] == [0, 0]
+    assert [rank["gradients"] for rank in held_memory] == [0, 0]
     for tenant, (start, trajectory) in enumerate(zip(starts, trajectories, strict=True)):
         tokens = share_of(tenant, len(starts))
-        apart = adapter_differences(trajectory, peft_reference(parity_folder, checkpoint, Path(start), tokens))
-        print(f"{arch}, {Path(start).name}: {apart}")
-        assert apart.loss <= 1e-5
-        assert apart.grad_norm <= 1e-4
-        assert apart.factors <= 1e-3
+        deviation = adapter_differences(trajectory, peft_reference(parity_folder, checkpoint, Path(start), tokens))
+        print(f"{arch}, {Path(start).name}: {deviation}")
+        assert deviation.loss <= 1e-5
+        assert deviation.grad_norm <= 1e-4
+        assert deviation.factors <= 1e-3

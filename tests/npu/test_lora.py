@@ -1,4 +1,4 @@
-"""Adapters on the simulated device: one, and two in the same batches, equal Hugging Face + peft."""
+"""Adapters on the simulated device, one or two in a batch, equal Hugging Face + peft."""
 
 import os
 
@@ -19,7 +19,7 @@ from support.lora_parity import (
 LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
-# What CI runs with the double; more with the real MindSpeed.
+# Cases that CI runs with the double; more run with the real MindSpeed.
 IN_SHORT = ("single", "TP2 + SP", "embedding and head, TP2 + SP")
 WITH_MINDSPEED = (
     *IN_SHORT,
@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
+def test_bf16_products_use_the_grouped_kernel():
     import torch
 
     from megascend.lora.grouped import Segments, accumulate, product
@@ -71,16 +71,16 @@ def test_sixteen_bit_products_use_the_grouped_kernel_and_are_right():
         start += count
 
 
-def check(case, mine, reference):
-    found = adapter_differences(mine, reference)
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
-    assert found.factors <= FACTORS_BOUND, found
-    assert found.logits is None or found.logits <= LOGITS_BOUND, found
+def check(case, trajectory, reference):
+    deviation = adapter_differences(trajectory, reference)
+    assert deviation.loss <= case.loss_bound, deviation
+    assert deviation.grad_norm <= case.norm_bound, deviation
+    assert deviation.factors <= FACTORS_BOUND, deviation
+    assert deviation.logits is None or deviation.logits <= LOGITS_BOUND, deviation
 
 
 def only(name):
-    """The cases, all but one of them nightly."""
+    """Return the cases, all but one of them nightly."""
     return [
         pytest.param(case, marks=[] if case.name == name else [pytest.mark.nightly], id=case.name) for case in CASES
     ]
@@ -90,12 +90,12 @@ def only(name):
 def test_one_adapter_equals_peft(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapter = case_adapter(checkpoint, case)
-    mine = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
-    check(case, mine, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
+    trajectory = train_adapter(case, checkpoint, adapter, tmp_path / "trained")
+    check(case, trajectory, peft_reference(parity_folder, checkpoint, adapter, token_lists()))
 
 
 @pytest.mark.parametrize("case", only("embedding and head, TP2 + SP"))
-def test_two_adapters_in_one_batch_equal_two_runs_of_peft(case: Case, parity_folder, tmp_path):
+def test_two_adapters_in_one_batch_equal_two_peft_runs(case: Case, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     adapters = [case_adapter(checkpoint, case, seed) for seed in (7, 8)]
     ranks = run_distributed(

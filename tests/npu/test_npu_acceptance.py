@@ -1,4 +1,4 @@
-"""``scripts/npu_acceptance.sh`` on the simulated device: it passes there, and it can fail."""
+"""``scripts/npu_acceptance.sh`` on the simulated device: passing and failing runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Runs in every process before anything else; what is sabotaged is patched once its module has been imported.
+# Runs at the start of every process; sabotaged functions are patched after the import of their module.
 SITECUSTOMIZE = """
 import functools, importlib.abc, importlib.util, os, sys
 
@@ -81,14 +81,14 @@ sys.meta_path.insert(0, Hook())
 
 @pytest.fixture
 def accept(tmp_path: Path):
-    """Run the script on the simulated device: ``accept(*arguments, sabotage="")`` gives the process and its report."""
+    """Return ``accept(*arguments, sabotage="")``, which runs the script on the simulated device."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     entries = [
         str(tmp_path),
         *(entry for entry in sys.path if entry and "simnpu" not in entry and "doubles" not in entry),
     ]
     private = {"TEST_API_TOKEN": "hush-hush", "HOSTNAME": "cobalt-node17", "USER": "evelyn"}
-    own = private | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
+    variables = private | {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(entries), "OMP_NUM_THREADS": "1"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MEGASCEND_", "HCCL_"))}
     double = [] if "MEGASCEND_MINDSPEED" in os.environ else ["--stand-in"]
     inherited |= {name: os.environ[name] for name in ("MEGASCEND_MINDSPEED",) if name in os.environ}
@@ -97,36 +97,36 @@ def accept(tmp_path: Path):
         bundle = tmp_path / "bundle.tar.gz"
         command = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), "--simulated", *double, *arguments]
         command += ["--out", str(bundle), "--folder", str(tmp_path / "run")]
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=580,
             check=False,
-            env=inherited | own | {"TEST_SABOTAGE": sabotage},
+            env=inherited | variables | {"TEST_SABOTAGE": sabotage},
         )
-        assert bundle.is_file(), done.stdout + done.stderr[-3000:]
+        assert bundle.is_file(), completed.stdout + completed.stderr[-3000:]
         with tarfile.open(bundle) as archive:
             report = json.load(archive.extractfile("npu_acceptance/report.json"))  # type: ignore[arg-type]
-            texts = [archive.extractfile(each).read().decode() for each in archive]  # type: ignore[union-attr]
-        for each in (str(tmp_path), str(ROOT), sys.prefix, *private.values()):
-            assert not any(each in text for text in texts)
-        return done, report
+            texts = [archive.extractfile(member).read().decode() for member in archive]  # type: ignore[union-attr]
+        for secret in (str(tmp_path), str(ROOT), sys.prefix, *private.values()):
+            assert not any(secret in text for text in texts)
+        return completed, report
 
     return run
 
 
 def failures(report: dict[str, Any], name: str) -> list[str]:
-    """Names of what failed in a section."""
-    (section,) = [each for each in report["sections"] if each["name"] == name]
-    return [each["name"] for each in section["measurements"] if each["verdict"] == "failed"]
+    """Return the names of a section's failed measurements."""
+    (section,) = [section for section in report["sections"] if section["name"] == name]
+    return [measurement["name"] for measurement in section["measurements"] if measurement["verdict"] == "failed"]
 
 
 def assert_all_is_measured(report: dict[str, Any]) -> None:
     assert report["about"]["simulated"] is True
     assert report["about"]["versions"]["torch_npu"].endswith("+simnpu")
-    (section,) = [each for each in report["sections"] if each["name"] == "collectives"]
-    names = [each["name"] for each in section["measurements"]]
+    (section,) = [section for section in report["sections"] if section["name"] == "collectives"]
+    names = [measurement["name"] for measurement in section["measurements"]]
     for verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_uneven", "broadcast", "send and receive"):
         for kind in ("bf16", "fp32", "int64"):
             assert f"{verb}, {kind}" in names
@@ -135,24 +135,24 @@ def assert_all_is_measured(report: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_short_run_passes_on_two_cards(accept) -> None:
-    done, report = accept("--quick", "--only", "operators,collectives,recipes", "--cards", "2")
-    assert done.returncode == 0, done.stdout
-    assert "PASSED: operators, collectives on the simulated device, which says nothing about cards" in done.stdout
-    assert "left out: recipes" in done.stdout
-    verdicts = {each["name"]: each["verdict"] for each in report["sections"]}
+def test_short_run_passes_on_two_cards(accept) -> None:
+    completed, report = accept("--quick", "--only", "operators,collectives,recipes", "--cards", "2")
+    assert completed.returncode == 0, completed.stdout
+    assert "PASSED: operators, collectives on the simulated device, which says nothing about cards" in completed.stdout
+    assert "left out: recipes" in completed.stdout
+    verdicts = {section["name"]: section["verdict"] for section in report["sections"]}
     assert verdicts == {"operators": "ok", "collectives": "ok", "recipes": "left out"}
     assert_all_is_measured(report)
 
 
 @pytest.mark.slow
-def test_a_wrong_operator_and_a_wrong_collective_fail_by_name_and_the_rest_goes_on(accept) -> None:
-    """Nothing else of the run fails: the sections that are named, and no other measurement of theirs."""
+def test_wrong_operator_and_collective_fail_by_name_and_others_run(accept) -> None:
+    """Sabotage an operator and a collective: only their measurements fail."""
     arguments = ("--quick", "--only", "operators,collectives,recipes", "--cards", "2")
-    done, report = accept(*arguments, sabotage="operator,collective")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-2] == "FAILED: operators, collectives"
-    verdicts = {each["name"]: each["verdict"] for each in report["sections"]}
+    completed, report = accept(*arguments, sabotage="operator,collective")
+    assert completed.returncode == 1
+    assert completed.stdout.splitlines()[-2] == "FAILED: operators, collectives"
+    verdicts = {section["name"]: section["verdict"] for section in report["sections"]}
     assert verdicts == {"operators": "failed", "collectives": "failed", "recipes": "left out"}
     assert_all_is_measured(report)
     assert {name.partition(",")[0] for name in failures(report, "operators")} == {"swiglu"}
@@ -161,39 +161,39 @@ def test_a_wrong_operator_and_a_wrong_collective_fail_by_name_and_the_rest_goes_
         "all_reduce_maximum",
         "barrier and an all_reduce that is waited for",
     }
-    assert "failed  swiglu, fp32, result: 0.5 (<= 0.0002)" in done.stdout
-    assert "failed  all_reduce, int64: 2 (<= 0) wrong elements" in done.stdout
+    assert "failed  swiglu, fp32, result: 0.5 (<= 0.0002)" in completed.stdout
+    assert "failed  all_reduce, int64: 2 (<= 0) wrong elements" in completed.stdout
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_resume_that_differs_fails_by_name(accept) -> None:
-    done, report = accept("--only", "resume", "--cards", "1", sabotage="resume")
-    assert done.returncode == 1
+def test_different_resume_fails_by_name(accept) -> None:
+    completed, report = accept("--only", "resume", "--cards", "1", sabotage="resume")
+    assert completed.returncode == 1
     assert failures(report, "resume") == [
         "losses after the resume",
         "gradient norms after the resume",
         "digest of the exported weights",
     ]
-    done, report = accept("--only", "resume", "--cards", "1")
-    assert done.returncode == 0, done.stdout
+    completed, report = accept("--only", "resume", "--cards", "1")
+    assert completed.returncode == 0, completed.stdout
     assert failures(report, "resume") == []
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_an_operator_that_is_wrong_shows_in_parity_too(accept) -> None:
-    done, report = accept("--quick", "--only", "parity", "--cards", "1", sabotage="norm")
-    assert done.returncode == 1
+def test_wrong_operator_fails_parity_too(accept) -> None:
+    completed, report = accept("--quick", "--only", "parity", "--cards", "1", sabotage="norm")
+    assert completed.returncode == 1
     assert set(failures(report, "parity")) == {"single, loss", "single, gradient norm", "single, logits"}
-    assert "parity: left out, needs 2 cards, and 1 takes part: TP2 + SP, MoE EP2" in done.stdout
-    done, report = accept("--quick", "--only", "parity,speed", "--cards", "1")
-    assert done.returncode == 0, done.stdout
+    assert "parity: left out, needs 2 cards, and 1 takes part: TP2 + SP, MoE EP2" in completed.stdout
+    completed, report = accept("--quick", "--only", "parity,speed", "--cards", "1")
+    assert completed.returncode == 0, completed.stdout
 
 
-def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accept, tmp_path: Path) -> None:
-    done, report = accept("--quick", "--only", "speed", "--cards", "1", "--deadline", "1")
-    assert done.returncode == 1
+def test_section_over_its_deadline_fails_and_options_are_checked(accept, tmp_path: Path) -> None:
+    completed, report = accept("--quick", "--only", "speed", "--cards", "1", "--deadline", "1")
+    assert completed.returncode == 1
     (section,) = report["sections"]
     assert section["problem"] == "not done after 1 s"
     for arguments, message in (
@@ -202,6 +202,6 @@ def test_a_section_over_its_deadline_fails_and_the_command_line_is_checked(accep
     ):
         script = ["bash", str(ROOT / "scripts" / "npu_acceptance.sh"), *arguments]
         environment = os.environ | {"PYTHON": sys.executable}
-        done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False, env=environment)
-        assert done.returncode == 2
-        assert message in done.stderr
+        completed = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False, env=environment)
+        assert completed.returncode == 2
+        assert message in completed.stderr

@@ -1,4 +1,4 @@
-"""``scripts/npu_smoke.sh``: its table, verdicts and exit code, with a stand-in for the interpreter that trains nothing."""
+"""``scripts/npu_smoke.sh``: its table, verdicts and exit code, with a stand-in for the interpreter."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ esac
 
 @pytest.fixture
 def smoke(tmp_path: Path):
-    """Run the script: ``smoke(*arguments, **environment)``."""
+    """Return ``smoke(*arguments, **environment)``, which runs the script."""
     stand_in = tmp_path / "python"
     stand_in.write_text(STAND_IN.format(python=sys.executable))
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "log").write_text(LOG)
     (tmp_path / "raised").write_text(RAISED)
     base = {name: value for name, value in os.environ.items() if name not in ("MEGASCEND_MINDSPEED", "PYTHONPATH")}
-    own = {"PYTHON": str(stand_in), "FOLDER": str(tmp_path), "MEGASCEND_RUN": str(tmp_path / "run")}
+    variables = {"PYTHON": str(stand_in), "FOLDER": str(tmp_path), "MEGASCEND_RUN": str(tmp_path / "run")}
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -56,7 +56,7 @@ def smoke(tmp_path: Path):
             capture_output=True,
             text=True,
             timeout=300,
-            env=base | own | environment,
+            env=base | variables | environment,
             check=False,
         )
 
@@ -64,44 +64,44 @@ def smoke(tmp_path: Path):
 
 
 def cells(output: str, recipe: str) -> list[str]:
-    """The row of a recipe, cut at double spaces."""
+    """Return the row of a recipe, split at double spaces."""
     (row,) = (line for line in output.splitlines() if line.startswith(f"{recipe}  "))
     return [cell.strip() for cell in row.split("  ") if cell.strip()]
 
 
-def test_a_recipe_that_went_through_has_its_figures_in_the_table(smoke) -> None:
-    done = smoke("--simulated", "--stand-in", "tp_npu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    *figures, _, verdict = cells(done.stdout, "tp_npu")
+def test_passed_recipe_has_its_metrics_in_the_table(smoke) -> None:
+    completed = smoke("--simulated", "--stand-in", "tp_npu")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    *figures, _, verdict = cells(completed.stdout, "tp_npu")
     assert figures == ["tp_npu", "TP2 CP1 DP4 PP1 ETP1 EP4", "5.7703", "5.1563", "1.975", "201"]
     assert verdict == "OK"
 
 
-def test_a_failure_shows_the_rank_that_raised_and_ends_with_1(smoke, tmp_path: Path) -> None:
-    done = smoke("--simulated", "--stand-in", MEGASCEND_SMOKE_DEADLINE="2")
-    assert done.returncode == 1
-    assert cells(done.stdout, "tp_npu")[-1] == "OK"
-    assert cells(done.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
-    assert cells(done.stdout, "tp_moe_npu")[-1] == "FAILED (exit code 1)"
-    assert cells(done.stdout, "tp_moe_cp_npu")[-1] == "FAILED (not done after 2 s)"
-    assert cells(done.stdout, "multi_lora_npu")[-1] == "OK"
-    _, of_moe, of_cp = done.stdout.split("\n== ")
-    assert of_moe.startswith(f"{tmp_path}/run/logs/tp_moe_npu.log\n")
-    assert "this is why" in of_moe
-    assert "rank5" not in of_moe
-    assert "step 3/3" in of_cp
+def test_failure_shows_the_failed_rank_and_exits_with_1(smoke, tmp_path: Path) -> None:
+    completed = smoke("--simulated", "--stand-in", MEGASCEND_SMOKE_DEADLINE="2")
+    assert completed.returncode == 1
+    assert cells(completed.stdout, "tp_npu")[-1] == "OK"
+    assert cells(completed.stdout, "tp_moe_npu")[1:6] == ["-"] * 5
+    assert cells(completed.stdout, "tp_moe_npu")[-1] == "FAILED (exit code 1)"
+    assert cells(completed.stdout, "tp_moe_cp_npu")[-1] == "FAILED (not done after 2 s)"
+    assert cells(completed.stdout, "multi_lora_npu")[-1] == "OK"
+    _, moe_log, cp_log = completed.stdout.split("\n== ")
+    assert moe_log.startswith(f"{tmp_path}/run/logs/tp_moe_npu.log\n")
+    assert "this is why" in moe_log
+    assert "rank5" not in moe_log
+    assert "step 3/3" in cp_log
 
 
-def test_the_heading_says_what_stood_for_mindspeed_and_the_device(smoke, tmp_path: Path) -> None:
-    done = smoke("--simulated", "--stand-in", "tp_npu")
-    assert done.stdout.startswith(
+def test_heading_names_mindspeed_and_the_device(smoke, tmp_path: Path) -> None:
+    completed = smoke("--simulated", "--stand-in", "tp_npu")
+    assert completed.stdout.startswith(
         "device: simulated (its times say nothing about cards)\nMindSpeed: a stand-in, not MindSpeed\n"
     )
     checkout = tmp_path / "checkout"
     (checkout / "mindspeed").mkdir(parents=True)
     (checkout / "mindspeed" / "__init__.py").touch()
-    done = smoke("--simulated", "tp_npu", MEGASCEND_MINDSPEED=str(checkout))
-    assert f"\nMindSpeed: {checkout}\n" in done.stdout
+    completed = smoke("--simulated", "tp_npu", MEGASCEND_MINDSPEED=str(checkout))
+    assert f"\nMindSpeed: {checkout}\n" in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_the_heading_says_what_stood_for_mindspeed_and_the_device(smoke, tmp_pat
         (("--simulated", "--stand-in", "tp_other"), "no recipe cookbook/ascend/tp_other.py"),
     ],
 )
-def test_it_does_not_start_without_what_it_needs(smoke, arguments: tuple[str, ...], message: str) -> None:
-    done = smoke(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stdout == ""
+def test_missing_requirements_exit_with_2(smoke, arguments: tuple[str, ...], message: str) -> None:
+    completed = smoke(*arguments)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert completed.stdout == ""

@@ -1,4 +1,4 @@
-"""Python objects never travel over HCCL: the simulated HCCL refuses them, and everything works all the same."""
+"""Python objects are never sent over HCCL: the simulated HCCL refuses them, and everything works without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_the_simulated_hccl_refuses_objects(name, npu):
+def test_simulated_hccl_refuses_objects(name, npu):
     def work():
         with pytest.raises(RuntimeError, match=f"{name} on an hccl group"):
             COLLECTIVES[name](None)
@@ -41,7 +41,7 @@ def test_the_simulated_hccl_refuses_objects(name, npu):
     run_distributed(work, 2, backend="hccl")
 
 
-def test_the_default_group_is_on_hccl_without_a_device_and_objects_travel_on_gloo(npu):
+def test_default_group_uses_hccl_and_objects_use_gloo(npu):
     def work():
         from megascend.engines.megatron.groups import MegatronGroups
 
@@ -64,8 +64,8 @@ def test_the_default_group_is_on_hccl_without_a_device_and_objects_travel_on_glo
     assert results[1] == ([1, 3], [0, 1, 2, 3])  # the gather over DP x CP spans both
 
 
-def test_upstreams_own_object_collectives_take_the_channel(npu):
-    """megatron-core gathers parameter groups on the default group, for one."""
+def test_upstream_object_collectives_use_the_channel(npu):
+    """Use upstream's object collectives: megatron-core gathers parameter groups on the default group, for example."""
 
     original = dist.all_gather_object
 
@@ -73,8 +73,8 @@ def test_upstreams_own_object_collectives_take_the_channel(npu):
         from megascend.engines.megatron.groups import MegatronGroups
 
         groups = initialize(plan(Parallel(tensor=2), 2), npu.platform, 30, factory=MegatronGroups())
-        found: list = [None, None]
-        dist.all_gather_object(found, {"rank": dist.get_rank()})
+        gathered: list = [None, None]
+        dist.all_gather_object(gathered, {"rank": dist.get_rank()})
         over_tp: list = [None, None]
         dist.all_gather_object(over_tp, dist.get_rank(), group=groups.device_group("tp"))
         box = ["from 1"] if dist.get_rank() == 1 else [None]
@@ -82,10 +82,10 @@ def test_upstreams_own_object_collectives_take_the_channel(npu):
         with pytest.raises(
             ProcessGroupError, match=r"all_gather_object on a hccl group of ranks.*which carries no objects"
         ):
-            dist.all_gather_object(found, 1, group=groups.device_group("mp"))
+            dist.all_gather_object(gathered, 1, group=groups.device_group("mp"))
         groups.destroy()
         assert dist.all_gather_object is original
-        return found, over_tp, box
+        return gathered, over_tp, box
 
     npu.configure_topology(plan(Parallel(), 1))
     for result in run_distributed(work, 2, init=False):
@@ -110,25 +110,25 @@ def save_load_and_export(checkpoint, folder):
     backend.optimizer_step()
     backend.load(folder / "step-1")
     backend.export_hf(folder / "trained, loaded")
-    again = (
+    resumed = (
         backend.forward_backward(samples).loss,
         backend.optimizer_step().grad_norm,
         backend.forward_backward(samples).loss,
     )
     backend.close()
-    return after, again
+    return after, resumed
 
 
 def exported(folder):
-    """All tensors of a Hugging Face directory by name."""
+    """Return all tensors of a Hugging Face directory by name."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def test_training_metrics_checkpoints_and_export_need_no_objects_on_hccl(npu, parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     results = run_distributed(save_load_and_export, 4, checkpoint, tmp_path, init=False, timeout_s=120)
-    for after, again in results:
-        assert after == again
+    for after, resumed in results:
+        assert after == resumed
     original, untrained, trained, loaded = (
         exported(folder)
         for folder in (checkpoint, tmp_path / "untrained", tmp_path / "trained", tmp_path / "trained, loaded")
@@ -144,10 +144,10 @@ TIMEOUT = 6.0
 VICTIM = 2
 
 
-def gather_without(how, folder):
-    """What each rank saw: its error's message, and the seconds until it came. ``folder`` has the names of those that have."""
+def gather_without(failure, folder):
+    """Return each rank's error message and the seconds until it; ranks leave their names in ``folder``."""
     if int(os.environ["RANK"]) == VICTIM and (participant := os.fork()):
-        # The harness ends all ranks as soon as one of its own dies; so a child takes part, and dies, in its place.
+        # The harness ends all ranks if one of its processes dies, so a child takes part, and dies, in its place.
         until = time.monotonic() + 150
         while len(os.listdir(folder)) < 3 and time.monotonic() < until:
             time.sleep(0.05)
@@ -157,9 +157,9 @@ def gather_without(how, folder):
     groups = initialize(plan(Parallel(), 4), current_runtime("a test").platform, TIMEOUT)
     gather_objects("first", "dp_cp", groups)
     if groups.rank == VICTIM:
-        if how == "missing":  # alive, but somewhere else
+        if failure == "missing":  # alive, but not in the collective
             time.sleep(600)
-        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(how, signal.SIGKILL))
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(failure, signal.SIGKILL))
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
         gather_objects("second", "dp_cp", groups)
@@ -167,10 +167,10 @@ def gather_without(how, folder):
     return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "missing"])
-def test_every_other_rank_ends_in_time_and_names_the_one(how, npu, tmp_path):
+@pytest.mark.parametrize("failure", ["killed", "stopped", "missing"])
+def test_other_ranks_raise_in_time_and_name_the_missing_one(failure, npu, tmp_path):
     npu.configure_topology(plan(Parallel(), 1))
-    results = run_distributed(gather_without, 4, how, tmp_path, init=False, timeout_s=180)
+    results = run_distributed(gather_without, 4, failure, tmp_path, init=False, timeout_s=180)
     for rank in (0, 1, 3):
         message, seconds = results[rank]
         assert seconds < TIMEOUT + 45

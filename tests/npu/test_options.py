@@ -1,4 +1,4 @@
-"""MindSpeed's options that megascend supports: each does something, and the numbers stay Hugging Face's."""
+"""MindSpeed's options that megascend supports: each has an effect, and results equal Hugging Face's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {case.name: case for case in matrix("npu")}
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank saw: figures, attention's layouts and all operators by number of calls."""
+    """Results of a rank: trajectory, call counts of attention layouts and of all operators."""
 
     trajectory: Trajectory
     layouts: Counter[str]
@@ -89,22 +89,22 @@ EFFECTS = {
 }
 
 
-def test_every_supported_option_is_tried():
+def test_every_supported_option_is_tested():
     assert {name for name, _ in EFFECTS} == set(SUPPORTED_OPTIONS)
 
 
 @REAL
 @pytest.mark.parametrize(("name", "value"), EFFECTS)
-def test_a_supported_option_does_something_and_computes_the_same(name, value, parity_folder):
+def test_supported_option_has_an_effect_and_equal_results(name, value, parity_folder):
     case, effect = CASES[EFFECTS[name, value][0]], EFFECTS[name, value][1]
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     plain, with_option = train(case, checkpoint, {}), train(case, checkpoint, {name: value})
     effect(plain, with_option)
-    found = differences(with_option.trajectory, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
-    assert found.logits is not None
-    assert found.logits <= LOGITS_BOUND, found
+    deviation = differences(with_option.trajectory, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))
+    assert deviation.loss <= case.loss_bound, deviation
+    assert deviation.grad_norm <= case.norm_bound, deviation
+    assert deviation.logits is not None
+    assert deviation.logits <= LOGITS_BOUND, deviation
 
 
 def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | None:
@@ -127,19 +127,19 @@ def refusal(checkpoint, options: dict[str, Any], parallel: Parallel) -> str | No
         ({"swap_attention": True}, "swap_attention=True: that feature imports megatron.training"),
         ({"use_flsh_attn": True}, "no argument of MindSpeed is called use_flsh_attn"),
         ({"optimization_level": 1}, "provider_options.optimization_level is decided by"),
-        ({"use_fused_rmsnorm": True}, "provider_options.use_fused_rmsnorm is not among the options that were tried"),
-        ({"megatron_cp_in_bnsd": "yes"}, "provider_options.megatron_cp_in_bnsd='yes': tried"),
+        ({"use_fused_rmsnorm": True}, "provider_options.use_fused_rmsnorm is not among the options that were tested"),
+        ({"megatron_cp_in_bnsd": "yes"}, "provider_options.megatron_cp_in_bnsd='yes': tested"),
         ({"megatron_cp_in_bnsd": True}, "parallel.context_algorithm: ring only"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_other_options_are_refused_before_the_model_is_built(options, message, parity_folder):
-    (found,) = run_distributed(refusal, 1, case_checkpoint(parity_folder, "qwen3"), options, Parallel(), init=False)
-    assert message in found
+    (error,) = run_distributed(refusal, 1, case_checkpoint(parity_folder, "qwen3"), options, Parallel(), init=False)
+    assert message in error
 
 
-def test_a_rings_option_is_refused_under_all_gather(parity_folder):
+def test_ring_option_is_refused_with_all_gather(parity_folder):
     parallel = Parallel(context=2, context_algorithm="all_gather")
     options = {"use_fused_ring_attention_update": True}
-    for found in run_distributed(refusal, 2, case_checkpoint(parity_folder, "qwen3"), options, parallel, init=False):
-        assert "parallel.context_algorithm: ring only" in found
+    for message in run_distributed(refusal, 2, case_checkpoint(parity_folder, "qwen3"), options, parallel, init=False):
+        assert "parallel.context_algorithm: ring only" in message

@@ -11,7 +11,7 @@ from support.covering import on_this_stack
 
 pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
 
-# What CI runs with the double; the whole matrix is for the real MindSpeed.
+# Cases that CI runs with the double; the full matrix is for the real MindSpeed.
 IN_SHORT = (
     "single",
     "TP2 + SP",
@@ -27,7 +27,7 @@ IN_SHORT = (
 CASES = [case for case in matrix("npu") if os.environ.get("MEGASCEND_MINDSPEED") or case.name in IN_SHORT]
 
 
-def test_the_short_list_names_cases():
+def test_short_list_names_existing_cases():
     assert set(IN_SHORT) <= {case.name for case in matrix("npu")}
 
 
@@ -35,11 +35,11 @@ def test_the_short_list_names_cases():
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
-    found = differences(
+    deviation = differences(
         train_case(case, checkpoint, tokens),
         hf_reference(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula),
     )
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
-    if case.precision == "fp32" and found.logits is not None:
-        assert found.logits <= case.logits_bound, found
+    assert deviation.loss <= case.loss_bound, deviation
+    assert deviation.grad_norm <= case.norm_bound, deviation
+    if case.precision == "fp32" and deviation.logits is not None:
+        assert deviation.logits <= case.logits_bound, deviation

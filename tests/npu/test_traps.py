@@ -1,4 +1,4 @@
-"""Traps of MindSpeed's patches: what patching again would undo stays done, and what is lost is found.
+"""Traps of MindSpeed's patches: repatching does not undo megascend's patches, and lost patches are detected.
 
 Those of the environment are in ``test_traps_environment.py``, those of models in ``test_traps_models.py``.
 """
@@ -32,15 +32,15 @@ LAYOUTS = {
 }
 
 
-def place(thing: Any) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}"
+def qualified_name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def state() -> dict[str, Any]:
-    """What MindSpeed's patches would change and must not."""
+    """Return state that MindSpeed's patches must not change."""
     extensions, arguments = import_module(EXTENSIONS), import_module("mindspeed.args_utils").get_full_args()
     rotary = {
-        name: place(vars(module)["apply_rotary_pos_emb"])
+        name: qualified_name(vars(module)["apply_rotary_pos_emb"])
         for name, module in sys.modules.copy().items()
         if name.startswith("mcore_bridge.") and "apply_rotary_pos_emb" in vars(module)
     }
@@ -54,64 +54,64 @@ def state() -> dict[str, Any]:
 
 
 def states_in_turn(runtime: Runtime) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The state after each layout, and what every repatch was given and found."""
+    """Return the state after each layout, and stored and passed arguments of every repatch."""
     adaptor, args_utils = import_module("mindspeed.megatron_adaptor"), import_module("mindspeed.args_utils")
     repatch, repatches = adaptor.repatch, []
 
     def recording(arguments: dict[str, Any]) -> None:
-        kept = vars(args_utils._MINDSPEED_ARGS)  # None, were nothing seeded: "args is not initialized" upstream
+        current = vars(args_utils._MINDSPEED_ARGS)  # None, were nothing seeded: "args is not initialized" upstream
         repatches.append(
-            {name: (kept[name], arguments[name]) for name in ("context_parallel_size", "optimization_level")}
+            {name: (current[name], arguments[name]) for name in ("context_parallel_size", "optimization_level")}
         )
         repatch(arguments)
 
     adaptor.repatch = recording
-    found = {}
+    states_by_layout = {}
     for name, (parallel, world_size) in LAYOUTS.items():
         runtime.configure_topology(plan(parallel, world_size))
-        found[name] = state()
-    return found, repatches
+        states_by_layout[name] = state()
+    return states_by_layout, repatches
 
 
 @pytest.fixture(scope="module")
 def states(npu: Runtime) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    (found,) = run_distributed(states_in_turn, 1, npu, init=False)
-    return found
+    (result,) = run_distributed(states_in_turn, 1, npu, init=False)
+    return result
 
 
 def test_mcore_bridges_rotary_embedding_survives_every_repatch(states) -> None:
-    """MindSpeed's lacks ``mla_rotary_interleaved``, and is put into each module that imported the name."""
+    """MindSpeed's function lacks ``mla_rotary_interleaved`` and would replace it in each importing module."""
     first = states[0]["single"]["rotary"]
     assert len(first) >= 3
     assert all(owner.startswith("mcore_bridge.") for owner in first.values()), first
-    assert all(found["rotary"] == first for found in states[0].values())
+    assert all(layout_state["rotary"] == first for layout_state in states[0].values())
 
 
-def test_parallel_linears_are_megatrons_own_after_every_repatch(states) -> None:
-    for found in states[0].values():
-        assert found["linears"] == ["megatron.core.tensor_parallel.layers"] * 2
+def test_parallel_linears_are_megatrons_after_every_repatch(states) -> None:
+    for layout_state in states[0].values():
+        assert layout_state["linears"] == ["megatron.core.tensor_parallel.layers"] * 2
 
 
-def test_the_attention_class_follows_the_algorithm(states) -> None:
-    """Branch 0.15 would take the class that knows no ring ("Unsupported CP strategy")."""
-    kinds = {name: found["attention"] for name, found in states[0].items()}
+def test_attention_class_follows_the_algorithm(states) -> None:
+    """Branch 0.15 would choose the class without ring attention ("Unsupported CP strategy")."""
+    kinds = {name: layout_state["attention"] for name, layout_state in states[0].items()}
     assert kinds["ring"] == "MindSpeedCPDotProductAttention"
     assert kinds["single"] == kinds["last"] == kinds["all_gather"] != kinds["ring"]
     assert kinds["single"].endswith("TEDotProductAttention")
 
 
-def test_context_parallelism_is_never_patched_at_level_0_and_arguments_are_always_there(states) -> None:
-    assert [found["level"] for found in states[0].values()] == [2, 0, 2, 0]
+def test_context_parallelism_is_patched_at_level_2_with_arguments_set(states) -> None:
+    assert [layout_state["level"] for layout_state in states[0].values()] == [2, 0, 2, 0]
     assert len(states[1]) == len(LAYOUTS)
     for seen in states[1]:
-        (kept, given), (level_kept, level) = seen["context_parallel_size"], seen["optimization_level"]
-        assert kept == given
-        assert level_kept == level == (2 if given > 1 else 0)
+        (stored, passed), (level_stored, level) = seen["context_parallel_size"], seen["optimization_level"]
+        assert stored == passed
+        assert level_stored == level == (2 if passed > 1 else 0)
 
 
-def test_the_device_capability_may_be_asked_for_a_device(states) -> None:
-    """Branch 0.15 replaces it by a function without parameters, of which torch 2.13's ``broadcast`` dies."""
-    assert {tuple(found["capability"]) for found in states[0].values()} == {(9, 0)}
+def test_device_capability_accepts_a_device(states) -> None:
+    """Branch 0.15 replaces it by a function without parameters, which breaks ``broadcast`` of torch 2.13."""
+    assert {tuple(layout_state["capability"]) for layout_state in states[0].values()} == {(9, 0)}
 
     def work() -> list[float]:
         tensor = torch.full((2,), float(dist.get_rank()), device="npu")
@@ -122,7 +122,7 @@ def test_the_device_capability_may_be_asked_for_a_device(states) -> None:
 
 
 class Lazy(ModuleType):
-    """A lazy module, as transformers is one: whatever is asked of it, it tries to import."""
+    """Lazy module, like transformers: any attribute lookup tries an import."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -132,7 +132,7 @@ class Lazy(ModuleType):
 
 
 def fires(runtime: Runtime, guarded: bool) -> bool:
-    """Whether patching again asks a lazy module for what it does not hold; transformers' own may be the first to crash."""
+    """Check whether repatching looks up missing names in lazy modules; transformers' own may crash first."""
     lazy = sys.modules["lazy_for_a_test"] = Lazy("lazy_for_a_test")
     if not guarded:
         del import_module("mindspeed.patch_utils").hasattr
@@ -146,7 +146,7 @@ def fires(runtime: Runtime, guarded: bool) -> bool:
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "as MindSpeed comes"])
-def test_lazy_modules_are_not_fired_by_the_scan(guarded: bool, npu: Runtime) -> None:
+def test_scan_does_not_trigger_lazy_modules(guarded: bool, npu: Runtime) -> None:
     assert run_distributed(fires, 1, npu, guarded, init=False) == [not guarded]
 
 
@@ -201,20 +201,20 @@ def problems_by_cause(runtime: Runtime) -> list[list[str]]:
     for parallel, world_size in LAYOUTS.values():
         runtime.configure_topology(plan(parallel, world_size))
     provider: Any = runtime.provider
-    wanted = arguments.seed(provider._defaults, 1, "ring")
-    config = type("Config", (), dict(wanted))()
+    expected = arguments.seed(provider._defaults, 1, "ring")
+    config = type("Config", (), dict(expected))()
 
     def problems(cause: Callable[[Any], None] | None) -> list[str]:
         if cause is not None:
             cause(config)
-        return verification.problems(config, wanted, provider._feature.rotary)
+        return verification.problems(config, expected, provider._feature.rotary)
 
     return [problems(None)] + [run_distributed(problems, 1, cause, init=False)[0] for cause, _ in BROKEN]
 
 
-def test_whatever_of_the_patches_is_lost_is_found_by_name(npu: Runtime) -> None:
-    ((none, *found),) = run_distributed(problems_by_cause, 1, npu, init=False)
+def test_lost_patches_are_reported_by_name(npu: Runtime) -> None:
+    ((none, *problems_found),) = run_distributed(problems_by_cause, 1, npu, init=False)
     assert none == []
-    for problems, (_, message) in zip(found, BROKEN, strict=True):
+    for problems, (_, message) in zip(problems_found, BROKEN, strict=True):
         assert len(problems) == 1
         assert message in problems[0]

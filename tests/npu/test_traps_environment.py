@@ -1,4 +1,4 @@
-"""Traps of an Ascend host's environment: refused with the remedy, before anything is changed."""
+"""Traps of an Ascend host's environment: refused with a remedy before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BRANCH = "core_r0.16.0" if IS_0_16 else "core_r0.15.3"
 
 @pytest.fixture(scope="module")
 def refused(run_python, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """The report of ``trap_report.py``: one process for all scenarios."""
+    """Return the report of ``trap_report.py``: one process for all scenarios."""
     code = "import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = run_python(code, str(HERE / "trap_report.py"), str(tmp_path_factory.mktemp("traps")))
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = run_python(code, str(HERE / "trap_report.py"), str(tmp_path_factory.mktemp("traps")))
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 REFUSED = [
@@ -57,15 +57,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("scenario", "error", "messages"), REFUSED)
-def test_a_broken_environment_is_refused_with_the_remedy_before_anything_changes(
+def test_broken_environment_is_refused_with_a_remedy(
     scenario: str, error: str, messages: list[str], refused: dict[str, dict[str, Any]]
 ) -> None:
-    found = refused[scenario]
-    assert found["error"] == error, found["message"]
+    report = refused[scenario]
+    assert report["error"] == error, report["message"]
     for message in messages:
-        assert message.format(folder=found["folder"]) in found["message"]
-    assert found["imported"] == []
-    assert found["untouched"]
+        assert message.format(folder=report["folder"]) in report["message"]
+    assert report["imported"] == []
+    assert report["untouched"]
 
 
 WITHOUT_CANN = """
@@ -83,7 +83,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def without_cann(tmp_path_factory) -> dict[tuple[str, str], str]:
-    """What choosing a platform gives with the real wheel on a machine without CANN: by its name, and auto-loading."""
+    """Choose platforms with the real wheel on a machine without CANN; return results by platform and auto-loading."""
     folder = tmp_path_factory.mktemp("without_cann")
     info = folder / "torch_npu-2.6.0.dist-info"
     for path in (folder / "torch_npu", info):
@@ -120,15 +120,15 @@ def without_cann(tmp_path_factory) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("platform", ["npu", "auto"])
-def test_torch_that_dies_of_a_torch_npu_without_cann_is_explained(platform, without_cann) -> None:
-    """``import torch`` itself fails here, so that no platform can be had, the CPU included."""
+def test_failed_torch_import_without_cann_is_explained(platform, without_cann) -> None:
+    """``import torch`` itself fails here, so no platform is available, not even the CPU."""
     message = without_cann[platform, "1"]
     assert message.startswith("PlatformError: torch cannot be imported: torch_npu cannot load Ascend's libraries")
     for part in ("libhccl.so", "set_env.sh", "pip uninstall torch_npu", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
         assert part in message
 
 
-def test_without_auto_loading_npu_is_explained_and_auto_goes_on_without_it(without_cann) -> None:
+def test_without_autoload_npu_is_refused_and_auto_chooses_cpu(without_cann) -> None:
     message = without_cann["npu", "0"]
     assert message.startswith("PlatformError: platform 'npu' cannot be used here: torch_npu cannot load Ascend's")
     assert "set_env.sh" in message
@@ -138,8 +138,8 @@ def test_without_auto_loading_npu_is_explained_and_auto_goes_on_without_it(witho
 @pytest.mark.skipif(
     not os.environ.get("MEGASCEND_MINDSPEED"), reason="MEGASCEND_MINDSPEED names no MindSpeed checkout of the stack"
 )
-def test_the_real_mindspeed_patches_megatron_on_the_simulated_device(run_python) -> None:
-    """By itself, without megascend's bootstrap."""
+def test_real_mindspeed_patches_megatron_on_the_simulated_device(run_python) -> None:
+    """Import MindSpeed without megascend's bootstrap."""
     run_python("""
 from mindspeed import args_utils
 args_utils._MINDSPEED_ARGS = args_utils.get_mindspeed_args(get_defaults=True)

@@ -40,12 +40,12 @@ def plain(values: dict[str, Any]) -> dict[str, str]:
 
 
 def configurations(*jobs: tuple[Path, Parallel]) -> list[dict[str, Any]]:
-    """Build models in turn; what each one's configuration and MindSpeed's arguments say."""
-    found = []
+    """Build models in turn; return each one's configuration and MindSpeed's arguments."""
+    reports = []
     for checkpoint, parallel in jobs:
         backend = build(checkpoint, parallel)
         config, arguments = backend.engine.config, vars(import_module("mindspeed.args_utils").get_full_args())
-        found.append(
+        reports.append(
             {
                 "config": plain(vars(config)),
                 "arguments": plain(arguments),
@@ -54,26 +54,26 @@ def configurations(*jobs: tuple[Path, Parallel]) -> list[dict[str, Any]]:
             }
         )
         backend.close()
-    return found
+    return reports
 
 
 @pytest.fixture(scope="module")
 def in_turn(parity_folder) -> dict[str, Any]:
-    """Experts under context parallelism, then a dense model without; and that one alone."""
+    """Configure experts under context parallelism, then a dense model without; and each model separately."""
     dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
     jobs = ((experts, Parallel(context=2, context_algorithm="all_gather")), (dense, Parallel()))
     first, second = run_distributed(configurations, 2, *jobs, init=False, timeout_s=120)[0]
-    ((experts_alone,),) = run_distributed(configurations, 1, (experts, Parallel()), init=False)
-    (alone,) = run_distributed(configurations, 2, (dense, Parallel()), init=False, timeout_s=120)[0]
-    return {"experts": first, "dense after experts": second, "dense": alone, "experts alone": experts_alone}
+    ((experts_only,),) = run_distributed(configurations, 1, (experts, Parallel()), init=False)
+    (dense_only,) = run_distributed(configurations, 2, (dense, Parallel()), init=False, timeout_s=120)[0]
+    return {"experts": first, "dense after experts": second, "dense": dense_only, "experts alone": experts_only}
 
 
-def test_a_model_configuration_has_mindspeeds_attributes_although_it_is_a_subclass(in_turn) -> None:
-    for found in in_turn.values():
-        assert found["class"].index("ModelConfig") < found["class"].index("TransformerConfig")
-        assert found["missing"] == []
-        assert found["config"]["use_flash_attn"] == "True"
-        assert found["config"]["attention_mask_type"] == "'causal'"
+def test_model_config_subclass_has_mindspeeds_attributes(in_turn) -> None:
+    for report in in_turn.values():
+        assert report["class"].index("ModelConfig") < report["class"].index("TransformerConfig")
+        assert report["missing"] == []
+        assert report["config"]["use_flash_attn"] == "True"
+        assert report["config"]["attention_mask_type"] == "'causal'"
 
 
 @pytest.mark.parametrize(
@@ -85,35 +85,35 @@ def test_a_model_configuration_has_mindspeeds_attributes_although_it_is_a_subcla
         ("dense after experts", "1", "'megatron_cp_algo'", "0"),
     ],
 )
-def test_configuration_and_arguments_follow_the_model_at_hand(name, context, algorithm, level, in_turn) -> None:
-    for told in (in_turn[name]["config"], in_turn[name]["arguments"]):
-        assert told["context_parallel_size"] == context
-        assert told["context_parallel_algo"] == algorithm
-        assert told["optimization_level"] == level
+def test_configuration_and_arguments_follow_the_model(name, context, algorithm, level, in_turn) -> None:
+    for values in (in_turn[name]["config"], in_turn[name]["arguments"]):
+        assert values["context_parallel_size"] == context
+        assert values["context_parallel_algo"] == algorithm
+        assert values["optimization_level"] == level
 
 
-def test_nothing_of_an_earlier_model_is_left(in_turn) -> None:
+def test_no_state_of_an_earlier_model_remains(in_turn) -> None:
     assert in_turn["experts"]["config"]["num_moe_experts"] == "4"
     assert in_turn["dense after experts"]["config"] == in_turn["dense"]["config"]
     assert in_turn["dense after experts"]["arguments"] == in_turn["dense"]["arguments"]
 
 
-def test_options_of_mindspeeds_reach_the_configuration_that_its_layers_read(parity_folder) -> None:
+def test_provider_options_reach_the_model_config(parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def work() -> tuple[bool, bool]:
         ring: dict[str, Any] = {"parallel": Parallel(context=2), "batching": Batching(packing=False)}
         backend = build(checkpoint, provider_options={"megatron_cp_in_bnsd": True}, **ring)
-        found = backend.engine.config.megatron_cp_in_bnsd
+        option = backend.engine.config.megatron_cp_in_bnsd
         backend.close()
         backend = build(checkpoint, **ring)
-        return found, backend.engine.config.megatron_cp_in_bnsd
+        return option, backend.engine.config.megatron_cp_in_bnsd
 
     assert run_distributed(work, 2, init=False) == [(True, False)] * 2
 
 
 def refuse_gpt_oss(folder: Path) -> list[str]:
-    """Its windows and learnt sinks come from ``config.json``, through mcore-bridge, to the refusal."""
+    """Refuse the windows and learnt sinks in ``config.json`` of gpt-oss, read through mcore-bridge."""
     from megascend.distributed.process_groups import initialize
     from megascend.engines.megatron.build import build_config
     from megascend.engines.megatron.groups import MegatronGroups
@@ -131,7 +131,7 @@ def refuse_gpt_oss(folder: Path) -> list[str]:
     return [str(window.value), str(softmax.value)]
 
 
-def test_windows_and_other_softmaxes_of_a_real_model_are_refused(tmp_path) -> None:
+def test_window_and_learnable_softmax_of_gpt_oss_are_refused(tmp_path) -> None:
     config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "sliding_window": 8}
     config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 320}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -155,13 +155,13 @@ def norm_and_marks(checkpoint: Path) -> tuple[float, dict[str, bool]]:
     return backend.optimizer_step().grad_norm, marks
 
 
-def test_the_norm_counts_every_shard_of_embeddings_linears_and_experts(parity_folder, monkeypatch) -> None:
+def test_gradient_norm_counts_every_shard(parity_folder, monkeypatch) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     expected = hf_reference(parity_folder, checkpoint, token_lists()).grad_norms[0]
     norm, marks = run_distributed(norm_and_marks, 2, checkpoint, init=False, timeout_s=120)[0]
     assert norm == pytest.approx(expected, abs=1e-4)
-    whole = {name for name in marks if "norm" in name or "router" in name}
-    assert {name for name, marked in marks.items() if not marked} == whole
+    replicated = {name for name in marks if "norm" in name or "router" in name}
+    assert {name for name, marked in marks.items() if not marked} == replicated
     for part in ("word_embeddings", "linear_qkv", "linear_proj", "experts.linear_fc1", "experts.linear_fc2", "output"):
         assert any(part in name for name in marks), part
     monkeypatch.setattr("megascend.engines.megatron.build.mark_tensor_parallel", lambda chunk: None)
@@ -173,7 +173,7 @@ RANK = 4
 
 
 def adapt(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
-    """LoRA on the row parallel layers, with weights that do not depend on the layout: output and gradients."""
+    """Apply LoRA to the row parallel layers, with layout-independent weights; return output and gradients."""
     from megatron.core import parallel_state
     from peft import LoraConfig, LoraModel
 
@@ -194,12 +194,10 @@ def adapt(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     chunk.to("npu")
     ids = torch.arange(16, device="npu")[None] * 7
     output = chunk(input_ids=ids, position_ids=torch.arange(16, device="npu")[None], attention_mask=None)
-    (
-        output.square().sum() / size
-    ).backward()  # hidden states: the ranks hold the same, and their gradients are added up
+    (output.square().sum() / size).backward()  # the ranks have equal hidden states, and their gradients are summed
     return {
         "names": sorted(adapted),
-        "bases": sorted({type(each.base_layer).__module__ for each in adapted.values()}),
+        "bases": sorted({type(adapter_layer.base_layer).__module__ for adapter_layer in adapted.values()}),
         "sharded": {module.lora_A["default"].weight.shape[1] for module in adapted.values()},
         "gradients": {name: module.lora_B["default"].weight.grad.cpu() for name, module in adapted.items()},
         "output": output.detach().cpu(),
@@ -211,19 +209,19 @@ def adapt(checkpoint: Path, parallel: Parallel) -> dict[str, Any]:
     strict=True,
     reason="mcore-bridge 1.4.3 has no LoRA for Megatron's own linears, which branch 0.15 uses too",
 )
-def test_lora_finds_the_row_parallel_layers_and_computes_the_same_under_tensor_parallelism(parity_folder) -> None:
+def test_lora_on_row_parallel_layers_is_equal_under_tensor_parallelism(parity_folder) -> None:
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    (one,) = run_distributed(adapt, 1, checkpoint, Parallel(), init=False)
-    assert len(one["names"]) == 8
-    for two in run_distributed(adapt, 2, checkpoint, Parallel(tensor=2), init=False):
-        torch.testing.assert_close(two["output"], one["output"], rtol=1e-4, atol=1e-4)
-        assert two["names"] == one["names"]
-        assert two["bases"] == ["megatron.core.tensor_parallel.layers"]
-        assert two["sharded"] == {size // 2 for size in one["sharded"]}
-        for name, gradient in one["gradients"].items():
+    (single,) = run_distributed(adapt, 1, checkpoint, Parallel(), init=False)
+    assert len(single["names"]) == 8
+    for sharded in run_distributed(adapt, 2, checkpoint, Parallel(tensor=2), init=False):
+        torch.testing.assert_close(sharded["output"], single["output"], rtol=1e-4, atol=1e-4)
+        assert sharded["names"] == single["names"]
+        assert sharded["bases"] == ["megatron.core.tensor_parallel.layers"]
+        assert sharded["sharded"] == {size // 2 for size in single["sharded"]}
+        for name, gradient in single["gradients"].items():
             assert gradient.abs().max() > 0
             torch.testing.assert_close(
-                two["gradients"][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
+                sharded["gradients"][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
             )
 
 
@@ -233,7 +231,7 @@ def test_lora_finds_the_row_parallel_layers_and_computes_the_same_under_tensor_p
 def evaluate_and_train(checkpoint: Path) -> dict[str, Any]:
     backend = build(checkpoint, batching=Batching(), self_check=False)
     samples = causal_samples(token_lists())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, call in (
         ("before", lambda: backend.forward(samples)),
         ("training", lambda: backend.forward_backward(samples)),
@@ -241,21 +239,23 @@ def evaluate_and_train(checkpoint: Path) -> dict[str, Any]:
     ):
         with call_log.recording() as calls:
             result = call()
-        attention = [each.arguments for each in calls if each.name == "npu_fusion_attention"]
-        found[name] = sorted({each.get("keep_prob", 1.0) for each in attention})
+        attention = [call_record.arguments for call_record in calls if call_record.name == "npu_fusion_attention"]
+        results[name] = sorted({call_arguments.get("keep_prob", 1.0) for call_arguments in attention})
         if name != "training":
-            found[f"{name} logprobs"] = torch.cat([each.cpu() for each in result.logprobs])
-    return found
+            results[f"{name} logprobs"] = torch.cat([logprobs.cpu() for logprobs in result.logprobs])
+    return results
 
 
-def test_attention_dropout_is_on_in_training_and_off_in_evaluation(parity_folder) -> None:
+def test_attention_dropout_is_active_only_in_training(parity_folder) -> None:
     noisy, plain = (case_checkpoint(parity_folder, "qwen3", attention_dropout=p) for p in (0.1, 0.0))
-    (found,), (expected,) = (run_distributed(evaluate_and_train, 1, each, init=False) for each in (noisy, plain))
-    assert found["training"] == [0.9]
-    assert found["before"] == found["after"] == [1.0]
+    (noisy_results,), (expected,) = (
+        run_distributed(evaluate_and_train, 1, model, init=False) for model in (noisy, plain)
+    )
+    assert noisy_results["training"] == [0.9]
+    assert noisy_results["before"] == noisy_results["after"] == [1.0]
     assert expected["training"] == [1.0]
-    assert torch.equal(found["before logprobs"], expected["before logprobs"])
-    assert torch.equal(found["after logprobs"], expected["before logprobs"])
+    assert torch.equal(noisy_results["before logprobs"], expected["before logprobs"])
+    assert torch.equal(noisy_results["after logprobs"], expected["before logprobs"])
 
 
 # --- sequences under context parallelism ---
@@ -264,13 +264,15 @@ ODD = (12, 19, 8)
 
 
 def queries(checkpoint: Path, algorithm: str) -> tuple[list[int], list[float]]:
-    """Tokens of the queries of this rank's calls, and the log-probabilities of the samples."""
+    """Return the query lengths of this rank's calls, and the summed log-probabilities of the samples."""
     backend = build(checkpoint, Parallel(context=2, context_algorithm=algorithm))
     samples = [Sample.causal(ids) for ids in token_lists(lengths=ODD)]
     with call_log.recording() as calls:
         backend.forward_backward(samples)
-    lengths = [each.arguments["query"].shape[0] for each in calls if each.name == "npu_fusion_attention"]
-    return sorted(set(lengths)), [each.sum().item() for each in backend.forward(samples).logprobs]
+    lengths = [
+        call_record.arguments["query"].shape[0] for call_record in calls if call_record.name == "npu_fusion_attention"
+    ]
+    return sorted(set(lengths)), [logprobs.sum().item() for logprobs in backend.forward(samples).logprobs]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
@@ -290,13 +292,13 @@ def hugging_face_after_ours(checkpoint: Path) -> float:
 
     backend = build(checkpoint)
     tokens = token_lists()[:2]
-    mine = backend.forward(causal_samples(tokens), logits=True).logits
+    logits = backend.forward(causal_samples(tokens), logits=True).logits
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        theirs = [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
-    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(mine, theirs, strict=True))
+        expected = [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
+    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(logits, expected, strict=True))
 
 
-def test_a_hugging_face_model_can_be_made_after_ours_in_the_same_process(parity_folder) -> None:
+def test_hugging_face_model_can_be_built_after_ours(parity_folder) -> None:
     (difference,) = run_distributed(hugging_face_after_ours, 1, case_checkpoint(parity_folder, "qwen3"), init=False)
     assert difference <= 1e-5

@@ -1,4 +1,4 @@
-"""Weights over HCCL on the simulated device: from a trainer to an engine; lost peers; a communicator that is silent."""
+"""Weights over HCCL on the simulated device: from a trainer to an engine; lost peers; a disabled communicator."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ def transport(name: str, group: Any, timeout_s: float = 20.0) -> tuple[Any, torc
 
 
 def buckets(name: str, group: Any) -> list[bool]:
-    """Buckets of several sizes; whether each came whole, with the CPU's digest."""
+    """Send buckets of several sizes; check content and digest of each."""
     medium, device = transport(name, group)
-    right = []
+    checks = []
     for number, size in enumerate((1, 5001, 200_000)):
         content = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
         buffer = (content if group.rank == 0 else torch.zeros_like(content)).to(device)
         (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
-        right.append(torch.equal(buffer.cpu(), content))
-        right.append(digest("multilinear64", buffer) == digest("multilinear64", content))
+        checks.append(torch.equal(buffer.cpu(), content))
+        checks.append(digest("multilinear64", buffer) == digest("multilinear64", content))
     medium.close()
     assert not torch.distributed.is_initialized()
-    return right
+    return checks
 
 
 def test_buckets_reach_every_receiver() -> None:
     assert run_members(lambda group: buckets("hccl", group), 3) == [[True] * 6] * 3
 
 
-def test_the_next_update_uses_the_same_communicator() -> None:
+def test_next_update_reuses_the_communicator() -> None:
     def on_member(meet: Any) -> list[Any]:
         first = meet()
-        right = buckets("hccl", first) + buckets("hccl", next_group(first))
+        checks = buckets("hccl", first) + buckets("hccl", next_group(first))
         (communicator,) = hccl.COMMUNICATORS._cached.values()
-        return [all(right), communicator.made_in == first.name]
+        return [all(checks), communicator.made_in == first.name]
 
     assert run_meeting(on_member, 2) == [[True, True]] * 2
 
 
-def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> None:
-    """TP2 on npu:0 and npu:1; the engine, a process of its own on npu:2, ends with the checkpoint's tensors, bit for bit."""
+def test_update_from_two_trainer_ranks_to_an_engine(tmp_path: Path) -> None:
+    """Send from TP2 on npu:0 and npu:1 to an engine process on npu:2, which gets the checkpoint's tensors bitwise."""
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    places = {name: tmp_path / name for name in ("offer", "seal", "verified", "committed")}
+    paths = {name: tmp_path / name for name in ("offer", "seal", "verified", "committed")}
 
     def trainer() -> int:
         from megascend import Parallel
@@ -91,30 +91,30 @@ def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> N
         manifest = Manifest(7, specs, bucket_bytes=100_000)
         name = listener.new_group(["trainer", "engine"])
         publish(
-            places["offer"],
+            paths["offer"],
             Offer(name, "test", listener.host, listener.port, 1, 1, "hccl", 60.0, 60.0, manifest).to_json(),
         )
         with Sender.connect(listener, name, manifest, transport="hccl", device="npu:0", timeout_s=60.0) as sender:
-            publish(places["seal"], sender.send(weights()).to_json())
-        wait_for(places["committed"])
+            publish(paths["seal"], sender.send(weights()).to_json())
+        wait_for(paths["committed"])
         torch.distributed.barrier()  # the trainer's own group works as before
         return sender.traffic.nbytes
 
     def engine() -> None:
         torch.npu.set_device(2)
         receiver = Receiver("engine", device="npu:2", version=6)
-        offer = Offer.from_json(wait_for(places["offer"]))
+        offer = Offer.from_json(wait_for(paths["offer"]))
         receiver.open(offer)
-        seal = Seal.from_json(wait_for(places["seal"]))
+        seal = Seal.from_json(wait_for(paths["seal"]))
         receiver.verify(seal, 60.0)
-        got: dict[str, torch.Tensor] = {}
-        receiver.commit(offer.update, lambda tensors: got.update((name, tensor.cpu()) for name, tensor in tensors))
+        received: dict[str, torch.Tensor] = {}
+        receiver.commit(offer.update, lambda tensors: received.update((name, tensor.cpu()) for name, tensor in tensors))
         expected = load_file(checkpoint / "model.safetensors")
         publish(
-            places["committed"],
+            paths["committed"],
             {
-                "names": sorted(got) == sorted(expected),
-                "equal": all(torch.equal(got[name], expected[name].float()) for name in got),
+                "names": sorted(received) == sorted(expected),
+                "equal": all(torch.equal(received[name], expected[name].float()) for name in received),
                 "version": receiver.version(),
             },
         )
@@ -122,22 +122,22 @@ def test_an_update_from_a_trainer_of_two_ranks_to_an_engine(tmp_path: Path) -> N
     receiving = get_context("fork").Process(target=engine, daemon=True)
     receiving.start()
     try:
-        sent = run_distributed(trainer, 2, init=False, timeout_s=200)
+        sent_bytes = run_distributed(trainer, 2, init=False, timeout_s=200)
     finally:
         receiving.join(20)
         receiving.kill()
-    assert json.loads(places["committed"].read_text()) == {"names": True, "equal": True, "version": 7}
-    assert sent == [sum(tensor.numel() * 4 for tensor in load_file(checkpoint / "model.safetensors").values()), 0]
+    assert json.loads(paths["committed"].read_text()) == {"names": True, "equal": True, "version": 7}
+    assert sent_bytes == [sum(tensor.numel() * 4 for tensor in load_file(checkpoint / "model.safetensors").values()), 0]
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("dies", PeerLostError), ("is silent", DeadlineError)], ids=["dies", "is silent"]
+    ("failure", "error"), [("dies", PeerLostError), ("is silent", DeadlineError)], ids=["dies", "is silent"]
 )
-def test_a_lost_sender_is_an_error_in_time(how: str, error: type[Exception], tmp_path: Path) -> None:
+def test_lost_sender_raises_in_time(failure: str, error: type[Exception], tmp_path: Path) -> None:
     def on_member(group: Any) -> list[Any]:
         medium, device = transport("hccl", group)
         if group.rank == 0:
-            if how == "dies":
+            if failure == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             wait_until((tmp_path / "named").exists)
             return []
@@ -155,14 +155,14 @@ def test_a_lost_sender_is_an_error_in_time(how: str, error: type[Exception], tmp
             int(torch.ones(3, device=device).sum()),
         ]
 
-    sender, receiver = run_members(on_member, 2, **({"expect_lost": {0}} if how == "dies" else {}))
+    sender, receiver = run_members(on_member, 2, **({"expect_lost": {0}} if failure == "dies" else {}))
     assert receiver == [error.__name__, True, 3]
-    assert sender == (Lost(-9) if how == "dies" else [])
+    assert sender == (Lost(-9) if failure == "dies" else [])
 
 
 @pytest.fixture
 def vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The double of vllm-ascend can be imported; what it imports is forgotten afterwards."""
+    """Make the double of vllm-ascend importable; remove its modules afterwards."""
     monkeypatch.syspath_prepend(str(DOUBLE))
     monkeypatch.setenv("HCCL_SO_PATH", str(DOUBLE / "no libhccl.so"))
     before = set(sys.modules)
@@ -173,8 +173,8 @@ def vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("vllm_ascend")
-def test_a_communicator_that_is_silent_is_refused() -> None:
-    """Without libhccl the double, as the real one, returns from every broadcast and has sent nothing."""
+def test_disabled_communicator_is_refused() -> None:
+    """Use the double without libhccl: like the real one it returns from every broadcast without sending."""
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm_ascend.distributed.device_communicators.pyhccl import PyHcclCommunicator
 
@@ -191,13 +191,13 @@ def test_a_communicator_that_is_silent_is_refused() -> None:
             transport("vllm_hccl", group)
         return str(caught.value)
 
-    for told in run_members(on_member, 2):
-        assert "PyHcclCommunicator is disabled" in told
+    for message in run_members(on_member, 2):
+        assert "PyHcclCommunicator is disabled" in message
 
 
 @pytest.mark.usefixtures("vllm_ascend")
-def test_a_communicator_that_works_carries_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unique id travels as bytes: nothing is pickled."""
+def test_working_communicator_sends_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the unique id as bytes: nothing is pickled."""
     monkeypatch.setenv("HCCL_SO_PATH", str(DOUBLE / "vllm" / "__init__.py"))  # any file: the double loads nothing
 
     def on_member(group: Any) -> list[bool]:
@@ -213,10 +213,10 @@ def test_a_communicator_that_works_carries_buckets(monkeypatch: pytest.MonkeyPat
     assert run_members(on_member, 2) == [[True] * 6] * 2
 
 
-def test_without_vllm_ascend_it_says_so() -> None:
+def test_missing_vllm_ascend_is_reported() -> None:
     def on_member(group: Any) -> str:
         with pytest.raises(TransportError) as caught:
             transport("vllm_hccl", group)
         return str(caught.value)
 
-    assert all("vllm-ascend is not installed here" in told for told in run_members(on_member, 2))
+    assert all("vllm-ascend is not installed here" in message for message in run_members(on_member, 2))

@@ -1,7 +1,7 @@
-"""``python trap_report.py FOLDER``: what the bootstrap says in environments that are broken in one way each.
+"""``python trap_report.py FOLDER``: errors of the bootstrap in environments that are broken in one way each.
 
 A helper of ``test_traps.py``. Every scenario is a fork of this process, which has imported torch and the simulated torch_npu
-and nothing else; FOLDER takes the packages that stand in the way. Prints JSON on the last line of stdout.
+and nothing else; FOLDER receives the obstructing packages. Prints JSON on the last line of stdout.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MEGATRON_0_12 = 'MAJOR = 0\nMINOR = 12\nPATCH = 2\nPRE_RELEASE = ""\n'
 
 
 class Without:
-    """Finds what is on ``sys.path``, apart from one package."""
+    """Path finder that hides one package."""
 
-    find_distributions = staticmethod(PathFinder.find_distributions)  # what importlib.metadata asks for
+    find_distributions = staticmethod(PathFinder.find_distributions)  # required by importlib.metadata
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -40,8 +40,8 @@ class Without:
 
 
 def without(package: str) -> None:
-    """As if ``package`` were not installed."""
-    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+    """Hide ``package`` as if it were not installed."""
+    for name in [module for module in sys.modules if module.partition(".")[0] == package]:
         del sys.modules[name]
     sys.meta_path[:] = [Without(package) if finder is PathFinder else finder for finder in sys.meta_path]
 
@@ -57,13 +57,13 @@ def put_first(folder: Path, **files: str) -> None:
 
 
 def no_triton(folder: Path) -> None:
-    """As on a host with a card: there the simulated device's stand-in does not come."""
+    """Hide triton, and the simulated device, whose stand-in for triton a real host lacks."""
     without("triton")
     simnpu.is_active = lambda: False
 
 
 def mindspeed_of_another_branch(folder: Path) -> None:
-    """A checkout on PYTHONPATH, as MindSpeed is used: the version stands beside the package."""
+    """Put a checkout on PYTHONPATH, as MindSpeed is used, with the version in ``setup.py``."""
     other = "0.15.3" if IS_0_16 else "0.16.0"
     put_first(folder, **{"mindspeed.__init__": "", "mindspeed.megatron_adaptor": CRASHES})
     (folder / "setup.py").write_text(f"__version__ = '{other}'\n")
@@ -82,7 +82,7 @@ def cuda_transformer_engine(folder: Path) -> None:
 
 
 def another_megatron(folder: Path) -> None:
-    """A Megatron-LM tree, whose ``megatron`` has no ``__init__.py``."""
+    """Put a Megatron-LM tree first, whose ``megatron`` has no ``__init__.py``."""
     put_first(folder, **{"megatron.core.__init__": CRASHES, "megatron.core.package_info": MEGATRON_0_12})
 
 
@@ -118,7 +118,7 @@ SCENARIOS: dict[str, Any] = {
 
 
 def outcome(scenario: str, platform: str, folder: Path) -> dict[str, Any]:
-    """The error of the bootstrap, and whether it came before anything was changed."""
+    """Return the error of the bootstrap, and whether anything was changed before it."""
     SCENARIOS[scenario](folder)
     before = torch.distributed.all_reduce, torch.compile, torch.jit.script, torch.Tensor.cuda
     error: Exception | None = None

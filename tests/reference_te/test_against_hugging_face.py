@@ -82,8 +82,8 @@ torch.save((padded.detach(), packed.detach(), embedding, projection), sys.argv[2
 def run(code: str, checkpoint: Path, result: Path) -> tuple[torch.Tensor, ...]:
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code, str(checkpoint), str(result)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert completed.returncode == 0, completed.stderr
     return torch.load(result)
 
 

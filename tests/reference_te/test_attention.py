@@ -29,7 +29,7 @@ def qkv(*lead: int, kv_lead: tuple[int, ...] | None = None, seed: int = 0) -> li
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, bias: Tensor | None = None) -> Tensor:
-    """One sequence: ``[q, heads, d]``, ``[k, groups, d]``, ``keep`` ``[q, k]`` -> ``[q, heads * e]``."""
+    """Attend for one sequence: ``[q, heads, d]``, ``[k, groups, d]``, ``keep`` ``[q, k]`` -> ``[q, heads * e]``."""
     outputs = []
     for head in range(query.shape[1]):
         shared = head // (query.shape[1] // key.shape[1])
@@ -51,17 +51,17 @@ def causal(queries: int, keys: int | None = None, left: int = -1, right: int = 0
     return keep
 
 
-def check(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
-    weighting = torch.sin(torch.arange(wanted.numel(), dtype=wanted.dtype)).view_as(wanted)
-    mine = torch.autograd.grad((got * weighting).sum(), leaves)
-    theirs = torch.autograd.grad((wanted * weighting).sum(), leaves)
-    for g, w in zip(mine, theirs, strict=True):
+def check(result: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-6)
+    weighting = torch.sin(torch.arange(expected.numel(), dtype=expected.dtype)).view_as(expected)
+    grads = torch.autograd.grad((result * weighting).sum(), leaves)
+    expected_grads = torch.autograd.grad((expected * weighting).sum(), leaves)
+    for g, w in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=5e-6)
 
 
 def batched(leaves: list[Tensor], keeps: list[Tensor], bias: Tensor | None = None) -> Tensor:
-    """``[s, b, ...]`` -> ``[s, b, h * e]`` from one dense calculation per sample."""
+    """Attend with one dense calculation per sample: ``[s, b, ...]`` -> ``[s, b, h * e]``."""
     samples = [dense(*(x[:, b] for x in leaves), keeps[b], bias) for b in range(len(keeps))]
     return torch.stack(samples, dim=1)
 
@@ -126,7 +126,7 @@ def test_arbitrary_mask_and_bias() -> None:
 
 
 def packed_reference(leaves: list[Tensor], starts: list[int], lengths: list[int], keeps: list[Tensor]) -> Tensor:
-    """Every sequence on its own; zeros in between."""
+    """Attend for every packed sequence separately; padding gets zeros."""
     rows = [torch.zeros(leaves[0].shape[0], HEADS * VALUE_DIM)]
     for start, length, keep in zip(starts, lengths, keeps, strict=True):
         out = dense(*(x[start : start + length] for x in leaves), keep)
@@ -135,7 +135,7 @@ def packed_reference(leaves: list[Tensor], starts: list[int], lengths: list[int]
 
 
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_packed_sequences_do_not_see_each_other(window: tuple[int, int] | None) -> None:
+def test_packed_sequences_do_not_attend_to_each_other(window: tuple[int, int] | None) -> None:
     leaves, totals = qkv(14), torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     out = attention(window_size=window)(
         *leaves, qkv_format="thd", cu_seqlens_q=totals, cu_seqlens_kv=totals, attn_mask_type="padding_causal"
@@ -169,9 +169,9 @@ def test_packed_with_padding_between() -> None:
 def test_softmax_of_bf16_is_wide() -> None:
     leaves = [x.detach().bfloat16() for x in qkv(64, 1)]
     out = attention()(*leaves)
-    wanted = batched(leaves, [causal(64)])
+    expected = batched(leaves, [causal(64)])
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), wanted, rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(out.float(), expected, rtol=8e-3, atol=8e-3)
 
 
 def test_softmax_scale() -> None:
@@ -197,7 +197,7 @@ def test_dropout_only_in_training_and_unbiased() -> None:
 
 
 def test_zigzag_layout() -> None:
-    """Two ranks, one sequence of eight: rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5."""
+    """Split a sequence of eight over two ranks: rank 0 gets 0 1 6 7, rank 1 gets 2 3 4 5."""
     assert chunk_starts(8, 0, 2) == [(0, 2), (6, 2)]
     assert chunk_starts(8, 1, 2) == [(2, 2), (4, 2)]
     gathered = torch.tensor([[9, 0, 1, 6, 7], [9, 2, 3, 4, 5]])

@@ -1,4 +1,4 @@
-"""The torch.cuda redirect, in this process, and put back after every test."""
+"""The torch.cuda redirect, installed in this process and undone after every test."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is
 
 @pytest.fixture
 def redirect() -> Iterator[None]:
-    mine = bool(cuda_redirect.install())  # False where a test before this one bootstrapped the process
+    installed = bool(cuda_redirect.install())  # False if an earlier test bootstrapped the process
     try:
         yield
     finally:
-        if mine:
+        if installed:
             cuda_redirect.uninstall()
 
 
 @pytest.mark.usefixtures("redirect")
 class TestRedirect:
-    def test_availability_stays_the_truth(self) -> None:
+    def test_availability_is_unchanged(self) -> None:
         assert torch.cuda.is_available() is False
         assert torch.cuda.device_count() == 0
 
@@ -37,17 +37,17 @@ class TestRedirect:
         assert cuda_redirect.install() == []
 
     @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 3)])
-    def test_every_way_to_say_cuda(self, device: object) -> None:
+    def test_all_forms_of_cuda_devices_mean_cpu(self, device: object) -> None:
         assert torch.zeros(2, device=device).tolist() == [0.0, 0.0]  # type: ignore[call-overload]
         assert torch.ones(2).to(device).device.type == "cpu"  # type: ignore[call-overload]
         assert torch.ones(2).to(device=device, dtype=torch.bfloat16).dtype == torch.bfloat16  # type: ignore[call-overload]
 
-    def test_current_device_goes_wherever_a_device_does(self) -> None:
+    def test_current_device_is_accepted_as_a_device(self) -> None:
         device = torch.cuda.current_device()
         assert torch.empty(1, device=device).to(device).device.type == "cpu"
         assert torch.nn.Linear(2, 2).to(device).cuda(device).weight.device.type == "cpu"
 
-    def test_to_still_casts_and_follows(self) -> None:
+    def test_to_still_casts_dtypes(self) -> None:
         x = torch.ones(2)
         assert x.to(torch.float64).dtype == torch.float64
         assert x.to(torch.ones(1, dtype=torch.int32)).dtype == torch.int32
@@ -89,12 +89,12 @@ class TestRedirect:
             assert torch.cuda.nvtx.range_push("inner") == 1
             torch.cuda.nvtx.mark("here")
             assert torch.cuda.nvtx.range_pop() == 1
-        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("alone"))
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("unpaired"))
         assert start.elapsed_time(end) >= 0
 
 
-def test_uninstall_puts_everything_back() -> None:
-    """In a process of its own: this one may be bootstrapped."""
+def test_uninstall_restores_everything() -> None:
+    """Run in a separate process, because this one may be bootstrapped."""
     code = f"from {__name__} import install_and_uninstall; install_and_uninstall()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)

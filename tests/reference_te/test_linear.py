@@ -31,12 +31,12 @@ def rms_by_hand(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
 
 
-def assert_same_gradients(mine: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
-    """Both outputs, differentiated against the same leaves with the same weighting."""
-    weighting = torch.cos(torch.arange(wanted.numel(), dtype=wanted.dtype)).view_as(wanted)
-    got = torch.autograd.grad((mine * weighting).sum(), leaves, retain_graph=True)
-    want = torch.autograd.grad((wanted * weighting).sum(), leaves, retain_graph=True)
-    for g, w in zip(got, want, strict=True):
+def assert_same_gradients(result: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    """Compare the gradients of both outputs, with the same leaves and weighting."""
+    weighting = torch.cos(torch.arange(expected.numel(), dtype=expected.dtype)).view_as(expected)
+    grads = torch.autograd.grad((result * weighting).sum(), leaves, retain_graph=True)
+    expected_grads = torch.autograd.grad((expected * weighting).sum(), leaves, retain_graph=True)
+    for g, w in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
 
 
@@ -44,9 +44,9 @@ def assert_same_gradients(mine: Tensor, wanted: Tensor, leaves: list[Tensor]) ->
 def test_linear_matches_functional(bias: bool) -> None:
     layer = randomised(Linear(6, 4, bias=bias))
     x = leaf(3, 2, 6)
-    wanted = F.linear(x, layer.weight, layer.bias if bias else None)
-    torch.testing.assert_close(layer(x), wanted)
-    assert_same_gradients(layer(x), wanted, [x, *layer.parameters()])
+    expected = F.linear(x, layer.weight, layer.bias if bias else None)
+    torch.testing.assert_close(layer(x), expected)
+    assert_same_gradients(layer(x), expected, [x, *layer.parameters()])
 
 
 def test_return_bias_leaves_it_out_of_the_product() -> None:
@@ -70,9 +70,9 @@ def test_weight_is_cast_to_the_dtype_of_the_input() -> None:
 def test_rms_norm(zero_centered: bool) -> None:
     layer = randomised(RMSNorm(8, eps=EPS, zero_centered_gamma=zero_centered, sequence_parallel=True))
     x = leaf(3, 8)
-    wanted = rms_by_hand(x, layer.weight + 1 if zero_centered else layer.weight)
-    torch.testing.assert_close(layer(x), wanted)
-    assert_same_gradients(layer(x), wanted, [x, layer.weight])
+    expected = rms_by_hand(x, layer.weight + 1 if zero_centered else layer.weight)
+    torch.testing.assert_close(layer(x), expected)
+    assert_same_gradients(layer(x), expected, [x, layer.weight])
     assert layer.weight.sequence_parallel is True
 
 
@@ -82,9 +82,9 @@ def test_layer_norm(zero_centered: bool) -> None:
     x = leaf(3, 8)
     centred = x - x.mean(-1, keepdim=True)
     scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)
-    wanted = scaled * (layer.weight + 1 if zero_centered else layer.weight) + layer.bias
-    torch.testing.assert_close(layer(x), wanted)
-    assert_same_gradients(layer(x), wanted, [x, layer.weight, layer.bias])
+    expected = scaled * (layer.weight + 1 if zero_centered else layer.weight) + layer.bias
+    torch.testing.assert_close(layer(x), expected)
+    assert_same_gradients(layer(x), expected, [x, layer.weight, layer.bias])
     assert layer.bias.sequence_parallel is False
 
 
@@ -97,8 +97,8 @@ def test_norms_start_as_the_identity_scale() -> None:
 def test_norm_of_bf16_is_computed_in_fp32() -> None:
     layer = randomised(RMSNorm(512, eps=EPS, params_dtype=torch.bfloat16))
     x = leaf(2, 512).bfloat16()
-    wanted = rms_by_hand(x.double(), layer.weight.double()).bfloat16()
-    assert torch.equal(layer(x), wanted)
+    expected = rms_by_hand(x.double(), layer.weight.double()).bfloat16()
+    assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
@@ -109,13 +109,13 @@ def test_layer_norm_linear(normalization: str) -> None:
         normed = rms_by_hand(x, layer.layer_norm_weight)
     else:
         normed = F.layer_norm(x, (8,), layer.layer_norm_weight, layer.layer_norm_bias, EPS)
-    wanted = F.linear(normed, layer.weight, layer.bias)
+    expected = F.linear(normed, layer.weight, layer.bias)
     out, returned = layer(x)
-    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(returned, normed)
-    assert_same_gradients(out, wanted, [x, *layer.parameters()])
+    assert_same_gradients(out, expected, [x, *layer.parameters()])
     layer.return_layernorm_output = False  # mcore-bridge's LoRA switches it on the live layer
-    torch.testing.assert_close(layer(x), wanted)
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_layer_norm_linear_returns_bias_before_norm_output() -> None:
@@ -134,14 +134,14 @@ def test_grouped_linear(bias: bool) -> None:
     layer = randomised(GroupedLinear(3, 6, 4, bias=bias))
     x = leaf(7, 6)
     splits = [2, 0, 5]
-    wanted = torch.cat(
+    expected = torch.cat(
         [
             F.linear(rows, getattr(layer, f"weight{i}"), getattr(layer, f"bias{i}") if bias else None)
             for i, rows in enumerate(x.split(splits))
         ]
     )
-    torch.testing.assert_close(layer(x, splits), wanted)
-    assert_same_gradients(layer(x, splits), wanted, [x, *layer.parameters()])
+    torch.testing.assert_close(layer(x, splits), expected)
+    assert_same_gradients(layer(x, splits), expected, [x, *layer.parameters()])
     layer(x, torch.tensor(splits)).sum().backward()
     assert torch.equal(layer.weight1.grad, torch.zeros(4, 6))  # no tokens: a zero gradient, not a missing one
 
@@ -174,7 +174,7 @@ def test_tensor_parallel_marks() -> None:
     assert expert.weight.tensor_model_parallel is True
 
 
-def test_init_method_runs_under_the_tracker_that_was_named() -> None:
+def test_init_method_runs_under_the_named_tracker() -> None:
     names = []
 
     class Tracker:
@@ -207,7 +207,7 @@ def test_extra_state_is_an_empty_uint8_tensor() -> None:
         ("symmetric_ar_type", "two_shot", "symmetric_ar_type"),
     ],
 )
-def test_settings_that_are_refused(setting: str, value: Any, named: str) -> None:
+def test_unsupported_settings_are_refused(setting: str, value: Any, named: str) -> None:
     for layer in (Linear, LayerNormLinear):
         with pytest.raises(PlatformError, match=named):
             layer(4, 4, **{setting: value})

@@ -23,7 +23,7 @@ WITHOUT_FP8 = {"fp8_autocast", "autocast", "fp8_model_init", "quantized_model_in
 
 
 @pytest.mark.parametrize("module", sorted({module for names in REAL.values() for module in names}))
-def test_every_public_name_is_there(module: str) -> None:
+def test_every_public_name_exists(module: str) -> None:
     names = {name for version in REAL.values() for name in version[module]} - HELPERS
     assert names
     missing = sorted(name for name in names if not hasattr(MODULES[module], name))
@@ -31,18 +31,18 @@ def test_every_public_name_is_there(module: str) -> None:
 
 
 def refusals() -> list[tuple[str, str]]:
-    """(module, name) of everything that is there only to refuse."""
-    found = []
+    """Return (module, name) of every placeholder."""
+    placeholders = []
     for module, contents in MODULES.items():
         for name, value in vars(contents).items():
             if name.startswith("__"):
                 continue
             if getattr(value, "__module__", None) == "megascend.reference_te.unsupported":
-                found.append((module, name))
-    return found
+                placeholders.append((module, name))
+    return placeholders
 
 
-def test_what_is_refused_names_itself_when_it_is_used() -> None:
+def test_placeholder_errors_name_the_feature() -> None:
     assert len({name for _, name in refusals()}) > 80
     for module, name in refusals():
         value = getattr(MODULES[module], name)
@@ -54,13 +54,13 @@ def test_what_is_refused_names_itself_when_it_is_used() -> None:
                 _ = value.MEMBER
 
 
-def test_modules_left_out_cannot_be_imported_and_are_not_there_by_accident() -> None:
+def test_left_out_modules_do_not_exist() -> None:
     for module in LEFT_OUT:
         assert f"transformer_engine.pytorch.{module}" not in MODULES
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_FP8))
-def test_quantisation_can_be_switched_off_only(name: str) -> None:
+def test_quantisation_contexts_accept_only_false(name: str) -> None:
     context = getattr(MODULES["transformer_engine.pytorch"], name)
     with context(enabled=False):
         pass
@@ -68,7 +68,7 @@ def test_quantisation_can_be_switched_off_only(name: str) -> None:
         pass
 
 
-def test_questions_about_fp8_are_answered_with_no() -> None:
+def test_fp8_queries_return_false() -> None:
     te = MODULES["transformer_engine.pytorch"]
     for name in ("is_fp8_available", "is_mxfp8_available", "is_nvfp4_available", "is_fp8_block_scaling_available"):
         assert getattr(te, name)() is False
@@ -80,9 +80,9 @@ def test_questions_about_fp8_are_answered_with_no() -> None:
     assert te.is_bf16_available() is True
 
 
-def test_recipes_say_which_they_are_and_refuse_what_nobody_can_train_in() -> None:
+def test_recipe_predicates_and_invalid_formats() -> None:
     answers = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
-    made = [
+    recipes = [
         fp8.DelayedScaling(amax_history_len=16, override_linear_precision=(False, False, True)),  # type: ignore[call-arg]
         fp8.Float8CurrentScaling(),
         fp8.Float8BlockScaling(),
@@ -90,7 +90,7 @@ def test_recipes_say_which_they_are_and_refuse_what_nobody_can_train_in() -> Non
         fp8.NVFP4BlockScaling(),
         fp8.CustomRecipe(qfactory=print),
     ]
-    assert [[getattr(recipe, answer)() for answer in answers] for recipe in made] == [
+    assert [[getattr(recipe, answer)() for answer in answers] for recipe in recipes] == [
         [row == column for column in range(6)] for row in range(6)
     ]
     assert fp8.Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
@@ -101,7 +101,7 @@ def test_recipes_say_which_they_are_and_refuse_what_nobody_can_train_in() -> Non
         fp8.Float8BlockScaling(x_block_scaling_dim=3)
 
 
-def test_padding_fills_each_run_and_unpadding_takes_it_away() -> None:
+def test_padding_and_unpadding_round_trip() -> None:
     counts = [3, 0, 4, 9]
     rows = torch.randn(sum(counts), 5, requires_grad=True)
     padded, sizes = fp8.Fp8Padding(4, align_size=4)(rows, counts)
@@ -119,13 +119,13 @@ def test_padding_fills_each_run_and_unpadding_takes_it_away() -> None:
 
 
 @pytest.mark.parametrize("window", [11, (1,), (1, 2, 3), ("1", 2)])
-def test_a_window_is_a_pair(window: object) -> None:
+def test_invalid_window_raises_config_error(window: object) -> None:
     with pytest.raises(ConfigError, match="window_size must be None or two integers"):
         attention.DotProductAttention(2, 4, window_size=window)  # type: ignore[arg-type]
 
 
-def test_no_window_is_the_one_of_the_mask() -> None:
-    """As the real one writes it."""
+def test_default_window_depends_on_the_mask() -> None:
+    """Check that the default window depends on the mask type, as in the real Transformer Engine."""
     assert attention.DotProductAttention(2, 4).window_size == (-1, 0)
     assert attention.DotProductAttention(2, 4, attn_mask_type="padding").window_size == (-1, -1)
 
@@ -164,8 +164,8 @@ print("done")
 
 
 def test_lora_of_peft_on_the_layers() -> None:
-    """peft 0.20 has a LoRA layer for those of Transformer Engine, and looks LayerNormMLP up for it."""
+    """Train LoRA of peft 0.20, whose layer for Transformer Engine's layers looks LayerNormMLP up."""
     pytest.importorskip("peft.tuners.lora.te")
-    done = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "done"
+    completed = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "done"

@@ -25,7 +25,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 
 
 def run(optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with gradients that depend on nothing but the step number."""
+    """Run steps with gradients that depend on the step number only."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for group in optimizer.param_groups:
@@ -40,12 +40,12 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_matches_torch(decoupled: bool) -> None:
-    mine, theirs = parameters(), parameters()
+    fused, expected = parameters(), parameters()
     torch_class = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}
-    run(FusedAdam(groups(mine), adam_w_mode=decoupled, **settings), range(12))
-    run(torch_class(groups(theirs), **settings), range(12))
-    for a, b in zip(mine, theirs, strict=True):
+    run(FusedAdam(groups(fused), adam_w_mode=decoupled, **settings), range(12))
+    run(torch_class(groups(expected), **settings), range(12))
+    for a, b in zip(fused, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -100,7 +100,7 @@ def test_without_bias_correction() -> None:
         ("exp_avg_dtype", torch.bfloat16),
     ],
 )
-def test_adam_refuses(setting: str, value: Any) -> None:
+def test_adam_refuses_unsupported_settings(setting: str, value: Any) -> None:
     with pytest.raises(PlatformError, match=setting):
         FusedAdam(parameters(), **{setting: value})
 
@@ -120,9 +120,9 @@ def test_sgd_matches_momentum_by_hand() -> None:
 
 def test_l2norm() -> None:
     tensors = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]], dtype=torch.bfloat16), torch.empty(0)]
-    total, each = multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1, dtype=torch.int), [tensors], True)
+    total, norms = multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1, dtype=torch.int), [tensors], True)
     assert total.tolist() == [5.0]
-    assert each.tolist() == [3.0, 4.0, 0.0]
+    assert norms.tolist() == [3.0, 4.0, 0.0]
     assert multi_tensor_applier(multi_tensor_l2norm, None, [[]])[0].tolist() == [0.0]
 
 
@@ -141,12 +141,12 @@ def test_scale_in_place_and_across_dtypes() -> None:
     assert target.tolist() == [2.0, -4.0]
 
 
-def test_scale_flags_what_is_not_finite() -> None:
+def test_scale_flags_non_finite_sources() -> None:
     target = torch.empty(2)
     assert scale([torch.tensor([1.0, math.inf])], [target], 2.0) == 1
     assert target.tolist() == [2.0, math.inf]
 
 
-def test_lists_of_different_length() -> None:
+def test_lists_of_different_length_are_refused() -> None:
     with pytest.raises(ConfigError, match="equal length"):
         multi_tensor_applier(multi_tensor_scale, None, [[torch.ones(1)], []], 1.0)

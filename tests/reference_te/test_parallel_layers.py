@@ -140,7 +140,7 @@ def test_row_parallel(sequence_parallel: bool) -> None:
 
 HEADS, GROUPS, DIM = 4, 2, 8
 LENGTHS = (16, 8, 24)  # packed sequences, each a multiple of 2 * size
-REAL = (13, 8, 17)  # of which so many are not padding
+REAL = (13, 8, 17)  # tokens of them that are not padding
 
 
 def qkv(*lead: int) -> list[Tensor]:
@@ -148,7 +148,7 @@ def qkv(*lead: int) -> list[Tensor]:
 
 
 def zigzag(value: Tensor, rank: int, size: int) -> Tensor:
-    """The share of a rank of one sequence ``[s, ...]``."""
+    """Return a rank's share of one sequence ``[s, ...]``."""
     chunks = value.chunk(2 * size, dim=0)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
@@ -167,7 +167,7 @@ def over_context() -> dict[str, Any]:
 
 
 def attend_by_hand(query: Tensor, key: Tensor, value: Tensor, left: int = -1) -> Tensor:
-    """Causal attention of one sequence, all pairs at once: ``[s, heads, d]`` -> ``[s, heads * d]``."""
+    """Compute causal attention of one sequence over all pairs: ``[s, heads, d]`` -> ``[s, heads * d]``."""
     key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / DIM**0.5
     distance = torch.arange(len(query))[:, None] - torch.arange(len(key))[None]
@@ -190,8 +190,8 @@ def test_context_parallel_padded_batch(window: tuple[int, int] | None, size: int
     left = -1 if window is None else window[0]
     out = torch.stack([attend_by_hand(*(x[:, b] for x in leaves), left) for b in range(2)], dim=1)
     (out * loss_weights(out)).sum().backward()
-    for rank, (got, *grads) in enumerate(run_distributed(dense_rank, size, window, timeout_s=TIMEOUT_S)):
-        torch.testing.assert_close(got, zigzag(out, rank, size), rtol=1e-5, atol=2e-6)
+    for rank, (result, *grads) in enumerate(run_distributed(dense_rank, size, window, timeout_s=TIMEOUT_S)):
+        torch.testing.assert_close(result, zigzag(out, rank, size), rtol=1e-5, atol=2e-6)
         for grad, leaf in zip(grads, leaves, strict=True):
             torch.testing.assert_close(grad, zigzag(leaf.grad, rank, size), rtol=1e-5, atol=5e-6)
 
@@ -221,13 +221,13 @@ def test_context_parallel_packed(with_padding: bool) -> None:
     leaves = [x.requires_grad_() for x in qkv(sum(LENGTHS))]
     pieces = []
     for start, length, real in zip(totals(LENGTHS).tolist()[:-1], LENGTHS, REAL, strict=True):
-        kept = real if with_padding else length
-        out = attend_by_hand(*(x[start : start + kept] for x in leaves))
-        pieces.append(F.pad(out, (0, 0, 0, length - kept)))
+        count = real if with_padding else length
+        out = attend_by_hand(*(x[start : start + count] for x in leaves))
+        pieces.append(F.pad(out, (0, 0, 0, length - count)))
     out = torch.cat(pieces)
     (out * loss_weights(out)).sum().backward()
-    for rank, (got, *grads) in enumerate(run_distributed(packed_rank, 2, with_padding, timeout_s=TIMEOUT_S)):
-        torch.testing.assert_close(got, packed_zigzag(out, rank, 2), rtol=1e-5, atol=2e-6)
+    for rank, (result, *grads) in enumerate(run_distributed(packed_rank, 2, with_padding, timeout_s=TIMEOUT_S)):
+        torch.testing.assert_close(result, packed_zigzag(out, rank, 2), rtol=1e-5, atol=2e-6)
         for grad, leaf in zip(grads, leaves, strict=True):
             torch.testing.assert_close(grad, packed_zigzag(leaf.grad, rank, 2), rtol=1e-5, atol=5e-6)
 

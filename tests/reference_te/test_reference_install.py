@@ -14,12 +14,12 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is r
 
 
 def run(code: str) -> str:
-    """The standard output of ``code`` in a new Python process, which must succeed."""
+    """Return the standard output of ``code`` in a new Python process, which must succeed."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @CPU_ONLY
@@ -71,7 +71,7 @@ def test_importing_the_subpackage_imports_neither_torch_nor_megatron() -> None:
     )
 
 
-def test_too_late_is_an_error_that_names_the_modules() -> None:
+def test_late_install_error_names_the_modules() -> None:
     run(
         """
         import sys, types
@@ -109,7 +109,7 @@ def test_a_real_transformer_engine_with_cuda_is_not_replaced(tmp_path: object) -
     )
 
 
-def test_features_that_are_not_there_say_so() -> None:
+def test_missing_features_raise_named_errors() -> None:
     run(
         """
         from megascend import errors, reference_te

@@ -14,14 +14,14 @@ HEADS, DIM = 2, 8
 
 
 def angles(positions: int, interleaved: bool = False) -> Tensor:
-    """``[positions, 1, 1, DIM]``, as Megatron-Core's RotaryEmbedding makes them."""
-    each = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
-    both = each.repeat_interleave(2, dim=-1) if interleaved else torch.cat([each, each], dim=-1)
-    return both[:, None, None, :]
+    """Return angles ``[positions, 1, 1, DIM]`` in the layout of Megatron-Core's RotaryEmbedding."""
+    frequencies = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
+    table = frequencies.repeat_interleave(2, dim=-1) if interleaved else torch.cat([frequencies, frequencies], dim=-1)
+    return table[:, None, None, :]
 
 
 def by_transformers(t: Tensor) -> Tensor:
-    """``[s, b, h, d]`` rotated."""
+    """Rotate ``[s, b, h, d]`` with transformers."""
     freqs = angles(t.shape[0])[:, 0, 0][None]
     heads_first = t.permute(1, 2, 0, 3)
     rotated, _ = transformers_rotation(heads_first, heads_first, freqs.cos(), freqs.sin())
@@ -33,10 +33,10 @@ def tokens() -> Tensor:
     return torch.randn(12, 3, HEADS, DIM, generator=torch.Generator().manual_seed(0))
 
 
-def test_halves_are_turned_as_transformers_turns_them(tokens: Tensor) -> None:
+def test_halves_are_rotated_as_in_transformers(tokens: Tensor) -> None:
     expected = by_transformers(tokens)
-    found = apply_rotary_pos_emb(tokens, angles(20), fused=True)
-    torch.testing.assert_close(found, expected)
+    result = apply_rotary_pos_emb(tokens, angles(20), fused=True)
+    torch.testing.assert_close(result, expected)
     batch_first = apply_rotary_pos_emb(tokens.transpose(0, 1), angles(20), tensor_format="bshd")
     torch.testing.assert_close(batch_first, expected.transpose(0, 1))
 
@@ -47,49 +47,51 @@ def test_interleaved_pairs_are_complex_numbers(tokens: Tensor) -> None:
     torch.testing.assert_close(apply_rotary_pos_emb(tokens, angles(12, True), interleaved=True), expected)
 
 
-def test_features_beyond_the_angles_are_left_alone(tokens: Tensor) -> None:
+def test_features_beyond_the_angles_are_unchanged(tokens: Tensor) -> None:
     wide = torch.cat([tokens, tokens], dim=-1)
-    found = apply_rotary_pos_emb(wide, angles(12))
-    torch.testing.assert_close(found[..., :DIM], by_transformers(tokens))
-    assert torch.equal(found[..., DIM:], tokens)
+    result = apply_rotary_pos_emb(wide, angles(12))
+    torch.testing.assert_close(result[..., :DIM], by_transformers(tokens))
+    assert torch.equal(result[..., DIM:], tokens)
 
 
 def test_the_angles_are_not_rounded_to_bfloat16(tokens: Tensor) -> None:
     low = tokens.bfloat16()
-    found = apply_rotary_pos_emb(low, angles(12))
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, by_transformers(low.float()).bfloat16())
+    result = apply_rotary_pos_emb(low, angles(12))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, by_transformers(low.float()).bfloat16())
 
 
-def test_gradients_are_turned_back(tokens: Tensor) -> None:
+def test_gradients_match_transformers(tokens: Tensor) -> None:
     leaf = tokens.clone().requires_grad_()
     weights = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1))
-    (found,) = torch.autograd.grad((apply_rotary_pos_emb(leaf, angles(12)) * weights).sum(), leaf)
+    (result,) = torch.autograd.grad((apply_rotary_pos_emb(leaf, angles(12)) * weights).sum(), leaf)
     (expected,) = torch.autograd.grad((by_transformers(leaf) * weights).sum(), leaf)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_every_packed_sequence_begins_at_position_0(tokens: Tensor, cp_size: int) -> None:
+def test_packed_sequences_start_at_position_0(tokens: Tensor, cp_size: int) -> None:
     sequences = [tokens[:8, 0], tokens[:4, 1]]
-    whole = [by_transformers(sequence[:, None])[:, 0] for sequence in sequences]
+    rotated_sequences = [by_transformers(sequence[:, None])[:, 0] for sequence in sequences]
     bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
     for rank in range(cp_size):
 
         def share(parts: list[Tensor], rank: int = rank) -> Tensor:
-            """Chunks ``rank`` from the beginning and from the end of each."""
+            """Return a rank's zigzag chunks of every sequence."""
             if cp_size == 1:
                 return torch.cat(parts)
             chunks = [part.chunk(2 * cp_size) for part in parts]
-            return torch.cat([piece for each in chunks for piece in (each[rank], each[-1 - rank])])
+            return torch.cat(
+                [piece for sequence_chunks in chunks for piece in (sequence_chunks[rank], sequence_chunks[-1 - rank])]
+            )
 
-        found = apply_rotary_pos_emb(
+        result = apply_rotary_pos_emb(
             share(sequences), angles(8), tensor_format="thd", cu_seqlens=bounds, cp_size=cp_size, cp_rank=rank
         )
-        torch.testing.assert_close(found, share(whole))
+        torch.testing.assert_close(result, share(rotated_sequences))
 
 
-def test_what_does_not_fit_is_refused(tokens: Tensor) -> None:
+def test_inconsistent_arguments_are_refused(tokens: Tensor) -> None:
     bounds = torch.tensor([0, 6, 12], dtype=torch.int32)
     packed = tokens[:, 0]
     for arguments, message in (

@@ -1,4 +1,4 @@
-"""When the check runs, what is kept of it, and how every rank hears of it. What it finds: test_findings.py."""
+"""The runs of the check, its cache, and the broadcast to all ranks; test_findings.py covers its results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIFFERS = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7],
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty cache."""
+    """Set an empty cache folder."""
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path))
     return tmp_path / "self-check"
 
@@ -45,7 +45,7 @@ def examine(config=QWEN, longest=512) -> Verdict:
 
 
 def counted(monkeypatch, findings: list[TrialResult], log: Path | None = None) -> list[int]:
-    """Replace the worker; returns the numbers of trials that it was asked for."""
+    """Replace the worker; return the number of trials of each call."""
     calls: list[int] = []
 
     def run(trials, worker=None):
@@ -70,7 +70,7 @@ def test_a_configuration_is_checked_once(folder, monkeypatch) -> None:
     assert "1.5 s, 1 MiB" in first.summary()
 
 
-def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
+def test_cache_key_covers_every_input(monkeypatch) -> None:
     part = slice_of(QWEN)
     keys = [
         check.key(part),
@@ -87,19 +87,19 @@ def test_whatever_a_verdict_depends_on_is_in_its_key(monkeypatch) -> None:
     assert check.key(part) == keys[0]
 
 
-def test_processes_that_start_at_once_check_once(folder, monkeypatch, tmp_path) -> None:
+def test_concurrent_processes_check_once(folder, monkeypatch, tmp_path) -> None:
     counted(monkeypatch, [AGREES], log=tmp_path / "log")
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=examine) for _ in range(6)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(60)
-        assert each.exitcode == 0
+    for child in processes:
+        child.start()
+    for child in processes:
+        child.join(60)
+        assert child.exitcode == 0
     assert (tmp_path / "log").read_text() == "made\n"
 
 
-def test_a_damaged_file_is_made_again(folder, monkeypatch) -> None:
+def test_damaged_cache_file_is_rewritten(folder, monkeypatch) -> None:
     calls = counted(monkeypatch, [AGREES])
     examine()
     (file,) = folder.iterdir()
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_made_again(folder, monkeypatch) -> None:
     assert json.loads(file.read_text())["status"] == "agrees"
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -> None:
+def test_unwritable_cache_logs_a_warning(tmp_path, monkeypatch, caplog) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "file"))
     counted(monkeypatch, [AGREES])
@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog) -
     assert "could not be stored" in caplog.text
 
 
-def test_a_worker_that_dies_is_no_verdict_to_keep(folder, monkeypatch) -> None:
+def test_failed_worker_caches_no_verdict(folder, monkeypatch) -> None:
     def run(trials, worker=None):
         raise PlatformError("its process has ended with exit code -9")
 
@@ -128,7 +128,7 @@ def test_a_worker_that_dies_is_no_verdict_to_keep(folder, monkeypatch) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_the_place_of_the_cache(monkeypatch, tmp_path) -> None:
+def test_cache_folder_follows_environment(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("MEGASCEND_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert check.cache_folder() == tmp_path / "megascend" / "self-check"
@@ -136,14 +136,14 @@ def test_the_place_of_the_cache(monkeypatch, tmp_path) -> None:
     assert check.cache_folder() == Path.home() / ".cache" / "megascend" / "self-check"
 
 
-def test_a_difference_of_mixed_micro_batches_is_told_as_such(folder, monkeypatch) -> None:
+def test_difference_in_mixed_micro_batches_is_reported(folder, monkeypatch) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     config = QWEN | {"max_position_embeddings": 8192, "rope_scaling": rope}
     counted(monkeypatch, [DIFFERS, AGREES])
     verdict = check.examine(config, config, 8192, False)
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
     text = str(check.objection(verdict, config, process.versions()))
-    assert "when short and long samples share a micro batch (each by itself is right)" in text
+    assert "when short and long samples share a micro batch (each is right in a micro batch of one)" in text
 
 
 # --- through the backend ---
@@ -161,8 +161,8 @@ def backend_of(model: Path, **options):
 
 @pytest.mark.usefixtures("megatron_imported")
 class TestBackend:
-    def test_every_rank_hears_the_same_and_training_never_begins(self, parity_folder, folder) -> None:
-        """The whole way, with a real setting that Megatron-Core ignores: RoPE on a part of each head in Llama."""
+    def test_difference_raises_the_same_error_on_every_rank(self, parity_folder, folder) -> None:
+        """Run the full check with a setting that Megatron-Core ignores: RoPE on a part of each head in Llama."""
         model = write_tiny_checkpoint(parity_folder / "partial", "llama", partial_rotary_factor=0.5)
 
         def on_rank() -> str:
@@ -170,17 +170,17 @@ class TestBackend:
                 backend_of(model, parallel=Parallel(tensor=2))
             return str(caught.value)
 
-        found = run_distributed(on_rank, 2, init=False, timeout_s=240)
-        assert found[0] == found[1]
-        assert "partial_rotary_factor=0.5 (they agree with 1.0)" in found[0]
-        assert "self_check: off" in found[0]
-        # Kept: this process is told without another look.
+        errors = run_distributed(on_rank, 2, init=False, timeout_s=240)
+        assert errors[0] == errors[1]
+        assert "partial_rotary_factor=0.5 (they agree with 1.0)" in errors[0]
+        assert "self_check: off" in errors[0]
+        # Cached: this process reads the verdict.
         with pytest.raises(SelfCheckError, match="partial_rotary_factor"):
             backend_of(model)
         with backend_of(model, self_check=False) as backend:
             assert backend.self_check.summary() == "self-check: off"
 
-    def test_what_was_checked_can_be_read(self, parity_folder, caplog) -> None:
+    def test_backend_exposes_its_verdict(self, parity_folder, caplog) -> None:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model) as backend:
             verdict = backend.self_check
@@ -191,45 +191,45 @@ class TestBackend:
         assert verdict.largest < process.BOUND / 2
         assert verdict.lengths == [3, 8, 13, 40, 48]
 
-    def test_a_verdict_asked_for_ahead_is_the_one_that_the_backend_looks_for(self, parity_folder, folder, monkeypatch):
+    def test_check_ahead_fills_the_cache_of_the_backend(self, parity_folder, folder, monkeypatch):
         calls = counted(monkeypatch, [AGREES])
         monkeypatch.setattr(process, "start_worker", lambda *_: None)
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
         for rank, config in ((1, run), (0, run.model_copy(update={"self_check": False})), (0, run)):
-            ahead = SelfCheckAhead(plan_of(config), rank)
-            ahead.begin()
-            if ahead.thread is not None:
-                ahead.thread.join(60)
+            check_ahead = SelfCheckAhead(plan_of(config), rank)
+            check_ahead.begin()
+            if check_ahead.thread is not None:
+                check_ahead.thread.join(60)
         assert calls == [1]
         with backend_of(model, batching=run.batching) as backend:
             assert backend.self_check.cached
         assert calls == [1]
 
-    def test_a_worker_that_stood_by_makes_the_verdict_and_the_next_run_needs_none(self, parity_folder, folder):
+    def test_early_worker_checks_and_next_run_starts_none(self, parity_folder, folder):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         run = plan_of(RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}}))
-        ahead = SelfCheckAhead(run, 0)
+        check_ahead = SelfCheckAhead(run, 0)
         (worker,) = workers()
-        ahead.begin()
-        ahead.thread.join(120)
-        assert not ahead.thread.is_alive()
+        check_ahead.begin()
+        check_ahead.thread.join(120)
+        assert not check_ahead.thread.is_alive()
         assert not worker.is_running()
-        (kept,) = folder.glob("*.json")
-        assert json.loads(kept.read_text())["status"] == "agrees"
+        (verdict_file,) = folder.glob("*.json")
+        assert json.loads(verdict_file.read_text())["status"] == "agrees"
         SelfCheckAhead(run, 0)
         assert workers() == []
 
-    def test_a_backend_that_imports_megatron_has_one_stand_by_meanwhile_the_first_time(self, parity_folder, folder):
+    def test_backend_starts_early_worker_only_without_cache(self, parity_folder, folder):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         environment = os.environ | {"MEGASCEND_CACHE": str(folder / "new")}
         for verdict in (["agrees", False, [False]], ["agrees", True, []]):
             command = [sys.executable, "-c", EARLY_WORKER, str(model)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-            assert done.returncode == 0, done.stderr[-3000:]
-            assert json.loads(done.stdout.splitlines()[-1]) == verdict
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+            assert completed.returncode == 0, completed.stderr[-3000:]
+            assert json.loads(completed.stdout.splitlines()[-1]) == verdict
 
-    def test_a_run_that_is_refused_leaves_no_worker(self, parity_folder, folder, monkeypatch):
+    def test_refused_run_leaves_no_worker(self, parity_folder, folder, monkeypatch):
         started, worker = [], process.Worker
         monkeypatch.setattr(process, "Worker", lambda: started.append(worker()) or started[-1])
         model, data = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "chat.jsonl"
@@ -240,19 +240,19 @@ class TestBackend:
         assert len(started) == 1
         assert workers() == []
 
-    def test_a_worker_that_is_not_asked_is_ended(self, parity_folder, folder):
-        """Mistral's configuration has a sliding window where the file says nothing of one."""
+    def test_unneeded_worker_is_ended(self, parity_folder, folder):
+        """Use Mistral's configuration, which has a sliding window by default."""
         model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
         config = RunConfig.model_validate({"model": model, "output": folder, "data": {"path": "chat.jsonl"}})
         plan = plan_of(config)
         (model / "config.json").write_text(json.dumps({"model_type": "mistral", "max_position_embeddings": 512}))
-        ahead = SelfCheckAhead(plan, 0)
+        check_ahead = SelfCheckAhead(plan, 0)
         assert len(workers()) == 1
-        ahead.begin()
-        assert ahead.thread is None
+        check_ahead.begin()
+        assert check_ahead.thread is None
         assert workers() == []
 
-    def test_no_worker_stands_by_for_what_cannot_be_read_or_is_not_installed(self, parity_folder, folder, monkeypatch):
+    def test_no_early_worker_for_unreadable_model_or_missing_package(self, parity_folder, folder, monkeypatch):
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         broken = folder.parent / "broken"
         broken.mkdir()
@@ -264,7 +264,7 @@ class TestBackend:
         assert process.start_worker(model, None) is None
         assert workers() == []
 
-    def test_no_worker_stands_by_where_it_may_not_be_asked(self, parity_folder, folder):
+    def test_no_early_worker_if_it_may_be_unneeded(self, parity_folder, folder):
         model = shutil.copytree(write_tiny_checkpoint(parity_folder / "qwen3", "qwen3"), folder.parent / "model")
         raw = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(raw | {"sliding_window": 8}))
@@ -274,14 +274,14 @@ class TestBackend:
         assert workers() == []
 
     @pytest.mark.nightly
-    def test_a_run_without_long_samples_is_checked_without_them(self, parity_folder) -> None:
+    def test_check_skips_samples_over_max_length(self, parity_folder) -> None:
         model = write_tiny_checkpoint(parity_folder / "qwen3", "qwen3")
         with backend_of(model, batching=Batching(max_length=13)) as backend:
             assert backend.self_check.lengths == [3, 8, 13]
 
 
-def test_no_process_stands_by_where_a_package_is_missing(tmp_path, monkeypatch):
-    """The backend says which, and how to install it."""
+def test_no_early_worker_if_package_metadata_is_missing(tmp_path, monkeypatch):
+    """The backend reports the missing package later."""
     (tmp_path / "config.json").write_text("{}")
 
     def version(name: str) -> str:
@@ -303,44 +303,44 @@ assert psutil.Process().children() == []
 print(json.dumps([backend.self_check.status, backend.self_check.cached, started]))
 backend.close()
 """
-"""Prints the verdict, whether it was kept, and of each process that stood by whether Megatron had been imported before."""
+"""Prints the verdict, whether it was cached, and for each early worker whether Megatron was imported before."""
 
 
 def workers() -> list[psutil.Process]:
-    """Processes of this one that check."""
-    return [each for each in psutil.Process().children() if "megascend.app.self_check_worker" in each.cmdline()]
+    """Return the self-check workers among this process's children."""
+    return [child for child in psutil.Process().children() if "megascend.app.self_check_worker" in child.cmdline()]
 
 
-def told(verdict: Verdict, model_type: str) -> list[str]:
+def logged_warnings(verdict: Verdict, model_type: str) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("megascend.selfcheck")
     logger.addHandler(handler)
     try:
-        check.tell(verdict, {"model_type": model_type}, rank=0)
+        check.log_warnings(verdict, {"model_type": model_type}, rank=0)
     finally:
         logger.removeHandler(handler)
     return lines
 
 
-def test_an_unproven_architecture_warns_although_it_agrees() -> None:
-    assert told(Verdict("agrees"), "qwen3") == []
-    (text,) = told(Verdict("agrees"), "olmoe")
+def test_unproven_architecture_warns_even_if_it_agrees() -> None:
+    assert logged_warnings(Verdict("agrees"), "qwen3") == []
+    (text,) = logged_warnings(Verdict("agrees"), "olmoe")
     assert "olmoe is not among the architectures that megascend's tests prove" in text
     assert "agrees with transformers" in text
-    (text,) = told(Verdict("off"), "olmoe")
+    (text,) = logged_warnings(Verdict("off"), "olmoe")
     assert "agrees" not in text
 
 
-def test_what_was_not_checked_warns() -> None:
-    (text,) = told(Verdict("not checked", "no reason"), "qwen3")
-    assert "nothing about this qwen3 model was compared with transformers: no reason" in text
-    (text,) = told(Verdict("agrees", not_shown="layers from 8 on", layers=8), "qwen3")
-    assert "it saw 8 layers of this qwen3 model only: layers from 8 on" in text
+def test_incomplete_check_warns() -> None:
+    (text,) = logged_warnings(Verdict("not checked", "no reason"), "qwen3")
+    assert "this qwen3 model was not compared with transformers: no reason" in text
+    (text,) = logged_warnings(Verdict("agrees", not_shown="layers from 8 on", layers=8), "qwen3")
+    assert "only 8 layers of this qwen3 model were compared: layers from 8 on" in text
 
 
-def test_the_proven_list_is_what_tests_and_documents_say() -> None:
+def test_proven_architectures_match_tests_and_docs() -> None:
     from megascend.testing.parity import matrix
 
     assert set(PROVEN) == {case.arch for case in matrix()}
@@ -350,13 +350,13 @@ def test_the_proven_list_is_what_tests_and_documents_say() -> None:
 
 
 @pytest.mark.parametrize("value", ["off", "on", False, True])
-def test_the_setting_of_a_run_file(value, tmp_path) -> None:
+def test_self_check_setting_of_run_file(value, tmp_path) -> None:
     config = RunConfig(model=tmp_path, output=tmp_path, data={"path": tmp_path}, self_check=value)
     assert config.self_check is (value in ("on", True))
 
 
-def test_the_worker_does_not_outlive_the_process(tmp_path) -> None:
-    """A check in the background is not asked when the process ends."""
+def test_worker_ends_with_its_parent(tmp_path) -> None:
+    """Leave a check running in the background when the process ends."""
     program = """
 import sys, threading, time
 from megascend.selfcheck import process
@@ -369,9 +369,9 @@ while not open(sys.argv[2], "a+").tell():
     pid, worker = tmp_path / "pid", tmp_path / "worker"
     worker.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
     worker.chmod(0o755)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, str(worker), str(pid)], timeout=120, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

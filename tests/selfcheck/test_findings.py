@@ -1,6 +1,6 @@
-"""What the check finds, in the real packages: settings that Megatron-Core ignores, by name; nothing where there is nothing.
+"""Results of the check with the real packages: settings that Megatron-Core ignores are named, others cause no difference.
 
-All models of a test are built in one process, as the check builds them in one of its own.
+All models of a test are built in one process, as in the check's worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTIAL = tiny_config("llama", partial_rotary_factor=0.5)
 
 
 def moe(model_type: str, **settings: Any) -> dict[str, Any]:
-    """A small model of an architecture with DeepSeek's experts."""
+    """Return the configuration of a small model of an architecture with DeepSeek's experts."""
     base = {name: value for name, value in tiny_config("qwen3").items() if name != "architectures"}
     experts = {
         "n_routed_experts": 16,
@@ -92,71 +92,71 @@ HONOURED = {
 }
 
 
-BESIDE = "longrope, its switch beside it"
+LONGROPE_TOP_LEVEL = "longrope, its switch beside it"
 A_FEW = ("norm_topk_prob in dots1", "groups in deepseek_v2")
-"""A router's weights and its choice. A setting of positions is found through a backend in test_check.py."""
+"""A setting of the router's weights and one of its choice. test_check.py covers a position setting through a backend."""
 
 
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(
     "names", [pytest.param(A_FEW, id="a few"), pytest.param([*IGNORED], id="all", marks=pytest.mark.nightly)]
 )
-def test_every_ignored_setting_is_found_and_named(names: Sequence[str]) -> None:
+def test_ignored_settings_are_named(names: Sequence[str]) -> None:
     ignored = {name: IGNORED[name] for name in names}
     slices = {name: slice_of(config, longest=16384) for name, (config, _) in ignored.items()}
     first = process.run([Trial(part.config, part.lengths) for part in slices.values()]).findings
     plans = {
-        name: suspects.plan(part.config, suspects.known_suspects(part.config, found.full))
-        for (name, part), found in zip(slices.items(), first, strict=True)
+        name: suspects.plan(part.config, suspects.known_suspects(part.config, result.full))
+        for (name, part), result in zip(slices.items(), first, strict=True)
     }
     trials = [Trial(config, slices[name].lengths) for name, plan in plans.items() for config in plan.configs]
     agrees = iter(finding.agrees for finding in process.run(trials, deadline_s=1200).findings)
-    for (name, (_, expected)), found in zip(ignored.items(), first, strict=True):
-        assert not found.problem, name
-        assert found.largest > 100 * BOUND, (name, found.largest)
+    for (name, (_, expected)), result in zip(ignored.items(), first, strict=True):
+        assert not result.problem, name
+        assert result.largest > 100 * BOUND, (name, result.largest)
         plan = plans[name]
         guilty = suspects.culprits(plan, [next(agrees) for _ in plan.configs])
-        assert [each.name for each in guilty] == expected, name
+        assert [suspect.name for suspect in guilty] == expected, name
 
-    for beside in (found for name, found in zip(ignored, first, strict=True) if name == BESIDE):
-        assert max(beside.alone) <= BOUND  # the factor is chosen for the whole micro batch: only a mixed one shows it
-        assert max(beside.together) > 100 * BOUND
+    for result in (result for name, result in zip(ignored, first, strict=True) if name == LONGROPE_TOP_LEVEL):
+        assert max(result.alone) <= BOUND  # the factor is chosen per micro batch, so only a mixed one differs
+        assert max(result.together) > 100 * BOUND
 
 
 @pytest.mark.usefixtures("megatron_imported")
-def test_what_cannot_be_built_is_no_agreement_and_what_is_honoured_raises_no_alarm() -> None:
-    """In one process: what a side cannot build leaves nothing behind that changes the models after it."""
+def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
+    """Run in one process: a model that cannot be built must not affect the models after it."""
     unknown, odd = (
         tiny_config("qwen3") | {"model_type": "phi3"},
         tiny_config("qwen3", rope_scaling={"rope_type": "spiral"}),
     )
     parts = [slice_of(config) for config in HONOURED.values()]
-    # Longrope with no sample beyond its switch: what the error's advice leads to.
-    parts.append(slice_of(IGNORED[BESIDE][0], longest=4096))
+    # Longrope with no sample beyond its switch, as the error's advice recommends.
+    parts.append(slice_of(IGNORED[LONGROPE_TOP_LEVEL][0], longest=4096))
     trials = [Trial(config, (3, 8)) for config in (unknown, odd)] + [Trial(part.config, part.lengths) for part in parts]
-    found = process.run(trials).findings
-    assert "mcore-bridge" in found[0].megatron_problem
-    assert "spiral" in found[1].problem
-    assert not found[0].agrees
-    assert_agree([*HONOURED, "short longrope"], found[2:])
+    results = process.run(trials).findings
+    assert "mcore-bridge" in results[0].megatron_problem
+    assert "spiral" in results[1].problem
+    assert not results[0].agrees
+    assert_agree([*HONOURED, "short longrope"], results[2:])
 
 
 # --- random shapes ---
 
 
 def random_shape(number: int) -> dict[str, Any]:
-    """A configuration of a proven architecture with everything drawn that such models differ in."""
+    """Draw a configuration of a proven architecture, with all settings in which such models differ."""
     draw = random.Random(number)
     arch = PROVEN[number % len(PROVEN)]
     groups = draw.choice([1, 2, 3, 4])
     heads = groups * draw.choice([1, 2, 4])
     head_dim = draw.choice([8, 16, 24, 32, 64])
-    apart = arch in ("qwen3", "qwen3_moe") and draw.random() < 0.5
+    explicit_head_dim = arch in ("qwen3", "qwen3_moe") and draw.random() < 0.5
     settings: dict[str, Any] = {
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": head_dim,
-        "hidden_size": draw.choice([32, 48, 96, 160]) if apart else heads * head_dim,
+        "hidden_size": draw.choice([32, 48, 96, 160]) if explicit_head_dim else heads * head_dim,
         "num_hidden_layers": draw.randint(1, 5),
         "intermediate_size": draw.choice([40, 96, 264]),
         "vocab_size": draw.choice([97, 128, 331]),
@@ -200,15 +200,15 @@ def random_shape(number: int) -> dict[str, Any]:
     "numbers",
     [pytest.param(range(len(PROVEN)), id="one each"), pytest.param(range(50), id="fifty", marks=pytest.mark.nightly)],
 )
-def test_random_shapes_of_the_proven_architectures_raise_no_alarm(numbers) -> None:
-    """Each as it is, and as the slice that a run with it would be checked by."""
+def test_random_shapes_of_proven_architectures_agree(numbers) -> None:
+    """Check the full models and their slices."""
     configs = [random_shape(number) for number in numbers]
     trials = [Trial(config, LENGTHS, seed=number) for number, config in zip(numbers, configs, strict=True)]
     trials += [Trial(part.config, part.lengths) for part in map(slice_of, configs)]
     report = process.run(trials, deadline_s=1200)
     assert_agree([f"{kind} {n}" for kind in ("whole", "slice") for n in numbers], report.findings)
-    margins = [found.margin for found in report.findings if found.margin is not None]
-    largest = max(found.largest for found in report.findings)
+    margins = [result.margin for result in report.findings if result.margin is not None]
+    largest = max(result.largest for result in report.findings)
     print(
         f"{len(trials)} models in {report.seconds:.0f} s: largest difference {largest:.1e}, least margin {min(margins):.1e}"
     )
@@ -217,8 +217,8 @@ def test_random_shapes_of_the_proven_architectures_raise_no_alarm(numbers) -> No
 
 def assert_agree(names: Sequence[str], findings: Sequence[TrialResult]) -> None:
     wrong = {
-        name: found.problem or found.largest
-        for name, found in zip(names, findings, strict=True)
-        if found.problem or found.largest > BOUND / 2  # room for other processors
+        name: result.problem or result.largest
+        for name, result in zip(names, findings, strict=True)
+        if result.problem or result.largest > BOUND / 2  # room for other processors
     }
     assert not wrong

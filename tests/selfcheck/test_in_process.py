@@ -1,4 +1,4 @@
-"""The self-check of engines that run transformers' own models, with engines that make mistakes of known kinds."""
+"""The self-check of engines that run transformers' own models, with engines that make known mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QWEN = tiny_config("qwen3", num_hidden_layers=2)
 
 
 class Padded(Subject):
-    """An engine that pads on the right, as it should."""
+    """A correct engine, which pads on the right."""
 
     engine = "padded"
     packing = False
@@ -56,7 +56,7 @@ class Padded(Subject):
 
 
 class Borderless(Padded):
-    """An engine whose packed samples see each other."""
+    """An engine whose packed samples attend to each other."""
 
     engine = "borderless"
     packing = True
@@ -70,7 +70,7 @@ class Borderless(Padded):
 
 
 class Raising(Padded):
-    """An engine that calls the model in a way that it does not take."""
+    """An engine that calls the model with an unknown argument."""
 
     engine = "raising"
 
@@ -93,7 +93,7 @@ def cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path))
 
 
-def test_agreement_is_found_once_and_kept() -> None:
+def test_agreement_is_cached() -> None:
     subject = Padded()
     random = torch.random.get_rng_state()
     first, second = examine(subject), examine(subject)
@@ -104,15 +104,15 @@ def test_agreement_is_found_once_and_kept() -> None:
     assert torch.equal(random, torch.random.get_rng_state()), "a run's random numbers do not depend on a cache"
 
 
-def test_packed_samples_that_see_each_other_are_found_and_the_setting_is_named() -> None:
+def test_leaking_packed_samples_differ_and_setting_is_named() -> None:
     verdict = examine(Borderless())
     assert (verdict.status, verdict.mixed_only) == ("differs", True)
     message = in_process.objection(verdict, "qwen3", Borderless(), {"transformers": "5"})
     assert "engine borderless and transformers 5 compute different numbers for this qwen3 model" in message
-    assert "each by itself is right); set batching.packing: false" in message
+    assert "each is right in a micro batch of one); set batching.packing: false" in message
 
 
-def test_engines_and_layouts_have_verdicts_of_their_own() -> None:
+def test_verdicts_are_cached_by_engine_and_layout() -> None:
     assert [examine(subject).status for subject in (Borderless(), Padded(), Borderless())] == [
         "differs",
         "agrees",
@@ -125,7 +125,7 @@ REWARD = ScalarHead("sequence", bias=False)
 
 
 @pytest.mark.parametrize("head", [CRITIC, REWARD], ids=["critic", "reward model"])
-def test_scalar_heads_are_compared_by_the_model_below_them(head: ScalarHead) -> None:
+def test_scalar_heads_are_compared_through_their_base_model(head: ScalarHead) -> None:
     subjects: list[Subject] = [SingleSubject(head), FsdpSubject(head, packing=True, context=1, npu=False)]
     for subject in subjects:
         verdict = examine(subject)
@@ -140,7 +140,7 @@ def test_scalar_heads_are_compared_by_the_model_below_them(head: ScalarHead) -> 
 
 
 def plain_rows() -> dict[str, Any]:
-    """Return the option by which engine fsdp's attention takes a row for one sample."""
+    """Return the option that makes engine fsdp's attention treat a row as one sample."""
     return {attention.KEYWORD: attention.sample_lengths(None, None, torch.device("cpu"), torch.float32)}
 
 
@@ -150,7 +150,7 @@ def test_model_that_the_engine_cannot_call_raises_config_error() -> None:
     assert "use another engine" in str(caught.value)
 
 
-def test_slice_is_made_of_names_of_an_architectures_own_and_of_nested_models() -> None:
+def test_slice_supports_aliased_names_and_nested_configs() -> None:
     sizes = {
         "n_embd": 1024,
         "n_layer": 24,
@@ -189,7 +189,7 @@ def test_failure_after_the_first_call_raises_config_error() -> None:
 
 
 class ShortOfMemory(Padded):
-    """An engine on a host that once has too little memory for the slice."""
+    """An engine that runs out of memory at the first attempt."""
 
     engine = "short of memory"
     failed = False
@@ -201,14 +201,14 @@ class ShortOfMemory(Padded):
         return super().plain(config)
 
 
-def test_what_could_not_be_checked_is_tried_again() -> None:
+def test_failed_check_is_repeated() -> None:
     subject = ShortOfMemory()
     first, second = examine(subject), examine(subject)
     assert (first.status, second.status) == ("not checked", "agrees")
     assert "MemoryError: for the moment" in first.reason
 
 
-def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime: Runtime) -> None:
+def test_unexpected_error_becomes_platform_error_on_every_rank(runtime: Runtime) -> None:
     def check_fails(world: int) -> tuple[str, str]:
         groups = initialize(plan(Parallel(), world), runtime.platform, 60)
         try:
@@ -225,7 +225,7 @@ def test_error_of_any_kind_is_one_sentence_with_its_cause_on_every_rank(runtime:
 
 
 class OneProcess:
-    """As much of process groups as the check asks for."""
+    """Stub of process groups with the attributes that the check uses."""
 
     rank = 0
     monitor = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
@@ -234,7 +234,7 @@ class OneProcess:
         return [0]
 
 
-def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_layers_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kinds = ["full_attention"] * 9 + ["sliding_attention"]
     settings = QWEN | {"num_hidden_layers": 10, "layer_types": kinds, "sliding_window": 16, "use_sliding_window": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -243,7 +243,7 @@ def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: py
     assert verdict.status == "agrees"
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
-        "self-check: it saw 8 layers of this qwen3 model only: layers from 8 on are of other kinds than those before"
+        "self-check: only 8 layers of this qwen3 model were compared: layers from 8 on are of other kinds than those before"
     )
 
 
@@ -255,7 +255,7 @@ def test_layers_that_a_slice_leaves_out_are_warned_of(tmp_path: Path, caplog: py
         ("olmo_hybrid", {}, 4),
     ],
 )
-def test_slices_of_hybrids_have_their_attention(model_type: str, settings: dict[str, Any], layers: int) -> None:
+def test_slice_of_hybrid_includes_attention_layers(model_type: str, settings: dict[str, Any], layers: int) -> None:
     raw = {"model_type": model_type, "num_hidden_layers": 32} | settings
     part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
     assert part.config["num_hidden_layers"] == layers
@@ -264,7 +264,7 @@ def test_slices_of_hybrids_have_their_attention(model_type: str, settings: dict[
     assert len(set(kinds)) == 2
 
 
-def test_sliding_windows_and_chunks_shrink_with_the_samples() -> None:
+def test_windows_and_chunks_are_rescaled() -> None:
     raw = QWEN | {"use_sliding_window": True, "sliding_window": 4096, "attention_chunk_size": 8192}
     part = in_process.slice_here(raw, config_of(dict(raw)), 10**6)
     assert (part.config["sliding_window"], part.config["attention_chunk_size"]) == (16, 16)

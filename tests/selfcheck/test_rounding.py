@@ -1,4 +1,4 @@
-"""How far a slice's own rounding moves its logits, and what that means for a difference."""
+"""The effect of fp32 rounding on a slice's logits, and the bound that it sets for differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 class Products(torch.nn.Module):
-    """Logits that are rows of a matrix, less a number that ``cancelled`` of each cancels."""
+    """Model whose logits are rows of a matrix minus the constant ``cancelled``, which was added to the parameters."""
 
     def __init__(self, cancelled: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Products(torch.nn.Module):
 
 
 @pytest.mark.parametrize("cancelled", [0.0, 1000.0])
-def test_rounding_is_that_of_the_parameters_and_leaves_them_alone(cancelled: float) -> None:
+def test_rounding_measures_and_restores_the_parameters(cancelled: float) -> None:
     model = Products(cancelled)
     before = model.table.detach().clone()
     ids = torch.arange(16)
@@ -39,7 +39,7 @@ def test_rounding_is_that_of_the_parameters_and_leaves_them_alone(cancelled: flo
     assert torch.equal(model.table, before)
 
 
-def test_a_difference_counts_beyond_the_bound_and_beyond_the_slices_own_rounding() -> None:
+def test_bound_grows_with_the_rounding_of_the_slice() -> None:
     result = TrialResult(lengths=[3], alone=[3 * BOUND], together=[3 * BOUND], rounding=1e-6)
     assert not result.agrees
     assert replace(result, rounding=BOUND).agrees

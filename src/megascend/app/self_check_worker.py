@@ -34,7 +34,7 @@ def main() -> None:
     """Work through a job; what goes wrong with one of its models is part of the result."""
     die_with_parent()  # nobody waits for the result of a process that is gone
     torch.set_num_threads(1)
-    after_import(patches.MODULE, patches.read_once)
+    after_import(patches.IMPORT_UTILS, patches.cache_import_structure)
     for name in HIDDEN_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]
     from transformers import AutoModelForCausalLM  # noqa: F401  while there may be no job yet

@@ -1,7 +1,7 @@
-"""Getting a process ready for an engine: the platform chosen, versions checked, packages put in place, in that order.
+"""Prepare a process for an engine: check versions, choose the platform, patch packages.
 
-``megascend.bootstrap`` is both this package and the function that a program calls first; the package is callable so
-that ``megascend.bootstrap()`` means the function whichever of the two was imported before.
+``megascend.bootstrap`` is both this package and the function that a program calls first. The package is callable, so that
+``megascend.bootstrap()`` calls the function even if the package was imported before.
 """
 
 from __future__ import annotations

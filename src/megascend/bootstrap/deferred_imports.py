@@ -1,8 +1,8 @@
-"""Imports of upstream modules that training does not need: they take place when what they bring is used, or not at all.
+"""Defer imports of upstream modules that training does not need until their first use.
 
-A third of the modules that ``import mcore_bridge`` brings are pandas, pyarrow, datasets, scipy and what these import, for a file
-lock and a function of object detection. Nothing is missing afterwards: who calls such a function, or asks for such a name, gets
-the real one. In effect while an engine of megascend's imports its packages, and no longer.
+A third of the modules that ``import mcore_bridge`` loads are pandas, pyarrow, datasets, scipy and their dependencies, for a file
+lock and a function of object detection. Nothing is missing afterwards: a caller of such a function, or a lookup of such a name,
+gets the real one. Active only while a megascend engine imports its packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megascend.changes import changed, patch
 
 @dataclass(frozen=True)
 class Called:
-    """Functions that module ``user``, or what it imports, takes from module ``source`` and only calls."""
+    """Functions that module ``user``, or one of its imports, takes from module ``source`` and only calls later."""
 
     user: str
     source: str
@@ -29,7 +29,7 @@ class Called:
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """``source``, where it has not been imported, is a stand-in with these functions until the block ends."""
+        """Replace ``source``, unless it is imported already, by a stand-in with these functions within the context."""
         with standing_in(self.source, self.names) as stand_in:
             yield
         if stand_in is not None:
@@ -38,45 +38,47 @@ class Called:
 
 @dataclass(frozen=True)
 class PassedOn:
-    """Names that module ``user`` takes from module ``source``, of the same package, only to pass them on."""
+    """Names that module ``user`` imports from module ``source``, of the same package, only to re-export them."""
 
     user: str
     source: str
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """``source``, where it has not been imported, is a stand-in whose names ``user`` looks up later."""
+        """Replace ``source``, unless it is imported already, by a stand-in; ``user`` looks its names up at first use."""
         with standing_in(self.source) as stand_in:
             yield
-        if stand_in is None or not stand_in._given:
+        if stand_in is None or not stand_in._requested:
             return
-        for name in stand_in._given:
+        # Remove the placeholders, so that a lookup reaches the module's __getattr__.
+        for name in stand_in._requested:
             vars(module).pop(name, None)
-        own: Callable[[str], Any] | None = vars(module).get("__getattr__")
+        original: Callable[[str], Any] | None = vars(module).get("__getattr__")
 
         def look_up(name: str) -> Any:
-            if name in stand_in._given:
+            if name in stand_in._requested:
                 return getattr(import_module(self.source), name)
-            if own is None:
+            if original is None:
                 raise AttributeError(f"module {self.user!r} has no attribute {name!r}")
-            return own(name)
+            return original(name)
 
-        patch(module, "__getattr__", look_up, f"imports {self.source} when one of its names is asked for")
+        patch(module, "__getattr__", look_up, f"imports {self.source} when one of its names is looked up")
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Module ``source``, which package ``user`` tries to import where it can be imported, and goes without where not."""
+    """Module ``source``, an optional import of package ``user``."""
 
     user: str
     source: str
 
     @contextlib.contextmanager
     def block(self, module: ModuleType) -> Iterator[None]:
-        """``source``, where it has not been imported, cannot be imported until the block ends."""
+        """Make the import of ``source``, unless it is imported already, fail within the context."""
         if self.source in sys.modules:
             yield
             return
+        # None in sys.modules makes an import raise ModuleNotFoundError.
         sys.modules[self.source] = None  # type: ignore[assignment]
         try:
             yield
@@ -99,12 +101,12 @@ DEFERRED: tuple[Called | PassedOn | LeftOut, ...] = (
 
 @contextlib.contextmanager
 def deferring(deferred: tuple[Called | PassedOn | LeftOut, ...] = DEFERRED) -> Iterator[None]:
-    """Modules that are imported in the block, on any thread, import less."""
+    """Defer these imports for modules that are imported within the context, on any thread."""
     undo: list[Callable[[], None]] = []
     try:
-        for each in deferred:
-            if each.user not in sys.modules:
-                undo.append(around_import(each.user, each.block))
+        for entry in deferred:
+            if entry.user not in sys.modules:
+                undo.append(around_import(entry.user, entry.block))
         yield
     finally:
         for call in undo:
@@ -112,29 +114,29 @@ def deferring(deferred: tuple[Called | PassedOn | LeftOut, ...] = DEFERRED) -> I
 
 
 class _StandIn(ModuleType):
-    """Has functions that call the real module's; for everything else it is the real module, imported then.
+    """Stand-in module: functions call those of the real module; any other attribute imports the real module.
 
     Args:
-        names: of the functions; default: whatever is asked for, which is not to be used before the real module is there.
+        names: names of the functions; default: any name that is looked up.
     """
 
     def __init__(self, source: str, names: tuple[str, ...] | None = None) -> None:
         super().__init__(source, "put here by megascend.bootstrap")
         self._names = names
-        self._given: set[str] = set()
+        self._requested: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what the import system asks for
+        if name.startswith("__"):  # looked up by the import system
             raise AttributeError(name)
         if self._names is None or name in self._names:
-            self._given.add(name)
+            self._requested.add(name)
             return _calling(self.__name__, name)
         return getattr(_real(self.__name__), name)
 
 
 @contextlib.contextmanager
 def standing_in(source: str, names: tuple[str, ...] | None = None) -> Iterator[_StandIn | None]:
-    """A stand-in for module ``source`` until the block ends; None where it has been imported."""
+    """Install a stand-in for module ``source`` within the context; yield None if the module is imported already."""
     if source in sys.modules:
         yield None
         return

@@ -1,6 +1,6 @@
-"""What each engine needs of the process that it runs in. One engine's patches must not be in another's process.
+"""Requirements of each engine on its process. One engine's patches must not be in another engine's process.
 
-``megascend.register_engine`` says it of an engine from outside the package.
+``megascend.register_engine`` registers those of an engine from outside the package.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MEGATRON_CORE = "megatron-core"
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """What an engine needs.
+    """Requirements of an engine.
 
     Attributes:
-        megatron: it runs on Megatron-Core, so a provider patches what this platform needs for it. For others nothing is
-            patched, stood in for or redirected, and Megatron is not imported.
-        packages: of the version table, those that have to be installed in a version that was seen to work.
+        megatron: the engine runs on Megatron-Core, so a provider patches it for the platform. For other engines nothing is
+            patched, replaced or redirected, and Megatron is not imported.
+        packages: packages of the version table that must be installed in a supported version.
     """
 
     megatron: bool
@@ -31,7 +31,7 @@ class EngineNeeds:
 
 _registry = {
     "megatron": EngineNeeds(megatron=True, packages=PACKAGES),
-    # Programs of others on Megatron-Core, which need nothing of mcore-bridge's.
+    # Third-party programs on Megatron-Core, which do not need mcore-bridge.
     MEGATRON_CORE: EngineNeeds(megatron=True, packages=("torch", "megatron-core")),
     "single": EngineNeeds(megatron=False, packages=("torch", "transformers", "peft")),
     "fsdp": EngineNeeds(megatron=False, packages=("torch", "transformers")),
@@ -43,7 +43,7 @@ def register(name: str, megatron: bool, packages: Sequence[str] = ("torch", "tra
 
     Args:
         megatron: as in :class:`EngineNeeds`.
-        packages: as in :class:`EngineNeeds`; with ``megatron`` all of the table, whatever is given.
+        packages: as in :class:`EngineNeeds`; ignored with ``megatron``, which needs all packages of the table.
 
     Raises:
         ConfigError: the name is taken by an engine with other needs, or a package is not in the table.
@@ -55,21 +55,21 @@ def register(name: str, megatron: bool, packages: Sequence[str] = ("torch", "tra
         raise ConfigError(
             f"engine {name!r}: the version table has no {', '.join(unknown)}; it has {', '.join(PACKAGES)}"
         )
-    wanted = EngineNeeds(megatron, PACKAGES if megatron else tuple(packages))
-    if _registry.get(name, wanted) != wanted:
+    entry = EngineNeeds(megatron, PACKAGES if megatron else tuple(packages))
+    if _registry.get(name, entry) != entry:
         raise ConfigError(f"engine {name!r} is registered already, with other needs: {_registry[name]}")
-    _registry[name] = wanted
+    _registry[name] = entry
     if name not in ENGINES:
         ENGINES.append(name)
 
 
 def names() -> list[str]:
-    """Names of the engines there are; programs of others on Megatron-Core have none."""
+    """Return the names of the registered engines, without the entry for third-party programs."""
     return [name for name in _registry if name != MEGATRON_CORE]
 
 
 def needs(name: str) -> EngineNeeds:
-    """What the engine called ``name`` needs."""
+    """Return the requirements of the engine ``name``."""
     if name not in _registry:
         raise ConfigError(f"engine: there is no {name!r}; there are {', '.join(names())}")
     return _registry[name]

@@ -1,4 +1,4 @@
-"""Hooks around and after the import of another's module, whoever imports it, and not earlier."""
+"""Hooks that run around or after the import of an upstream module, triggered by its first importer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megascend.changes import changed
 
 
 def after_import(name: str, call: Callable[[], object]) -> None:
-    """Call ``call`` when module ``name`` has been imported; at once, if it has been.
+    """Call ``call`` after the import of module ``name``; at once, if it is imported already.
 
-    It is called before the importer gets the module, so that ``from name import function`` finds what ``call`` has put there.
-    What it raises fails the import. Several calls for one module come in the order in which they were registered.
+    It runs before the importer gets the module, so that ``from name import function`` gets a function that ``call`` replaced.
+    An exception in it fails the import. Several calls for one module run in the order of registration.
     """
     if name in sys.modules:
         call()
@@ -34,21 +34,22 @@ def after_import(name: str, call: Callable[[], object]) -> None:
 
 
 def around_import(name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Execute module ``name``, when it is imported, in a ``with`` block that ``block`` makes of it. It has not been imported.
+    """Execute module ``name``, at its import, within the context ``block(module)``. It must not be imported yet.
 
-    The block ends before the importer gets the module. What it raises fails the import. Of several for one module the first
-    that was registered is the innermost.
+    The context ends before the importer gets the module. An exception in it fails the import. With several contexts for one
+    module, the first one registered is the innermost.
 
     Returns:
-        What takes it back, if the module has not been imported meanwhile.
+        A function that removes the hook, unless the module has been imported.
     """
     finder = _Finder(name, block)
+    # First, because the usual finders would find the module before this one.
     sys.meta_path.insert(0, finder)
     return finder.remove
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do; looking for it without importing it changes nothing."""
+    """Finder of one module that delegates to the finders after it; a lookup without an import changes nothing."""
 
     def __init__(self, name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> None:
         self._name, self.block = name, block
@@ -72,7 +73,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The module's own loader, within the block."""
+    """Wrapper of the module's loader that executes the module within the context."""
 
     def __init__(self, inner: Loader, finder: _Finder) -> None:
         self._inner, self._finder = inner, finder
@@ -82,8 +83,9 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
+        # The module must look as if imported normally: importlib.resources and reload() use its loader.
         module.__spec__.loader = module.__loader__ = self._inner
-        if self._finder not in sys.meta_path:  # taken back since the module was looked for
+        if self._finder not in sys.meta_path:  # the hook was removed after the lookup
             self._inner.exec_module(module)
             return
         with self._finder.block(module):
@@ -91,4 +93,4 @@ class _Loader(Loader):
             self._finder.remove()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # what a loader may have besides: get_code, get_source, is_package ...
+        return getattr(self._inner, name)  # optional methods of a loader: get_code, get_source, is_package ...

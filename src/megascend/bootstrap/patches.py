@@ -1,9 +1,9 @@
-"""Patches of upstream packages on every platform, applied when the patched module is imported, whoever imports it.
+"""Patches of upstream packages for all platforms, applied at the first import of the patched module.
 
-- megatron-core's ``_reduce`` gives wrong numbers without an error; ``tests/test_upstream_faults.py`` fails when upstream has
-  mended it.
-- transformers reads all 1,700 files in the folder of its models twice, a fifth of all that a training process opens at its
-  start: it caches the result by the folder's path for ``transformers``, by that of a file in it for ``transformers.models``.
+- megatron-core's ``_reduce`` returns wrong numbers without an error; ``tests/test_upstream_faults.py`` fails when upstream has
+  fixed it.
+- transformers reads all 1,700 files in the folder of its models twice, a fifth of all files that a training process opens at
+  its start: it caches the result by the folder's path for ``transformers``, and by a file's path for ``transformers.models``.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def patch_on_import() -> None:
-    """Patch each module as soon as it is imported; at once, if it has been."""
-    after_import(MODULE, read_once)
-    after_import(MAPPINGS, mend_reduce)
+    """Register the patches for the import of their modules; patch at once what is imported already."""
+    after_import(IMPORT_UTILS, cache_import_structure)
+    after_import(MAPPINGS, patch_reduce)
 
 
-def mend_reduce() -> None:
-    """Idempotent."""
+def patch_reduce() -> None:
+    """Replace Megatron's ``_reduce``. Idempotent."""
     mappings = import_module(MAPPINGS)
     if mappings._reduce is not reduce:
         patch(mappings, "_reduce", reduce, "also reduces tensors that are not contiguous")
 
 
 def reduce(input_: Tensor, group: Any) -> Tensor:
-    """Sum of ``input_`` over the tensor parallel group.
+    """Sum ``input_`` over the tensor parallel group.
 
-    Megatron's own reduces a contiguous copy and returns the tensor it was given: one that is not contiguous (the gradient
-    of hidden states of several samples, [batch, sequence] seen as [sequence, batch]) comes back as this rank's part.
+    Megatron's function reduces a contiguous copy and returns its argument: for a tensor that is not contiguous (the gradient
+    of hidden states of several samples, [batch, sequence] viewed as [sequence, batch]) it returns this rank's part.
     """
     import torch.distributed as dist
 
@@ -52,20 +52,20 @@ def reduce(input_: Tensor, group: Any) -> Tensor:
     return total
 
 
-MODULE = "transformers.utils.import_utils"
+IMPORT_UTILS = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
 
 
-def read_once() -> None:
-    """Idempotent. Versions of transformers that do not remember anything, or have no such function, are left as they are."""
-    utils = import_module(MODULE)
+def cache_import_structure() -> None:
+    """Cache transformers' import structure by folder. Idempotent; versions without that function or its cache are unchanged."""
+    utils = import_module(IMPORT_UTILS)
     original: Any = getattr(utils, FUNCTION, None)
     if hasattr(original, "cache_info") and not hasattr(original, "__megascend__"):
-        patch(utils, FUNCTION, by_folder(original), "remembers folders, whichever of their files it is given")
+        patch(utils, FUNCTION, by_folder(original), "caches by folder, for any of a folder's files")
 
 
 def by_folder(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
-    """transformers' function, which says of a file what it says of the file's folder, asked for the folder."""
+    """Wrap the function to be called with the folder of a file: its result for both is the same."""
 
     @functools.wraps(original)
     def function(module_path: str | os.PathLike[str]) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
-"""What prepares a process for Megatron-Core on a device: the interface, and the registry of those there are.
+"""Patch providers, which prepare a process for Megatron-Core on a device: their interface and registry.
 
 A provider is chosen by name (``bootstrap(provider=...)``, ``provider:`` in a run file); a platform's default is the first one
-that is registered for it. One from outside the package is registered with :func:`register`, or named by where it is found
+registered for it. A provider from outside the package is registered with :func:`register`, or given by its import path
 (``my_package.my_module:MyProvider``), which needs no call before ``megascend train``.
 """
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a provider is told when it is made, before Megatron is imported.
+    """Arguments of a provider's constructor, known before Megatron is imported.
 
     Attributes:
         platform: the platform in use.
         stack: the row of the version table in use.
-        parallel: the layout, as far as it is known this early; its context parallelism is what may matter here.
-        precision: of the model, or None if it has not been said yet.
+        parallel: the layout, as far as it is known this early; providers may depend on its context parallelism.
+        precision: precision of the model, or None if it is not known yet.
     """
 
     platform: Platform
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one prerequisite: ``problem`` says what to do, and is empty if it holds."""
+    """Result of the check of one prerequisite: ``problem`` says what to do, and is empty if the prerequisite holds."""
 
     name: str
     found: str
@@ -51,17 +51,16 @@ class Finding:
 
 
 class PatchProvider(ABC):
-    """What makes Megatron-Core run on a device, by replacing parts of it or standing in for what it needs.
+    """Provider that makes Megatron-Core run on a device, by replacing parts of it or of its dependencies.
 
-    The methods that patch come in the order in which the bootstrap calls them; ``for_topology`` and ``for_model`` are called
-    again for another model or layout in the same process. Each returns one line for every change made, for
-    ``Runtime.changes``.
+    The methods that patch are listed in the order of the bootstrap's calls; ``for_topology`` and ``for_model`` are called
+    again for another model or layout in the same process. Each returns one line for every change, for ``Runtime.changes``.
 
     Attributes:
-        name: under which it is registered.
+        name: registered name.
         must_come_first: megatron.core, transformer_engine and mcore_bridge must not be imported before it.
-        keeps_groups_in: modules with globals in which it keeps process groups of its own; they get the run's timeout, and are
-            forgotten with the rest.
+        keeps_groups_in: modules whose globals hold process groups of its own; these get the run's timeout, and are cleared
+            when all groups are destroyed.
     """
 
     name: ClassVar[str]
@@ -80,33 +79,33 @@ class PatchProvider(ABC):
         """
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
-        """What to patch as soon as a module is imported, whoever imports it, by the module's name; asked for once.
+        """Return functions that patch a module right after its import, by the module's name. Called once.
 
-        For modules that are imported when the bootstrap is done, at its end.
+        A module that is imported already is patched at the end of the bootstrap.
         """
         return {}
 
     def after_megatron(self) -> list[str]:
-        """When a program that uses megascend's engine has imported megatron.core and mcore_bridge.
+        """Patch after a megascend engine has imported megatron.core and mcore_bridge.
 
-        Other programs on Megatron-Core never come here: what they need as well belongs into :meth:`when_imported`.
+        Not called for other programs on Megatron-Core: patches that those need belong in :meth:`when_imported`.
         """
         return []
 
     def for_topology(self, topology: Topology) -> list[str]:
-        """Before the process groups of ``topology`` are created."""
+        """Patch before the process groups of ``topology`` are created."""
         return []
 
     def for_model(self, config: Any, options: Mapping[str, Any]) -> list[str]:
-        """When the ModelConfig exists and before the model is built; then check that all is as it must be.
+        """Patch for a model, after its ModelConfig exists and before it is built; then verify the patches.
 
         Args:
             config: mcore-bridge's ModelConfig; attributes that the provider's classes read are set on it.
-            options: settings of the provider's own that the user asked for (``provider_options``).
+            options: the user's settings for the provider (``provider_options``).
 
         Raises:
-            ConfigError: the provider would get this model or these options wrong.
-            PlatformError: a check failed; the message says which.
+            ConfigError: the provider does not support this model or these options.
+            PlatformError: a check failed; the message names it.
         """
         refuse_options(options, f"provider {self.name!r} has none")
         return []
@@ -116,21 +115,21 @@ class PatchProvider(ABC):
         return
 
     def adam_count(self, optimizer: Any, count: int) -> Any:
-        """``count`` of updates in the form in which ``optimizer``, the Adam that Megatron has made, keeps it."""
+        """Return the number of updates ``count`` in the type in which ``optimizer``, Megatron's Adam, stores it."""
         return count
 
-    # --- what can be asked without preparing anything ---
+    # --- queries that do not prepare the process ---
 
     def findings(self, before_each: Callable[[str], object] = lambda name: None) -> list[Finding]:
-        """Every prerequisite held against this process, for ``megascend doctor``; one that fails hides no other.
+        """Check every prerequisite in this process, for ``megascend doctor``; check the others even if one fails.
 
         Args:
-            before_each: called with the name of what is looked at next: should that end the process, it is known what did.
+            before_each: called with the name of the next prerequisite, which identifies a check that ends the process.
         """
         return []
 
     def versions(self) -> dict[str, str]:
-        """Versions of the packages it brings beside those of the version table, read from files; for reports."""
+        """Return versions, read from files, of the provider's packages that are not in the version table; for reports."""
         return {}
 
 
@@ -142,9 +141,9 @@ class ProviderEntry:
     """One provider of the registry.
 
     Attributes:
-        factory: makes it; or where it is found, as ``module:attribute``.
-        platforms: names of those it can be used on; empty: all.
-        packages: top-level packages that it imports and that patch others, or are found by others, once they are there.
+        factory: creates the provider; or its import path, ``module:attribute``.
+        platforms: names of supported platforms; empty: all.
+        packages: top-level packages that it imports and that patch other packages, or are detected by them.
     """
 
     factory: ProviderFactory | str
@@ -152,7 +151,7 @@ class ProviderEntry:
     packages: tuple[str, ...] = ()
 
     def suits(self, platform: str) -> bool:
-        """Whether it can be used on the platform of this name."""
+        """Check whether the provider supports the platform of this name."""
         return not self.platforms or platform in self.platforms
 
 
@@ -166,20 +165,20 @@ _registry: dict[str, ProviderEntry] = {
 def register(
     name: str, factory: ProviderFactory | str, platforms: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> None:
-    """Make a provider known, under a name that ``provider`` then accepts. Call it before the bootstrap.
+    """Register a provider under a name that the setting ``provider`` then accepts. Call it before the bootstrap.
 
     Args:
-        factory: a :class:`PatchProvider` class, or anything that makes one of a :class:`Setup`; or where that is found, as
+        factory: a :class:`PatchProvider` class, or a function from a :class:`Setup` to a provider; or its import path,
             ``module:attribute``.
-        platforms: names of those it can be used on; default: all.
-        packages: top-level packages that it imports and that patch others once they are imported: a check of the model on
-            the CPU, in a process of its own, hides them.
+        platforms: names of supported platforms; default: all.
+        packages: top-level packages that it imports and that patch other packages at their import: the self-check's worker
+            process hides them.
 
     Raises:
-        ConfigError: the name is taken by another factory, or cannot be told from a place.
+        ConfigError: the name is taken by another factory, or looks like an import path.
     """
     if not name or ":" in name:
-        raise ConfigError(f"a provider cannot be called {name!r}: a colon says where one is found")
+        raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
     entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
@@ -187,17 +186,17 @@ def register(
 
 
 def names(platform: str | None = None) -> list[str]:
-    """Names of the providers there are, or of those for one platform, its default first."""
+    """Return the names of all providers, or of those for one platform, its default first."""
     return [name for name, entry in _registry.items() if platform is None or entry.suits(platform)]
 
 
 def packages() -> list[str]:
-    """Top-level packages that the registered providers import and that patch others."""
+    """Return the top-level packages that registered providers import and that patch other packages."""
     return [package for entry in _registry.values() for package in entry.packages]
 
 
 def create(name: str | None, setup: Setup) -> PatchProvider:
-    """The provider called ``name``, or the default one of the platform; nothing is patched yet."""
+    """Create the provider ``name``, or the platform's default one, without patching anything."""
     platform = setup.platform.name
     if name is None:
         suitable = names(platform)
@@ -218,14 +217,16 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
             f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}, for "
             f"which there are {', '.join(names(platform))}"
         )
-    made = (_found(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
-    if not isinstance(made, PatchProvider):
-        raise ConfigError(f"provider {name!r}: its factory made a {type(made).__name__}, not a megascend.PatchProvider")
-    return made
+    provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
+    if not isinstance(provider, PatchProvider):
+        raise ConfigError(
+            f"provider {name!r}: its factory returned a {type(provider).__name__}, not a megascend.PatchProvider"
+        )
+    return provider
 
 
 def provider_for(platform: str, name: str | None = None) -> PatchProvider:
-    """The provider for a platform that need not be available here, for what can be asked without preparing anything."""
+    """Create the provider for a platform that need not be available here, for queries that do not prepare the process."""
     from megascend.bootstrap.versions import installed_versions, nearest_stack
     from megascend.config import Parallel
     from megascend.platforms import load
@@ -234,17 +235,17 @@ def provider_for(platform: str, name: str | None = None) -> PatchProvider:
 
 
 def refuse_options(options: Mapping[str, Any], because: str) -> None:
-    """Raise ConfigError if there are any."""
+    """Raise ConfigError if ``options`` is not empty."""
     if options:
         raise ConfigError(f"provider_options: {', '.join(sorted(options))} set, but {because}; leave them empty")
 
 
-def _found(where: str) -> ProviderFactory:
-    module, _, attribute = where.partition(":")
+def _import_factory(path: str) -> ProviderFactory:
+    module, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"provider: {where!r} cannot be found: {error}") from error
+        raise ConfigError(f"provider: {path!r} cannot be found: {error}") from error
 
 
 class TransformerEngine(PatchProvider):
@@ -263,7 +264,7 @@ class TransformerEngine(PatchProvider):
 
 
 def one_connection(environment: MutableMapping[str, str]) -> list[str]:
-    """``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set: the order of kernels that Megatron-Core's overlaps rely on."""
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` unless it is set: Megatron-Core's overlaps rely on that order of kernels."""
     if "CUDA_DEVICE_MAX_CONNECTIONS" in environment:
         return []
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -1,4 +1,4 @@
-"""The Runtime: the one object that knows what was done to this process, and the bootstrap that makes it."""
+"""The Runtime, the record of all changes to this process, and the bootstrap that creates it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
-"""Regular expressions of modules whose deprecation warnings are addressed to their own developers."""
+"""Regular expressions of modules whose deprecation warnings are meant for their own developers."""
 
 
 @dataclass
 class Runtime:
-    """What the bootstrap decided; and what it and everything after it changed.
+    """Result of the bootstrap, and record of the changes to this process.
 
     Attributes:
         platform: the platform in use.
         stack: the row of the version table that the installed packages match.
-        engine: what the process was prepared for.
-        provider: what patches Megatron-Core here; None for an engine that needs no Megatron.
-        precision: what the first call said, or None.
+        engine: name of the engine that the process is prepared for.
+        provider: the provider that patches Megatron-Core; None for an engine without Megatron.
+        precision: precision given in the first call, or None.
         tf32: products of fp32 matrices are TensorFloat-32 (CUDA only).
-        affinity: which CPUs the process runs on.
+        affinity: CPU affinity of the process.
     """
 
     platform: Platform
@@ -58,13 +58,13 @@ class Runtime:
 
     @property
     def changes(self) -> list[str]:
-        """One line for each change that megascend has made to the process so far, in order."""
+        """Return one line for each change that megascend has made to the process so far, in order."""
         return listed()
 
     def load_megatron(self) -> None:
-        """Import megatron.core and mcore_bridge, quietly, for an engine of megascend's. Idempotent.
+        """Import megatron.core and mcore_bridge for a megascend engine, without their warnings. Idempotent.
 
-        What is wrong in Megatron-Core is mended without it: see :meth:`PatchProvider.when_imported`.
+        Megatron-Core's faults are patched independently of this call: see :meth:`PatchProvider.when_imported`.
 
         Raises:
             ConfigError: the process was prepared for an engine without Megatron.
@@ -73,12 +73,12 @@ class Runtime:
             return
         if self.provider is None:
             raise ConfigError(
-                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, and Megatron was not made "
-                "ready; start another process, with megascend.bootstrap(engine='megatron') first"
+                f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
+                "start another process, with megascend.bootstrap(engine='megatron') first"
             )
         with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection(), deferring():
-            # Deprecations inside these packages, the absence of Apex, what of a dummy Transformer Engine mcore-bridge could
-            # not patch: nothing that a user could act on.
+            # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
+            # not patch: a user cannot act on any of them.
             warnings.simplefilter("ignore")
             mcore_bridge = import_module("mcore_bridge")
             mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
@@ -96,25 +96,25 @@ class Runtime:
             self.provider.check_batching(topology, batching)
 
     def configure_topology(self, topology: Topology, timeout_s: float = 600) -> None:
-        """Get ready for a layout. Call before its process groups are created.
+        """Prepare the process for a layout. Call before its process groups are created.
 
         Args:
-            timeout_s: of its collectives, in seconds.
+            timeout_s: timeout of its collectives, in seconds.
         """
         if self.provider is not None:
             record(self.provider.for_topology(topology))
         record(self.platform.limit_collectives(timeout_s))
 
     def configure_model(self, config: Any, options: Mapping[str, Any]) -> None:
-        """Get ready for a model. Call with its configuration, before it is built; costs nothing if nothing changed.
+        """Prepare the process for a model. Call with its configuration, before it is built; cheap if nothing changed.
 
         Args:
-            config: mcore-bridge's ModelConfig; not looked at without a provider.
-            options: settings of the provider's own.
+            config: mcore-bridge's ModelConfig; ignored without a provider.
+            options: the provider's settings.
 
         Raises:
-            ConfigError: the provider would get this model, or an option, wrong.
-            PlatformError: the process is not as it must be for this model.
+            ConfigError: the provider does not support this model or an option.
+            PlatformError: the process is not patched as this model requires.
         """
         if self.provider is None:
             refuse_options(options, f"engine {self.engine!r} has no provider")
@@ -124,7 +124,7 @@ class Runtime:
     def require_same(
         self, platform: str, tf32: bool | None, engine: str | None, provider: str | None, affinity: Affinity | None
     ) -> None:
-        """Raise ConfigError unless another call of the bootstrap asks for what was done in the first one."""
+        """Raise ConfigError unless the arguments of a later bootstrap call agree with the first one."""
         if platform not in ("auto", self.platform.name):
             raise ConfigError(
                 f"this process was bootstrapped for platform {self.platform.name!r}; it cannot become {platform!r}. "
@@ -132,39 +132,41 @@ class Runtime:
             )
         if tf32 not in (None, self.tf32):
             raise ConfigError(
-                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the choice is made before "
-                f"anything is computed. Say so in the first call: megascend.bootstrap(tf32={tf32})"
+                f"this process was bootstrapped with tf32={self.tf32}; it cannot become {tf32}: the setting must precede "
+                f"any computation. Pass it in the first call: megascend.bootstrap(tf32={tf32})"
             )
         if affinity not in (None, self.affinity):
             raise ConfigError(
                 f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
-                f"been started since. Say so in the first call: megascend.bootstrap(affinity={affinity!r})"
+                f"been started since. Pass it in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
         on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
-        if engine not in (None, self.engine) and not {engine, self.engine} <= on_megatron_core:
-            wanted, found = engines.needs(engine), engines.needs(self.engine)
-            if wanted.megatron or found.megatron:
-                state = (
-                    f"and provider {self.provider.name!r} has patched it ({len(self.changes)} changes, see Runtime.changes)"
-                    if self.provider is not None
-                    else "without any patch"
-                )
-                raise ConfigError(
-                    f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: "
-                    "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
-                    f"{self.engine!r}, say so in the first call: megascend.bootstrap(engine={engine!r})"
-                )
+        if (
+            engine not in (None, self.engine)
+            and not {engine, self.engine} <= on_megatron_core
+            and (engines.needs(engine).megatron or engines.needs(self.engine).megatron)
+        ):
+            state = (
+                f"and provider {self.provider.name!r} has patched it ({len(self.changes)} changes, see Runtime.changes)"
+                if self.provider is not None
+                else "without any patch"
+            )
+            raise ConfigError(
+                f"this process was bootstrapped for engine {self.engine!r}, {state}; engine {engine!r} cannot run in it: "
+                "one engine's patches must not be in another's process. Start another process, or, if nothing here needs "
+                f"{self.engine!r}, pass it in the first call: megascend.bootstrap(engine={engine!r})"
+            )
         kind = type(self.provider)
         names = () if self.provider is None else (self.provider.name, f"{kind.__module__}:{kind.__qualname__}")
         if provider is not None and provider not in names:
             used = "no provider" if self.provider is None else f"provider {self.provider.name!r}"
             raise ConfigError(
-                f"this process was bootstrapped with {used}; it cannot become {provider!r}. Say so in the first call: "
+                f"this process was bootstrapped with {used}; it cannot become {provider!r}. Pass it in the first call: "
                 f"megascend.bootstrap(provider={provider!r})"
             )
 
     def add_mcore_bridge(self, engine: str | None) -> None:
-        """What was prepared for a program on Megatron-Core alone is ready for megascend's engine if the packages are there."""
+        """Extend a process prepared for Megatron-Core only to megascend's engine, if the packages are installed."""
         if self.engine == engines.MEGATRON_CORE and engine == engines.DEFAULT:
             self.stack = require_supported(installed_versions(), engines.needs(engine).packages)
             self.engine = engine
@@ -172,8 +174,9 @@ class Runtime:
 
 @contextlib.contextmanager
 def logged_from(level: int) -> Iterator[None]:
-    """Nothing below ``level`` is logged by anyone until the block ends."""
+    """Suppress all log records below ``level`` within the context."""
     disabled = logging.root.manager.disable
+    # disable() takes the highest level that is suppressed; a stricter setting of the program stays.
     logging.disable(max(disabled, level - 1))
     try:
         yield
@@ -183,7 +186,9 @@ def logged_from(level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause cyclic garbage collection: over imports' half a million lasting objects it took a fifth of the time."""
+    """Pause cyclic garbage collection within the context: imports create half a million lasting objects, and it took a fifth
+    of their time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -207,49 +212,49 @@ def bootstrap(
 ) -> Runtime:
     """Prepare this process for an engine. Call it first; calling it again returns the same Runtime.
 
-    It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core refuses to continue if
-    Megatron-Core, Transformer Engine or mcore-bridge were imported too early. It never reads or changes ``sys.argv``.
+    It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
+    Transformer Engine or mcore-bridge are imported already. It never reads or changes ``sys.argv``.
 
-    What it changes in the process (also in ``Runtime.changes``):
+    Changes to the process (also in ``Runtime.changes``):
 
-    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process when several processes share the machine and the variable
-      is not set; ``ONEDNN_MAX_CPU_ISA`` where the processor shows AMX and cannot run it (see
+    - ``cpu``: ``OMP_NUM_THREADS=1`` and one torch thread a process if several processes share the machine and the variable
+      is not set; ``ONEDNN_MAX_CPU_ISA`` if the processor reports AMX but cannot run it (see
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
-      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` where no
-      port is set. With ``affinity="numa"`` the CPUs that its threads run on.
-    - ``HOME`` and ``USER`` where the user has neither (see :mod:`megascend.surroundings`).
-    - and nothing else, for an engine without Megatron (``single``, ``fsdp``). For Megatron:
-    - a few leaf modules that upstream imports unconditionally, where they cannot be imported here (see
+      ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` if no
+      port is set. With ``affinity="numa"``: the CPUs of its threads.
+    - ``HOME`` and ``USER`` if the user has neither (see :mod:`megascend.surroundings`).
+    - For an engine without Megatron (``single``, ``fsdp``), nothing else. For Megatron:
+    - stubs of a few leaf modules that upstream imports unconditionally, if they cannot be imported here (see
       :mod:`megascend.bootstrap.stub_modules`).
     - provider ``reference`` (``cpu``, and ``cuda`` by request): ``transformer_engine`` in ``sys.modules`` becomes
       :mod:`megascend.reference_te`; on the CPU ``torch.cuda`` names that Megatron-Core calls act on the CPU
-      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` are made of Gloo, and
-      ``TORCHDYNAMO_DISABLE=1``.
-    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` where it is not set
-      (the order Megatron-Core's overlaps rely on).
-    - the default provider of ``npu``: its adaptor is imported with arguments of the bootstrap's, and patches megatron.core and
-      parts of torch (docs/npu.md lists them).
-    - when the program imports them: transformers reads the folder of its models once (see
+      (``torch.cuda.is_available()`` stays False), process groups of backend ``nccl`` use Gloo, and
+      ``TORCHDYNAMO_DISABLE=1`` is set.
+    - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` unless it is set
+      (Megatron-Core's overlaps rely on that order of kernels).
+    - the default provider of ``npu``: its adaptor is imported with arguments from the bootstrap, and patches megatron.core
+      and parts of torch (docs/npu.md lists them).
+    - at the import of their modules: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous, and what else the provider mends (:meth:`PatchProvider.when_imported`).
-    - once an engine of megascend's loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
-      logger set to warnings; a few imports of upstream modules that training does not need take place when they are used (see
+      contiguous, and the provider's patches (:meth:`PatchProvider.when_imported`).
+    - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
+      logger set to warnings; a few imports of upstream modules that training does not need are deferred until first use (see
       :mod:`megascend.bootstrap.deferred_imports`).
 
     Args:
-        platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of npu, cuda, cpu that works here.
-        parallel: the layout, where it is known already. It may be another one later; on an NPU with context
-            parallelism, telling it here saves patching Megatron once more for it (about a second).
-        tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: no, or what an earlier call has said.
-        engine: what the process is prepared for: ``megatron``; ``megatron-core``, for a program of another's on Megatron-Core
-            that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
-            ``megascend.register_engine``; default: what an earlier call has said, or ``megatron``.
-        precision: of the model, where it is known already, for providers that patch otherwise for some; those of this package
-            do not, so that it may be another one later.
-        provider: what patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
+        platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available of npu, cuda, cpu.
+        parallel: the layout, if it is known already. It may change later; on an NPU with context parallelism, passing it here
+            avoids patching Megatron a second time (about a second).
+        tf32: products of fp32 matrices may be TensorFloat-32 (CUDA only); default: value of an earlier call, or False.
+        engine: engine that the process is prepared for: ``megatron``; ``megatron-core``, for a third-party program on
+            Megatron-Core that needs no mcore-bridge; ``single``, ``fsdp``, or one registered with
+            ``megascend.register_engine``; default: value of an earlier call, or ``megatron``.
+        precision: precision of the model, if it is known already, for providers whose patches depend on it; those of this
+            package do not, so it may change later.
+        provider: provider that patches Megatron (see :mod:`megascend.bootstrap.providers`); default: the platform's first.
             ``MEGASCEND_REFERENCE_TE=1`` in the environment means ``reference`` on ``cuda``.
-        affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's where that is known (see
-            :mod:`megascend.platforms.affinity`); ``none``, the default: wherever the launcher lets them.
+        affinity: ``numa``: all threads of this process run on the CPUs of one NUMA node, its device's if known (see
+            :mod:`megascend.platforms.affinity`); ``none``, the default: on all CPUs that the launcher allows.
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
@@ -267,7 +272,8 @@ def bootstrap(
     from megascend.platforms import choose
 
     record(name_user())
-    if (hook := sys.modules.get("megascend_run")) is not None:  # under `megascend run`: the program has come before it
+    # Under `megascend run`: the program calls the bootstrap itself, before the hook did.
+    if (hook := sys.modules.get("megascend_run")) is not None:
         hook.disarm()
     engine = engine or engines.DEFAULT
     needs = engines.needs(engine)
@@ -277,26 +283,27 @@ def bootstrap(
         )
     stack = require_supported(installed_versions(), needs.packages)
     chosen = choose(platform)
-    made = _made_provider(provider, Setup(chosen, stack, parallel or Parallel(), precision)) if needs.megatron else None
+    setup = Setup(chosen, stack, parallel or Parallel(), precision)
+    patcher = _create_provider(provider, setup) if needs.megatron else None
     with no_collection():
         record(chosen.configure_products(bool(tf32)))
-        if made is not None:
-            record(made.before_megatron())
+        if patcher is not None:
+            record(patcher.before_megatron())
         record(chosen.prepare())
         if affinity == "numa":
             record([_bound(chosen)])
-        if made is not None:
+        if patcher is not None:
             record(install_missing_leaves())
-            # Patched when they are imported, by megascend's engine or by any program.
+            # These modules are patched at their import, by megascend's engine or by any program.
             patches.patch_on_import()
-            for module, patch_module in made.when_imported().items():
+            for module, patch_module in patcher.when_imported().items():
                 after_import(module, lambda patch_module=patch_module: record(patch_module()))
-    _current = Runtime(chosen, stack, engine, made, precision, bool(tf32), affinity or "none")
+    _current = Runtime(chosen, stack, engine, patcher, precision, bool(tf32), affinity or "none")
     return _current
 
 
 def _bound(platform: Platform) -> str:
-    """Bind this process to the CPUs of one NUMA node; a line about it."""
+    """Bind this process to the CPUs of one NUMA node; return a one-line report."""
     from megascend.distributed.launch import Launch
     from megascend.platforms.affinity import bind_to_node
 
@@ -304,19 +311,19 @@ def _bound(platform: Platform) -> str:
     return bind_to_node(launch.local_rank, launch.local_size, platform.pci_address(launch.local_rank))
 
 
-def _made_provider(name: str | None, setup: Setup) -> PatchProvider:
-    """The provider to use; nothing that it has to patch first is imported yet."""
+def _create_provider(name: str | None, setup: Setup) -> PatchProvider:
+    """Create the provider, and check that no package that it has to patch first is imported."""
     platform = setup.platform.name
     if name is None and platform == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":
         name = "reference"
-    made = providers.create(name, setup)
-    if made.must_come_first:
+    provider = providers.create(name, setup)
+    if provider.must_come_first:
         require_clean(sys.modules, platform)
-    return made
+    return provider
 
 
 def current_runtime(needed_by: str) -> Runtime:
-    """The Runtime of this process."""
+    """Return the Runtime of this process."""
     if _current is None:
         raise ImportOrderError(
             f"{needed_by} needs megascend.bootstrap() to have run; make it the program's first call."

@@ -1,8 +1,8 @@
-"""Modules that megatron-core and mcore-bridge import without a guard, though only some machines can.
+"""Stubs of modules that megatron-core and mcore-bridge import without a guard, though not every machine has them.
 
-Each is a leaf: a file of triton kernels, or one function of another project. Where the requirement is missing, the
-leaf is put into ``sys.modules`` beforehand with functions that raise when called. The requirement itself (triton,
-swift) is never faked: other packages ask for it and change their behaviour if they find it.
+Each is a leaf: a file of triton kernels, or one function of another project. If the requirement is missing, the leaf is put
+into ``sys.modules`` in advance, with functions that raise when called. The requirement itself (triton, swift) is never
+faked: other packages probe for it and change their behaviour if it is present.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNEL_LEAVES = (
 
 
 def install_missing_leaves() -> list[str]:
-    """Put the leaves that could not be imported here into ``sys.modules``; returns one line for each."""
+    """Put stubs of leaves that cannot be imported here into ``sys.modules``; return one line for each."""
     changes = []
     if not _importable("triton"):
         for package, inner in KERNEL_LEAVES:
@@ -37,7 +37,7 @@ def install_missing_leaves() -> list[str]:
             file = _locate(package, f"{inner}.py")
             if file is not None and name not in sys.modules:
                 functions = public_functions(file)
-                _insert(name, {each: _needs_triton(f"{name}.{each}") for each in functions})
+                _insert(name, {function: _needs_triton(f"{name}.{function}") for function in functions})
                 changes.append(f"{name}: {len(functions)} functions that raise (triton is not installed)")
     gemma = _locate("mcore_bridge", "model/mm_gpts/gemma4.py")
     wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def install_missing_leaves() -> list[str]:
 
 
 def public_functions(file: Path) -> list[str]:
-    """Names of the functions defined at the top level of a Python file, without those that start with ``_``."""
+    """Return the names of top-level functions of a Python file, without those that start with ``_``."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
@@ -68,7 +68,7 @@ def _importable(package: str) -> bool:
 
 
 def _locate(package: str, inner: str) -> Path | None:
-    """The file ``inner`` of an installed ``package``, which is not imported."""
+    """Return the file ``inner`` of an installed ``package`` without importing it; None if there is none."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         if (Path(folder) / inner).is_file():

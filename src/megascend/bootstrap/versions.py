@@ -1,6 +1,6 @@
-"""The version table: which packages work together, as found by running them. Everything here is pure data.
+"""The version table: combinations of package versions that were tested together. Everything here is pure data.
 
-A combination outside the table is refused, because what it does wrong would show hours later, in the numbers.
+A combination outside the table is refused, because its errors might only show hours later, in the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "megatron-core", "mcore-bridge", "transformers", "peft")
 
 @dataclass(frozen=True)
 class Stack:
-    """One row: versions that were seen to work together."""
+    """One row: versions that were tested together."""
 
     name: str
     megatron_core: str
@@ -31,7 +31,8 @@ class Stack:
     peft: str
 
     def requirement(self, package: str) -> SpecifierSet:
-        """The versions of ``package`` (a name as on PyPI) that this row admits."""
+        """Return the versions of ``package`` (its PyPI name) that this row admits."""
+        # By default a SpecifierSet excludes release candidates and nightly builds.
         return SpecifierSet(getattr(self, package.replace("-", "_")), prereleases=True)
 
     def __str__(self) -> str:
@@ -39,7 +40,7 @@ class Stack:
         return f"stack {self.name}: {parts}"
 
 
-# torch_npu's minor version is torch's.
+# torch_npu's minor version always equals torch's.
 STACKS = (
     Stack(
         name="0.16",
@@ -63,7 +64,7 @@ STACKS = (
 
 
 def support_table() -> str:
-    """The version table as docs/support.md has it, in Markdown."""
+    """Return the version table in Markdown, for docs/support.md."""
     rows = [["", *(f"stack {stack.name}" for stack in STACKS)], ["---"] * (1 + len(STACKS))]
     for package in (*PACKAGES, "torch_npu"):
         rows.append([package, *(_spelled(stack.requirement(package)) for stack in STACKS)])
@@ -71,14 +72,14 @@ def support_table() -> str:
 
 
 def _spelled(versions: SpecifierSet) -> str:
-    """``">= 0.16.1, < 0.17"``."""
-    ordered = sorted(versions, key=lambda one: (not one.operator.startswith(">"), one.version))
-    return ", ".join(f"{one.operator} {one.version}" for one in ordered)
+    """Format as ``">= 0.16.1, < 0.17"``."""
+    ordered = sorted(versions, key=lambda bound: (not bound.operator.startswith(">"), bound.version))
+    return ", ".join(f"{bound.operator} {bound.version}" for bound in ordered)
 
 
 @dataclass(frozen=True)
 class PackageCheck:
-    """One package held against a row of the table."""
+    """Result of comparing one installed package with a row of the table."""
 
     package: str
     found: str | None
@@ -88,7 +89,7 @@ class PackageCheck:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version of every package of the table, None where it is not installed."""
+    """Return the version of every package of the table, None if it is not installed."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -99,7 +100,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
-    """The row that admits most of the ``versions`` of ``packages``; Megatron-Core's own version decides a tie."""
+    """Return the row that admits most of the ``versions`` of ``packages``; Megatron-Core's version decides a tie."""
 
     def score(stack: Stack) -> tuple[int, bool]:
         admitted = [package for package in packages if _admits(stack, package, versions.get(package))]
@@ -109,35 +110,36 @@ def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PAC
 
 
 def findings(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> list[PackageCheck]:
-    """Each of ``packages`` held against the nearest row."""
+    """Compare ``versions`` of ``packages`` with the nearest row."""
     stack = nearest_stack(versions, packages)
     result = []
     for package in packages:
-        found, wanted = versions.get(package), str(stack.requirement(package))
-        if found is None:
-            level, message = "error", f"{package} is not installed; stack {stack.name} needs {package}{wanted}"
-        elif _admits(stack, package, found):
-            level, message = "ok", f"{package} {found}"
+        version, requirement = versions.get(package), str(stack.requirement(package))
+        if version is None:
+            level, message = "error", f"{package} is not installed; stack {stack.name} needs {package}{requirement}"
+        elif _admits(stack, package, version):
+            level, message = "ok", f"{package} {version}"
         else:
-            level, message = "error", f"{package} {found} is installed; stack {stack.name} needs {package}{wanted}"
-        result.append(PackageCheck(package, found, wanted, level, message))
+            level = "error"
+            message = f"{package} {version} is installed; stack {stack.name} needs {package}{requirement}"
+        result.append(PackageCheck(package, version, requirement, level, message))
     return result
 
 
 def check_versions() -> list[PackageCheck]:
-    """Hold what is installed here against the table."""
+    """Compare the installed packages with the table."""
     return findings(installed_versions())
 
 
 def require_package(package: str, versions: dict[str, str | None]) -> None:
-    """Refuse a version of ``package`` that is outside the table, whatever the others are."""
+    """Raise VersionError if the version of ``package`` is outside the table, regardless of other packages."""
     (problem,) = [finding for finding in findings(versions) if finding.package == package]
     if problem.level == "error":
         raise VersionError(f"{problem.message}. Install a version inside the table of docs/npu.md")
 
 
 def require_supported(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
-    """Return the row that admits ``versions`` of ``packages``; those of others do not matter."""
+    """Return the row that admits ``versions`` of ``packages``, regardless of other packages; raise VersionError if none does."""
     stack = nearest_stack(versions, packages)
     problems = [finding.message for finding in findings(versions, packages) if finding.level == "error"]
     if problems:

@@ -30,21 +30,20 @@ MASK_TYPES = (
 
 
 def _forgive_missing_extra_state(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    """megatron-core leaves attention's extra state out of checkpoints; Transformer Engine accepts that, so do we."""
+    """Accept checkpoints without attention's extra state, as Transformer Engine does: megatron-core does not save it."""
     missing = [key for key in incompatible_keys.missing_keys if not key.endswith("core_attention._extra_state")]
     incompatible_keys.missing_keys[:] = missing
 
 
 class DotProductAttention(ReferenceModule):
-    """Attention of this rank's heads.
+    """Attention over the heads of one rank.
 
     Shapes (``h`` query heads and ``g`` key/value heads of this tensor parallel rank, ``d`` and ``e`` head sizes of
     keys and values): ``sbhd`` takes ``[s, b, h, d]``, ``[s, b, g, d]``, ``[s, b, g, e]`` and returns
-    ``[s, b, h * e]``; ``bshd`` likewise; ``thd`` takes ``[t, h, d]`` and returns ``[t, h * e]``.
+    ``[s, b, h * e]``; ``bshd`` swaps ``s`` and ``b``; ``thd`` takes ``[t, h, d]`` and returns ``[t, h * e]``.
 
     With context parallelism every rank passes its zigzag share of each sequence (see :mod:`.attention_core`), and
-    ``cu_seqlens`` count whole sequences. Keys and values are all-gathered whatever ``cp_comm_type`` says: the result
-    is the same.
+    ``cu_seqlens`` refer to full sequences. Keys and values are all-gathered for every ``cp_comm_type``: the result is the same.
     """
 
     def __init__(
@@ -142,14 +141,14 @@ class DotProductAttention(ReferenceModule):
         pad_between_seqs: bool | None = None,
         num_splits: int | None = 1,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            attention_mask: True where masked **out**. ``[b, 1, 1, s]`` for mask types with "padding" (a pair of them,
-                of queries and of keys, where the two differ), broadcastable to ``[b, h, s_q, s_kv]`` for "arbitrary";
-                ignored by the other types.
-            cu_seqlens_q, cu_seqlens_kv: thd only: ``[sequences + 1]`` running totals of the real lengths.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: where the sequences start, if there is padding between them.
+            attention_mask: True where masked **out**. ``[b, 1, 1, s]`` for mask types with "padding" (a pair for queries
+                and keys, if their masks differ), broadcastable to ``[b, h, s_q, s_kv]`` for "arbitrary"; ignored by the
+                other types.
+            cu_seqlens_q, cu_seqlens_kv: thd only: ``[sequences + 1]`` cumulative lengths without padding.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: starts of the sequences, if there is padding between them.
             core_attention_bias: ``post_scale_bias`` only: broadcastable to ``[b, h, s_q, s_kv]``.
             max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, num_splits: hints for kernels; unused.
         """
@@ -173,7 +172,7 @@ class DotProductAttention(ReferenceModule):
             )
         if layout not in ("sbhd", "bshd"):
             raise ConfigError(f"qkv_format must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
-        if layout == "bshd":
+        if layout == "bshd":  # computed as sbhd
             query_layer, key_layer, value_layer = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
         keep = _keep(attention_mask, mask_type)
         padding = "padding" in mask_type
@@ -190,7 +189,7 @@ class DotProductAttention(ReferenceModule):
         left, right = window
         causal = "causal" in mask_type
         if not causal and (left, right) == (-1, 0):
-            right = -1  # Transformer Engine reads (-1, 0) as "no window" where the mask is not causal
+            right = -1  # Transformer Engine treats (-1, 0) as "no window" for a mask that is not causal
         if min(left, right) < -1 or (not causal and (left < 0) != (right < 0)):
             raise ConfigError(f"window_size={window} does not go with attn_mask_type={mask_type!r}")
         if causal:
@@ -204,7 +203,7 @@ class DotProductAttention(ReferenceModule):
         return (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
 
     def _dropout(self) -> tuple[float, Any]:
-        """Dropout probability now, and the random stream to draw it from."""
+        """Return the current dropout probability and the context of its random stream."""
         if not self.training or self.attention_dropout == 0.0:
             return 0.0, nullcontext()
         return self.attention_dropout, nullcontext() if self._tracker is None else self._tracker().fork()
@@ -219,7 +218,7 @@ class DotProductAttention(ReferenceModule):
         bias: Tensor | None,
         padding: bool,
     ) -> Tensor:
-        """``[s, b, heads, dim]`` each -> ``[s, b, h, e]``; every sample of the batch is one sequence."""
+        """Attend for one sequence a sample: ``[s, b, heads, dim]`` each -> ``[s, b, h, e]``."""
         rank, size = self._cp()
         if size > 1:
             if keep is not None or bias is not None:
@@ -238,7 +237,7 @@ class DotProductAttention(ReferenceModule):
         return self._chunks(query, key, value, rule, start, keep, bias, chunk_starts(query.shape[0] * size, rank, size))
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``[t, ...]`` -> ``[size, t, ...]``: what every context parallel rank holds."""
+        """Gather keys and values of all context parallel ranks: ``[t, ...]`` -> ``[size, t, ...]``."""
         if self.cp_group is None or self.cp_group.size() == 1:
             return key[None], value[None]
         size = self.cp_group.size()
@@ -256,22 +255,31 @@ class DotProductAttention(ReferenceModule):
         bias: Tensor | None,
         chunks: list[tuple[int, int]],
     ) -> Tensor:
-        """Attend chunk by chunk of one sequence's queries; all tensors ``[s, b, heads, dim]``."""
+        """Attend chunk by chunk of the queries of one sequence; all tensors are ``[s, b, heads, dim]``."""
         dropout, stream = self._dropout()
+        # torch's attention takes [b, heads, s, dim].
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        pieces, done = [], 0
+        pieces, first = [], 0
         with stream:
             for position, count in chunks:
-                piece = query[done : done + count].permute(1, 2, 0, 3)
+                piece = query[first : first + count].permute(1, 2, 0, 3)
                 offset = start + position
-                seen = key.shape[2]
+                visible = key.shape[2]
                 if rule.causal and keep is None and bias is None:
-                    seen = max(0, min(seen, offset + count))  # no work on keys after the chunk
+                    visible = max(0, min(visible, offset + count))  # skip keys after the chunk, which are masked out
                 out = attend(
-                    piece, key[:, :, :seen], value[:, :, :seen], rule, self.softmax_scale, dropout, offset, keep, bias
+                    piece,
+                    key[:, :, :visible],
+                    value[:, :, :visible],
+                    rule,
+                    self.softmax_scale,
+                    dropout,
+                    offset,
+                    keep,
+                    bias,
                 )
                 pieces.append(out.permute(2, 0, 1, 3))
-                done += count
+                first += count
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _packed(
@@ -283,49 +291,51 @@ class DotProductAttention(ReferenceModule):
         totals: tuple[list[int], list[int]],
         padded: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """Packed sequences, one after the other: ``[t, heads, dim]`` each -> ``[t, h * e]``."""
+        """Attend for each packed sequence: ``[t, heads, dim]`` each -> ``[t, h * e]``; padding gets zeros."""
         if bias is not None or mask_type == "arbitrary":
             refuse("an attention bias or an arbitrary mask with packed (thd) sequences", "pad the batch instead")
         query, key, value = qkv
         rank, size = self._cp()
-        lengths = [_differences(each) for each in totals]
+        lengths = [_differences(ends) for ends in totals]
         starts = [
-            own if other is None else _totals(other, "cu_seqlens_padded")
-            for own, other in zip(totals, padded, strict=True)
+            unpadded if with_padding is None else _totals(with_padding, "cu_seqlens_padded")
+            for unpadded, with_padding in zip(totals, padded, strict=True)
         ]
-        room = [_differences(each) for each in starts]
+        room = [_differences(ends) for ends in starts]
         _check_packing(lengths, room, starts, size, query.shape[0], key.shape[0])
+        # One gather for all sequences: a rank's keys of every sequence are in one tensor.
         keys, values = self._gather(key[:, None], value[:, None])  # [size, t, 1, heads, dim]
-        pieces, done = [], 0
-        for index, (queries, known) in enumerate(zip(*lengths, strict=True)):
+        pieces, end = [], 0
+        for index, (query_count, key_count) in enumerate(zip(*lengths, strict=True)):
             q_begin, q_room = starts[0][index] // size, room[0][index] // size
             k_begin, k_room = starts[1][index] // size, room[1][index] // size
-            if q_begin > done:
-                pieces.append(query.new_zeros(q_begin - done, 1, query.shape[1], value.shape[-1]))
-            whole_key = unzigzag(keys, k_begin, k_room)[:known]
-            whole_value = unzigzag(values, k_begin, k_room)[:known]
-            corner = known - queries if rule.bottom_right else 0
+            if q_begin > end:
+                pieces.append(query.new_zeros(q_begin - end, 1, query.shape[1], value.shape[-1]))
+            # Only after the chunks are in order is the padding at the end, where it can be cut.
+            full_key = unzigzag(keys, k_begin, k_room)[:key_count]
+            full_value = unzigzag(values, k_begin, k_room)[:key_count]
+            corner = key_count - query_count if rule.bottom_right else 0
             chunks = chunk_starts(room[0][index], rank, size)
-            used, at = [], q_begin
+            parts, row = [], q_begin
             for position, count in chunks:
-                real = max(0, min(count, queries - position))
+                real = max(0, min(count, query_count - position))
                 if real:
-                    piece = query[at : at + real, None]
-                    used.append(
-                        self._chunks(piece, whole_key, whole_value, rule, corner, None, None, [(position, real)])
+                    piece = query[row : row + real, None]
+                    parts.append(
+                        self._chunks(piece, full_key, full_value, rule, corner, None, None, [(position, real)])
                     )
                 if count > real:
-                    used.append(query.new_zeros(count - real, 1, query.shape[1], value.shape[-1]))
-                at += count
-            pieces += used
-            done = q_begin + q_room
-        if done < query.shape[0]:
-            pieces.append(query.new_zeros(query.shape[0] - done, 1, query.shape[1], value.shape[-1]))
+                    parts.append(query.new_zeros(count - real, 1, query.shape[1], value.shape[-1]))
+                row += count
+            pieces += parts
+            end = q_begin + q_room
+        if end < query.shape[0]:
+            pieces.append(query.new_zeros(query.shape[0] - end, 1, query.shape[1], value.shape[-1]))
         return torch.cat(pieces).flatten(1)
 
 
 def _keep(mask: Tensor | tuple[Tensor, Tensor] | None, mask_type: str) -> Tensor | None:
-    """The caller's mask (True = masked out) as True = visible, for the mask types that use it."""
+    """Convert the caller's mask (True = masked out) to True = visible; None for mask types that do not use it."""
     if "padding" not in mask_type and mask_type != "arbitrary":
         return None
     if mask is None:
@@ -334,11 +344,11 @@ def _keep(mask: Tensor | tuple[Tensor, Tensor] | None, mask_type: str) -> Tensor
         if isinstance(mask, tuple):
             raise DataError("attn_mask_type='arbitrary' takes one mask")
         return ~mask.bool()
-    of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
-    for each in (of_queries, of_keys):
-        if each.dim() != 4 or each.shape[1] != 1 or each.shape[2] != 1:
-            raise DataError(f"a padding mask must be [batch, 1, 1, length], got {tuple(each.shape)}")
-    return ~(of_queries.bool().transpose(2, 3) | of_keys.bool())
+    query_mask, key_mask = mask if isinstance(mask, tuple) else (mask, mask)
+    for padding in (query_mask, key_mask):
+        if padding.dim() != 4 or padding.shape[1] != 1 or padding.shape[2] != 1:
+            raise DataError(f"a padding mask must be [batch, 1, 1, length], got {tuple(padding.shape)}")
+    return ~(query_mask.bool().transpose(2, 3) | key_mask.bool())
 
 
 def _totals(cu_seqlens: Tensor | None, name: str) -> list[int]:
@@ -354,7 +364,7 @@ def _differences(totals: Sequence[int]) -> list[int]:
 def _check_packing(
     lengths: list[list[int]], room: list[list[int]], starts: list[list[int]], size: int, queries: int, keys: int
 ) -> None:
-    """Raise DataError unless every sequence fits its room, and the rooms fit the tokens of this rank."""
+    """Raise DataError unless every sequence fits its padded length, and these fit the tokens of this rank."""
     for real, available, begin, tokens in zip(lengths, room, starts, (queries, keys), strict=True):
         if len(real) != len(available) or any(n < 0 or n > r for n, r in zip(real, available, strict=False)):
             raise DataError(f"packed lengths {real} do not fit the padded lengths {available}")

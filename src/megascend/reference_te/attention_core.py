@@ -1,7 +1,7 @@
 """Softmax attention of one block of queries, and the arithmetic of the zigzag context-parallel layout.
 
 With context parallelism a sequence is cut into ``2 * size`` equal chunks, and rank ``r`` holds chunks ``r`` and
-``2 * size - 1 - r``: with a causal mask every rank then has the same amount of work.
+``2 * size - 1 - r``, which balances the work of the ranks under a causal mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNLIMITED: Window = (-1, -1)
 
 
 def check_window(window: object) -> None:
-    """Raise ConfigError unless ``window`` is None or a pair of integers, those to the left and those to the right."""
+    """Raise ConfigError unless ``window`` is None or a pair of integers, (left, right)."""
     if window is None or (
         isinstance(window, (tuple, list)) and len(window) == 2 and all(type(side) is int for side in window)
     ):
@@ -29,12 +29,12 @@ def check_window(window: object) -> None:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query may see, by position in its sequence.
+    """Rule for the visible keys of a query, by position in its sequence.
 
     Attributes:
-        causal: a query sees no key after its own position.
-        window: how many positions to the left and to the right it sees; -1 is no limit.
-        bottom_right: the last query is level with the last key (else: the first with the first).
+        causal: a query does not attend to keys after its own position.
+        window: number of visible positions to the left and to the right; -1 is no limit.
+        bottom_right: align the last query with the last key (else: the first with the first).
     """
 
     causal: bool
@@ -43,13 +43,13 @@ class MaskRule:
 
     @property
     def reach(self) -> Window:
-        """The window with causality folded in."""
+        """Return the window, limited on the right by causality."""
         left, right = self.window
         return (left, 0) if self.causal else (left, right)
 
 
 def visible(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.device) -> Tensor | None:
-    """Return bool ``[queries, keys]``, True where a query sees a key, or None if all; ``offset``: position of the first query."""
+    """Return bool ``[queries, keys]``, True if visible, or None if all are; ``offset``: position of the first query."""
     left, right = rule.reach
     last = offset + queries - 1
     if (left < 0 or last <= left) and (right < 0 or offset + right >= keys - 1):
@@ -74,18 +74,18 @@ def attend(
     keep: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention with an fp32 softmax; K and V heads are shared by groups of query heads.
+    """Compute attention with an fp32 softmax; groups of query heads share K and V heads.
 
     Args:
         query: ``[batch, heads, queries, dim]``.
         key, value: ``[batch, kv_heads, keys, dim]`` and ``[batch, kv_heads, keys, value_dim]``; their first row is
             position 0 of the sequence.
         offset: position of the first query.
-        keep: boolean, broadcastable to ``[batch, heads, queries, keys]``, True where allowed; on top of ``rule``.
-        bias: added to the scaled scores, broadcastable likewise.
+        keep: boolean, broadcastable to ``[batch, heads, queries, keys]``, True where allowed; in addition to ``rule``.
+        bias: added to the scaled scores, broadcastable to the same shape.
 
     Returns:
-        ``[batch, heads, queries, value_dim]`` in the dtype of ``value``. A query that sees no key gets zeros.
+        ``[batch, heads, queries, value_dim]`` in the dtype of ``value``. A query without visible keys gets zeros.
     """
     queries, keys = query.shape[2], key.shape[2]
     if keys == 0:
@@ -93,13 +93,14 @@ def attend(
     kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     aligned = offset == 0 and queries == keys
     if rule.reach == (-1, 0) and aligned and keep is None and bias is None:
+        # Without a mask tensor torch may choose a fused kernel, which skips masked blocks.
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
     by_position = visible(rule, queries, keys, offset, query.device)
     if by_position is not None:
         keep = by_position if keep is None else keep & by_position
     sighted = None
     if keep is not None:
-        # A row without any key would be 0 / 0: let it look everywhere, then blank its output (and its gradient).
+        # A row without any key would be 0 / 0: make all keys visible, then set its output (and its gradient) to zero.
         sighted = keep.any(dim=-1, keepdim=True)
         keep = keep | ~sighted
     mask = keep
@@ -112,8 +113,9 @@ def attend(
 
 
 def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return (first position, tokens) of a rank's pieces of a sequence, whose ``length`` divides by ``2 * size`` if ``size >
-    1``.
+    """Return (first position, tokens) of a rank's chunks of a sequence.
+
+    ``length`` must be a multiple of ``2 * size`` if ``size > 1``.
     """
     if size == 1:
         return [(0, length)]
@@ -122,7 +124,7 @@ def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def unzigzag(gathered: Tensor, start: int, local: int) -> Tensor:
-    """Return a whole sequence ``[size * local, ...]`` in order, from ``gathered`` ``[size, local_total, ...]`` in local order."""
+    """Return a full sequence ``[size * local, ...]`` in order, from ``gathered`` ``[size, local_total, ...]`` in rank order."""
     size, half = gathered.shape[0], local // 2
     if size == 1:
         return gathered[0, start : start + local]

@@ -1,4 +1,4 @@
-"""What every stand-in layer shares: the tensor parallel group, extra state, parameters and their marks."""
+"""Base class of all reference layers: tensor parallel group, extra state, parameters and their attributes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MEGATRON_NAMES = {
 
 
 class ReferenceModule(torch.nn.Module):
-    """Base of the layers.
+    """Base class of the layers.
 
-    Keeps the attributes that megatron-core and mcore-bridge read on Transformer Engine's base class: ``tp_group``,
+    It has the attributes of Transformer Engine's base class that megatron-core and mcore-bridge read: ``tp_group``,
     ``tp_size``, ``fp8``, ``fp8_calibration``, ``fp8_meta``.
     """
 
@@ -44,7 +44,7 @@ class ReferenceModule(torch.nn.Module):
         self.tp_size = 1
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing to prepare: fp8 is never on."""
+        """Do nothing: fp8 is never active."""
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
         """Set the group of the layer's collectives; may be called after construction."""
@@ -54,11 +54,11 @@ class ReferenceModule(torch.nn.Module):
         refuse("a delayed weight gradient", "switch delay_wgrad_compute off")
 
     def get_extra_state(self) -> Tensor:
-        """An empty uint8 tensor: what Transformer Engine saves when fp8 is off."""
+        """Return an empty uint8 tensor, which Transformer Engine saves when fp8 is off."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Accept the empty state; a state with fp8 scales in it is refused."""
+        """Accept the empty state; refuse a state with fp8 scales."""
         if state is not None and state.numel() > 0:
             refuse("fp8 state in a checkpoint", "load it on CUDA with transformer-engine")
 
@@ -66,10 +66,10 @@ class ReferenceModule(torch.nn.Module):
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.set_tensor_parallel_group(tp_group)
 
-    def _tp_group_for(self, what: str) -> dist.ProcessGroup:
+    def _tp_group_for(self, tensor: str) -> dist.ProcessGroup:
         if self.tp_group is None:
             raise ProcessGroupError(
-                f"{type(self).__name__} with tp_size={self.tp_size} needs a tensor parallel group for its {what}: "
+                f"{type(self).__name__} with tp_size={self.tp_size} needs a tensor parallel group for its {tensor}: "
                 "call set_tensor_parallel_group() first"
             )
         return self.tp_group
@@ -84,9 +84,9 @@ class ReferenceModule(torch.nn.Module):
         get_rng_state_tracker: TrackerGetter | None = None,
         rng_tracker_name: str | None = None,
     ) -> Parameter:
-        """Register and initialise a parameter; under megatron-core's random tracker where one is given.
+        """Register and initialise a parameter, with megatron-core's random tracker if one is given.
 
-        On the meta device nothing is initialised: whoever materialises the parameters fills them.
+        On the meta device nothing is initialised: the code that materialises the parameters does that.
         """
         parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.register_parameter(name, parameter)
@@ -103,19 +103,19 @@ class ReferenceModule(torch.nn.Module):
 
 
 def default_init(weight: Tensor) -> None:
-    """Transformer Engine's initialisation where no ``init_method`` is given."""
+    """Apply Transformer Engine's default initialisation."""
     torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_INIT_STD)
 
 
 def mark_tensor_parallel(parameter: Parameter, is_parallel: bool, dim: int) -> None:
-    """Set the attributes by which megatron-core tells shards from copies (gradient norm, checkpoints)."""
+    """Set the attributes by which megatron-core distinguishes shards from replicas (gradient norm, checkpoints)."""
     parameter.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
     parameter.partition_dim = dim if is_parallel else -1  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def divide_exactly(size: int, parts: int, what: str) -> int:
-    """``size / parts``, or ConfigError if it does not divide."""
+def divide_exactly(size: int, parts: int, setting: str) -> int:
+    """Return ``size / parts``; raise ConfigError if it is not an integer."""
     if size % parts:
-        raise ConfigError(f"{what}={size} does not divide over a tensor parallel size of {parts}")
+        raise ConfigError(f"{setting}={size} does not divide over a tensor parallel size of {parts}")
     return size // parts

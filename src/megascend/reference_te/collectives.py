@@ -1,7 +1,6 @@
-"""The collectives of tensor and context parallelism, with gradients.
+"""Differentiable collectives of tensor and context parallelism.
 
-Each is paired with its transpose in the backward pass: identity / all-reduce, all-gather / reduce-scatter.
-All act on the first dimension.
+The backward pass of each is its transpose: identity / all-reduce, all-gather / reduce-scatter. All act on the first dimension.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from torch import Tensor
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy: all_reduce writes in place, and autograd may still need the argument.
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[n, ...]`` of every rank -> ``[size * n, ...]`` in rank order."""
+    """Gather ``[n, ...]`` of every rank to ``[size * n, ...]`` in rank order."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[size * n, ...]`` of every rank -> the sum's slice ``[n, ...]`` of this rank."""
+    """Sum ``[size * n, ...]`` over the ranks; return this rank's slice ``[n, ...]``."""
     scattered = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     dist.reduce_scatter_tensor(scattered, x.contiguous(), group=group)
     return scattered
@@ -77,20 +77,20 @@ class _SumAndScatter(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity; the gradients of all ranks are summed."""
+    """Return ``x``; sum the gradients of all ranks."""
     return _CopyToRanks.apply(x, group)  # type: ignore[return-value]
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; the gradient passes through."""
+    """All-reduce ``x``; pass the gradient through."""
     return _SumOverRanks.apply(x, group)  # type: ignore[return-value]
 
 
 def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather ``[n, ...]`` -> ``[size * n, ...]``; gradients are reduce-scattered."""
+    """All-gather ``[n, ...]`` -> ``[size * n, ...]``; reduce-scatter the gradients."""
     return _GatherFromRanks.apply(x, group)  # type: ignore[return-value]
 
 
 def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter ``[size * n, ...]`` -> ``[n, ...]``; gradients are all-gathered."""
+    """Reduce-scatter ``[size * n, ...]`` -> ``[n, ...]``; all-gather the gradients."""
     return _SumAndScatter.apply(x, group)  # type: ignore[return-value]

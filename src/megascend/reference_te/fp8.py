@@ -1,8 +1,8 @@
-"""fp8 in name only: switches that stay off, recipes by which nothing computes, and padding of experts' rows.
+"""The fp8 API without fp8: switches that stay off, recipes that nothing uses, and padding of experts' rows.
 
-Names, fields and defaults of recipes are those of Transformer Engine 2.8 to 2.11, and as there an unknown field is ignored.
-Programs build a recipe before they decide whether fp8 is on; ``fp8_autocast(enabled=True)`` is what is refused.
-The variables ``NVTE_...`` that change a default there change nothing here.
+Names, fields and defaults of recipes are those of Transformer Engine 2.8 to 2.11, which also ignores unknown fields. Programs
+build a recipe before they decide whether fp8 is on, so only ``fp8_autocast(enabled=True)`` is refused. The variables
+``NVTE_...``, which change defaults of Transformer Engine, have no effect here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMEDY = "unset fp8 / fp4 in the model config, or run on CUDA with transformer-e
 
 
 class FP8GlobalStateManager:
-    """What megatron-core asks about fp8; the answer is always that it is off."""
+    """The state of fp8 that megatron-core queries: always off."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -53,11 +53,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """Nothing is kept, so there is nothing to reset."""
+        """Do nothing: there is no state."""
 
 
 def _only_off(name: str) -> Callable[..., AbstractContextManager[None]]:
-    """A context of Transformer Engine's that switches quantisation on: nothing happens where it is off already."""
+    """Create a replacement of a context manager of Transformer Engine that enables quantisation: it only accepts False."""
 
     @contextmanager
     def context(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -73,27 +73,27 @@ def _only_off(name: str) -> Callable[..., AbstractContextManager[None]]:
 fp8_autocast = _only_off("fp8_autocast")
 autocast = _only_off("autocast")  # its name from 2.9 on
 fp8_model_init = _only_off("fp8_model_init")
-quantized_model_init = _only_off("quantized_model_init")  # likewise
+quantized_model_init = _only_off("quantized_model_init")  # its name from 2.9 on
 
 
 def check_support() -> tuple[bool, str]:
-    """Whether quantised layers can run here, and why not."""
+    """Return (False, reason): quantised layers cannot run here."""
     return False, NO_FP8
 
 
 def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """The same question as programs ask it from 2.9 on."""
+    """Return :func:`check_support` in the form of 2.9 and later."""
     return check_support() if return_reason else False
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """The layers here take bf16 wherever torch does, which is everywhere."""
+    """Return True: these layers support bf16 on every device, as torch does."""
     return (True, "") if return_reason else True
 
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """Tells fp8 layers whose scales to keep while activations are recomputed: nothing to do where fp8 is off."""
+    """Do nothing: Transformer Engine's context selects the fp8 scales during a recomputation of activations."""
     yield
 
 
@@ -132,20 +132,20 @@ class QParams:
 
 
 def _recipe(cls: type) -> type:
-    """A dataclass that ignores names which are not its fields: megatron-core passes some of older releases."""
-    made = dataclass(cls)
-    known, construct = {each.name for each in fields(made)}, made.__init__
+    """Make a dataclass that ignores unknown arguments: megatron-core passes some of older releases."""
+    recipe = dataclass(cls)
+    names, construct = {entry.name for entry in fields(recipe)}, recipe.__init__
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **settings: Any) -> None:
-        construct(self, *args, **{name: value for name, value in settings.items() if name in known})
+        construct(self, *args, **{name: value for name, value in settings.items() if name in names})
 
-    made.__init__ = __init__  # type: ignore[misc]
-    return made
+    recipe.__init__ = __init__  # type: ignore[misc]
+    return recipe
 
 
 class Recipe:
-    """What every recipe answers: which one it is."""
+    """Base class of recipes, with a predicate for each kind."""
 
     def delayed(self) -> bool:
         return isinstance(self, DelayedScaling)
@@ -180,7 +180,7 @@ FP8 = (Format.E4M3, Format.HYBRID)
 
 @_recipe
 class DelayedScaling(Recipe):
-    """Scales from the history of largest values. Raises ConfigError for a format that nobody can train in."""
+    """Scales from the history of largest values. Raises ConfigError for a format that is not usable for training."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -197,7 +197,7 @@ class DelayedScaling(Recipe):
 
 @_recipe
 class Float8CurrentScaling(Recipe):
-    """A scale from each tensor itself. Raises ConfigError as :class:`DelayedScaling`."""
+    """A scale from each tensor's current values. Raises ConfigError as :class:`DelayedScaling`."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -251,7 +251,7 @@ class Float8BlockScaling(Recipe):
 
 @_recipe
 class NVFP4BlockScaling(Recipe):
-    """Scales for blocks of 16 values and for the tensor. Raises ConfigError for other formats than its own."""
+    """Scales for blocks of 16 values and for the tensor. Raises ConfigError for other formats than E2M1 and E4M3."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -273,7 +273,7 @@ class NVFP4BlockScaling(Recipe):
 
 @_recipe
 class CustomRecipe(Recipe):
-    """Quantisers of the program's own: ``qfactory(role)`` gives the one of a role."""
+    """User-defined quantisers: ``qfactory(role)`` returns the quantiser of a role."""
 
     qfactory: Callable[..., Any]
     fp8_dpa: bool = False
@@ -287,7 +287,7 @@ CLASSES: tuple[type, ...] = (
 
 
 class _Aligned(torch.nn.Module):
-    """Transformer Engine takes the alignment from the recipe in use where none is given; here no recipe ever is."""
+    """Base class of padding layers. ``align_size`` is required: its default is that of the active recipe, and none is."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class _Aligned(torch.nn.Module):
 
 
 class Fp8Padding(_Aligned):
-    """``[sum(m_splits), hidden]`` -> ``[sum(padded), hidden]`` with rows of zeros after each run, and the padded counts.
+    """Padding ``[sum(m_splits), hidden]`` -> ``[sum(padded), hidden]`` by zeros after each run; also returns padded counts.
 
     Raises PlatformError without ``align_size``, ConfigError if the counts do not fit the input.
     """
@@ -323,7 +323,7 @@ class Fp8Padding(_Aligned):
 
 
 class Fp8Unpadding(_Aligned):
-    """The way back: ``[sum(padded), hidden]`` -> ``[sum(m_splits), hidden]``. Raises as :class:`Fp8Padding`."""
+    """Inverse: ``[sum(padded), hidden]`` -> ``[sum(m_splits), hidden]``. Raises as :class:`Fp8Padding`."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
         counts, padded = self._padded(m_splits, inp, rows_padded=True)

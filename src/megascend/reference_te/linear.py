@@ -25,12 +25,12 @@ from megascend.reference_te.norms import layer_norm, rms_norm
 from megascend.reference_te.unsupported import refuse, refuse_settings
 
 PARALLEL_MODES = (None, "column", "row")
-# megatron-core hides the mode 'duplicated' from Transformer Engine, but asks it for this tracker only then.
+# megatron-core does not pass the mode 'duplicated' to Transformer Engine, but uses this tracker only for that mode.
 DUPLICATED_TRACKER = "data-parallel-rng"
 
 
 class _LinearBase(ReferenceModule):
-    """Weight ``[out, in]``, bias ``[out]`` and the collectives around the product; the constructor of :class:`Linear`.
+    """Base of linear layers: weight ``[out, in]``, bias ``[out]`` and the collectives around the product.
 
     ``parallel_mode`` is read at every forward, not fixed at construction: megatron-core and mcore-bridge set it to
     None on layers whose collectives they drive themselves (overlapped shared experts).
@@ -115,7 +115,7 @@ class _LinearBase(ReferenceModule):
             self.bias = torch.empty(0, dtype=dtype, device=device)  # Transformer Engine has an empty tensor here too
 
     def _product(self, x: Tensor) -> Tensor:
-        """``x @ weight.T`` (+ bias) with the collectives of ``parallel_mode``; ``x`` is ``[..., in]``."""
+        """Compute ``x @ weight.T`` (+ bias) with the collectives of ``parallel_mode``; ``x`` is ``[..., in]``."""
         communicates = self.tp_size > 1 and self.parallel_mode is not None
         if communicates and self.parallel_mode == "column":
             group = self._tp_group_for("input")
@@ -137,11 +137,11 @@ class _LinearBase(ReferenceModule):
 
 
 class Linear(_LinearBase):
-    """``[..., in] -> [..., out]`` (per-rank sizes under tensor parallelism).
+    """Linear layer ``[..., in] -> [..., out]`` (per-rank sizes under tensor parallelism).
 
-    ``parallel_mode="column"`` splits ``out`` over ranks and takes the whole input (under sequence parallelism: its
-    slice of dim 0, gathered here). ``"row"`` splits ``in`` and sums the outputs (under sequence parallelism: scatters
-    the sum along dim 0). Returns ``out``, or ``(out, bias)`` with the bias not added if ``return_bias``.
+    ``parallel_mode="column"`` splits ``out`` over ranks and takes the full input (under sequence parallelism: its
+    slice of dim 0, which it gathers). ``"row"`` splits ``in`` and sums the outputs (under sequence parallelism: scatters
+    the sum along dim 0). Returns ``out``, or with ``return_bias`` ``(out, bias)`` with the bias not added.
     """
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -150,10 +150,10 @@ class Linear(_LinearBase):
 
 
 class LayerNormLinear(_LinearBase):
-    """A norm and the linear layer after it: ``[..., in] -> [..., out]``, as in :class:`Linear`.
+    """A norm followed by a linear layer: ``[..., in] -> [..., out]``, as in :class:`Linear`.
 
-    Returns ``out``, then the bias if ``return_bias``, then the norm's output if ``return_layernorm_output``: that
-    of this rank's tokens, not gathered under sequence parallelism (LoRA feeds it to its own parallel layers).
+    Returns ``out``, then the bias if ``return_bias``, then the norm's output if ``return_layernorm_output``: for this rank's
+    tokens, not gathered under sequence parallelism (LoRA passes it to its own parallel layers).
     """
 
     def __init__(
@@ -208,9 +208,9 @@ class LayerNormLinear(_LinearBase):
 
 
 class GroupedLinear(ReferenceModule):
-    """Weights ``weight0 .. weight{n-1}``, each ``[out, in]``; biases ``bias0 ..`` alike.
+    """Linear layers of several experts: weights ``weight0 .. weight{n-1}``, each ``[out, in]``, and biases ``bias0 ..``.
 
-    Never communicates: megatron-core's token dispatcher does, and passes sizes that are already split.
+    It does not communicate: megatron-core's token dispatcher does, and passes sizes that are already split.
     """
 
     def __init__(

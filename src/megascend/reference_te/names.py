@@ -1,8 +1,7 @@
-"""Public names of Transformer Engine 2.8 to 2.11 that the reference one only refuses, and modules left out.
+"""Public names of Transformer Engine 2.8 to 2.11 that the reference implementation does not support, and omitted modules.
 
-A name here can be imported, subclassed and asked for in ``isinstance``; to call it raises PlatformError with the name.
-Modules that megatron-core looks for in ``try`` / ``except ImportError`` are left out on purpose, so that it reports the
-feature as missing.
+A name here can be imported, subclassed and used in ``isinstance``; calling it raises PlatformError with the name. Modules that
+megatron-core imports in ``try`` / ``except ImportError`` are omitted on purpose, so that it reports the feature as missing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PERMUTATION = (
     "moe_permute", "moe_permute_with_probs", "moe_unpermute", "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
 )  # fmt: skip
-OF_CUDA = ("get_cudnn_version", "get_device_compute_capability", "get_cpu_offload_context", "onnx_export")
+CUDA_FUNCTIONS = ("get_cudnn_version", "get_device_compute_capability", "get_cpu_offload_context", "onnx_export")
 ROUTING_CLASSES = ("FusedAuxLoss", "FusedComputeScoresForMoEAuxLoss", "FusedTopkScoreFunction")
 ROUTING = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
 MULTI_TENSOR = (
@@ -65,14 +64,14 @@ LEFT_OUT = {
     "tensor.utils": "fp8",
     "transformer": "Transformer Engine's own layers: only megatron-core's are run",
 }
-"""Modules of ``transformer_engine.pytorch`` that cannot be imported, and what they are for."""
+"""Modules of ``transformer_engine.pytorch`` that cannot be imported, and their purpose."""
 
 
 def classes(names: tuple[str, ...], setting: str | None = None) -> dict[str, Any]:
-    """A class that refuses to be constructed for each of ``names``."""
+    """Create, for each of ``names``, a class that cannot be constructed."""
     return {name: unavailable_class(name, setting) for name in names}
 
 
 def functions(names: tuple[str, ...], setting: str | None = None) -> dict[str, Any]:
-    """A function that raises for each of ``names``."""
+    """Create, for each of ``names``, a function that raises."""
     return {name: unavailable(name, setting) for name in names}

@@ -23,14 +23,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Layer normalisation over the last dimension; shapes and dtypes as in :func:`rms_norm`."""
+    """Apply layer normalisation over the last dimension; shapes and dtypes as in :func:`rms_norm`."""
     wide = x.float() if x.dtype != torch.float64 else x
     gamma = weight.to(wide.dtype) + 1.0 if zero_centered_gamma else weight.to(wide.dtype)
     return F.layer_norm(wide, (x.shape[-1],), gamma, bias.to(wide.dtype), eps).to(x.dtype)
 
 
 class _Norm(ReferenceModule):
-    """Weight handling of both norms."""
+    """Base class of both norms: the weight and its initialisation."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class _Norm(ReferenceModule):
     ) -> None:
         super().__init__()
         if unknown:
-            raise ConfigError(f"{type(self).__name__} got settings it does not know: {sorted(unknown)}")
+            raise ConfigError(f"{type(self).__name__} got unknown settings: {sorted(unknown)}")
         self.hidden_size = hidden_size
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
@@ -66,14 +66,14 @@ class _Norm(ReferenceModule):
 
 
 class RMSNorm(_Norm):
-    """``x`` ``[..., hidden]`` -> same shape and dtype."""
+    """RMSNorm of ``x`` ``[..., hidden]``; same shape and dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class LayerNorm(_Norm):
-    """``x`` ``[..., hidden]`` -> same shape and dtype."""
+    """LayerNorm of ``x`` ``[..., hidden]``; same shape and dtype."""
 
     def __init__(self, hidden_size: int, *args: Any, device: Device = None, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, device=device, **kwargs)

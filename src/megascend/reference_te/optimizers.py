@@ -1,7 +1,7 @@
 """FusedAdam, FusedSGD and the multi-tensor functions that megatron-core's optimizer calls.
 
-``simnpu.optim`` has an AdamW of its own that reads like this one: simnpu imports nothing of megascend, and what stands for
-Transformer Engine does not depend on what stands for a card.
+``simnpu.optim`` has a similar AdamW. The duplication is deliberate: simnpu does not import megascend, and the reference
+Transformer Engine does not depend on the simulated device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MEGATRON_NAMES = {
 class FusedAdam(torch.optim.Optimizer):
     """Adam with fp32 moments and one ``step`` counter for each parameter group.
 
-    The counter is where megatron-core's distributed optimizer saves it and looks for it; ``torch.optim.AdamW`` has
-    one for each parameter instead. Parameters may be fp32, fp16 or bf16; the arithmetic is fp32.
+    megatron-core's distributed optimizer saves and loads the counter of the group; ``torch.optim.AdamW`` has one for each
+    parameter instead. Parameters may be fp32, fp16 or bf16; the arithmetic is fp32.
 
     Args:
         adam_w_mode: True for decoupled weight decay (AdamW), False for L2 regularisation (Adam).
@@ -75,13 +75,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Zero fp32 moments for ``param``."""
+        """Create zero fp32 moments for ``param``."""
         for name in ("exp_avg", "exp_avg_sq"):
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. Empty groups count the step too, so that ranks stay in step with each other."""
+        """Perform one update. Empty groups count the step too, so that the counters of all ranks agree."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -117,7 +117,7 @@ class FusedAdam(torch.optim.Optimizer):
         param.copy_(wide.add_(update, alpha=-group["lr"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay fp32 where torch would cast them to the parameter's dtype."""
+        """Load the state, and keep the moments in fp32, where torch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for name, param in zip(names, self._all_params(), strict=True):
@@ -161,7 +161,7 @@ def multi_tensor_applier(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """fp32 norm over all tensors of the first list, ``[1]``, and of each tensor, ``[n]`` (empty if not asked for)."""
+    """Return the fp32 norm over all tensors of the first list, ``[1]``, and with ``per_tensor`` of each, ``[n]``, else empty."""
     tensors = tensor_lists[0]
     if not tensors:
         return torch.zeros(1), torch.zeros(0)

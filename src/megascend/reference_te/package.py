@@ -1,6 +1,6 @@
-"""The modules of the stand-in ``transformer_engine`` package: which name lies where.
+"""The modules of the reference ``transformer_engine`` package and their contents.
 
-Every public name of the real one is there, or its module is in :data:`.names.LEFT_OUT` (``scripts/te_names.py`` lists them).
+It has every public name of the real package, except modules in :data:`.names.LEFT_OUT` (``scripts/te_names.py`` lists them).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from megascend.errors import ImportOrderError, PlatformError
 from megascend.reference_te import names
 from megascend.reference_te.unsupported import refuse, unavailable
 
-VERSION = "2.8.0"  # passes megatron-core's gates; no distribution metadata goes with it
+VERSION = "2.8.0"  # satisfies megatron-core's version checks; there is no distribution metadata
 ROOT = "transformer_engine"
 MUST_COME_LATER = ("megatron.core", "mcore_bridge", ROOT)
 MARK = "__megascend_reference__"
 
 
 def is_installed() -> bool:
-    """True if ``transformer_engine`` in this process is the reference implementation."""
+    """Check whether ``transformer_engine`` in this process is the reference implementation."""
     return hasattr(sys.modules.get(ROOT), MARK)
 
 
 def install(force: bool = False) -> list[str]:
-    """Make the reference layers importable as ``transformer_engine``; a second call does nothing. Return a line for each change.
+    """Make the reference layers importable as ``transformer_engine``; return a line for each change. Idempotent.
 
-    ``force``: replace a real Transformer Engine even where it could run.
+    ``force``: replace a real Transformer Engine even if it could run.
     """
     if is_installed():
         return []
@@ -58,15 +58,15 @@ def install(force: bool = False) -> list[str]:
 
 
 def build_modules() -> dict[str, ModuleType]:
-    """All modules by full name, each an attribute of its parent. Imports torch and the layers."""
+    """Build all modules, by full name, each an attribute of its parent. Imports torch and the layers."""
     modules: dict[str, ModuleType] = {}
     for name, contents in _contents().items():
         module = ModuleType(name, "megascend's reference Transformer Engine")
         spec = ModuleSpec(name, loader=None, origin="megascend.reference_te", is_package=True)
         module.__spec__ = spec
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []  # type: ignore[attr-defined]  # Python imports submodules of packages only
         module.__package__ = name
-        module.__file__ = __file__  # an import of a name that is not there says whose file it looked in
+        module.__file__ = __file__  # the ImportError for a missing name quotes this path
         module.__dict__.update(contents, __getattr__=_absent(name))
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -76,7 +76,7 @@ def build_modules() -> dict[str, ModuleType]:
 
 
 def _absent(module: str) -> Callable[[str], NoReturn]:
-    """``__getattr__`` of a module: what it has not is an AttributeError, as programs that probe expect, and says whose it is."""
+    """Return a module's ``__getattr__``: a missing name raises AttributeError, as probing programs expect, and is explained."""
 
     def __getattr__(name: str) -> NoReturn:
         raise AttributeError(
@@ -87,7 +87,7 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    """Names of each module, parents before children."""
+    """Return the contents of each module, parents before children."""
     from megascend.reference_te import attention, base, fp8, linear, norms, optimizers, rope
 
     quantized = names.classes(names.QUANTIZED, names.FP8)
@@ -108,7 +108,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "CudaRNGStatesTracker": CudaRNGStatesTracker,
         "checkpoint": unavailable("te_checkpoint", names.FP8),
     }
-    recipe_classes = {each.__name__: each for each in fp8.CLASSES}
+    recipe_classes = {recipe.__name__: recipe for recipe in fp8.CLASSES}
     switches = {
         "fp8_autocast": fp8.fp8_autocast,
         "autocast": fp8.autocast,
@@ -119,13 +119,13 @@ def _contents() -> dict[str, dict[str, Any]]:
             fp8.is_available,
         ),
     }
-    of_recipes = names.functions(names.RECIPE_FUNCTIONS, names.FP8)
+    recipe_functions = names.functions(names.RECIPE_FUNCTIONS, names.FP8)
     quantization = {
         "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
         **switches,
-        **of_recipes,
+        **recipe_functions,
         **names.classes(names.RECIPE_STATES, names.FP8),
-        **{name: each for name, each in recipe_classes.items() if name not in ("MMParams", "QParams")},
+        **{name: recipe for name, recipe in recipe_classes.items() if name not in ("MMParams", "QParams")},
         **dict.fromkeys(
             ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support", "check_nvfp4_support"),
             fp8.check_support,
@@ -141,13 +141,13 @@ def _contents() -> dict[str, dict[str, Any]]:
             "DotProductAttention": attention.DotProductAttention,
             **recompute,
             **switches,
-            "get_default_recipe": of_recipes["get_default_recipe"],
+            "get_default_recipe": recipe_functions["get_default_recipe"],
             "is_bf16_available": fp8.is_bf16_available,
             **quantized,
             **names.functions(names.QUANTIZED_FUNCTIONS, names.FP8),
             **overlap,
             **names.functions(names.PERMUTATION, "moe_permute_fusion"),
-            **names.functions(names.OF_CUDA),
+            **names.functions(names.CUDA_FUNCTIONS),
             "make_graphed_callables": unavailable("make_graphed_callables", "cuda_graph_impl"),
             "parallel_cross_entropy": unavailable("parallel_cross_entropy", "cross_entropy_fusion_impl='te'"),
         },
@@ -158,14 +158,14 @@ def _contents() -> dict[str, dict[str, Any]]:
         f"{ROOT}.pytorch.attention": {
             "DotProductAttention": attention.DotProductAttention,
             **{
-                name: each
-                for name, each in unsupported_layers.items()
+                name: layer
+                for name, layer in unsupported_layers.items()
                 if name not in ("LayerNormMLP", "TransformerLayer")
             },
             "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
             "_SplitAlongDim": SplitAlongDim,
         },
-        # Without apply_fused_qkv_rotary_pos_emb: megatron-core's fused_single_qkv_rope is then refused by itself.
+        # Without apply_fused_qkv_rotary_pos_emb, so that megatron-core itself refuses fused_single_qkv_rope.
         f"{ROOT}.pytorch.attention.rope": {"apply_rotary_pos_emb": rope.apply_rotary_pos_emb},
         f"{ROOT}.pytorch.distributed": {
             **recompute,
@@ -190,7 +190,7 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 class CudaRNGStatesTracker:
-    """Constructed only when ``te_rng_tracker`` is asked for, which is refused."""
+    """Placeholder that refuses construction, which only happens with the unsupported setting ``te_rng_tracker``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse("te_rng_tracker", "use megatron-core's own tracker (te_rng_tracker=False)")

@@ -1,4 +1,4 @@
-"""apply_rotary_pos_emb: the rotary embedding that ``apply_rope_fusion`` asks of Transformer Engine, in plain PyTorch."""
+"""apply_rotary_pos_emb: the rotary embedding that ``apply_rope_fusion`` calls in Transformer Engine, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def apply_rotary_pos_emb(
     """Rotate the first ``freqs.shape[-1]`` features of every head by its position's angles; cosine and sine in fp32.
 
     Args:
-        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says.
+        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, according to ``tensor_format``.
         freqs: ``[positions, 1, 1, d']``, angles of each position, ``d' <= d``.
         interleaved: features 2i and 2i + 1 are a pair; else i and i + d'/2.
-        fused: means nothing here.
-        cu_seqlens: ``[sequences + 1]``, for thd: where each packed sequence begins, of all context parallel ranks together.
+        fused: ignored.
+        cu_seqlens: ``[sequences + 1]``, for thd: starts of the packed sequences, before the split over context parallel ranks.
         cp_size, cp_rank: for thd: ``t`` has chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of each sequence.
     """
     if start_positions is not None:
@@ -57,31 +57,31 @@ def apply_rotary_pos_emb(
         raise ConfigError(f"apply_rotary_pos_emb: position {max(rows)}, and freqs has {len(angles)} positions")
     shape = [-1 if axis in "st" else 1 for axis in tensor_format[:-1]]
     angles = angles[torch.tensor(rows, dtype=torch.long, device=angles.device)].view(*shape, angles.shape[-1])
-    turned, kept = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
-    rotated = turned.float() * angles.cos() + _quarter_turn(turned.float(), interleaved) * angles.sin()
-    return torch.cat([rotated.to(t.dtype), kept], dim=-1)
+    rotary, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
+    rotated = rotary.float() * angles.cos() + _quarter_turn(rotary.float(), interleaved) * angles.sin()
+    return torch.cat([rotated.to(t.dtype), rest], dim=-1)
 
 
 def _packed_positions(bounds: list[int], cp_size: int, cp_rank: int) -> list[int]:
-    """Position in its sequence of every token that the rank has."""
-    found: list[int] = []
+    """Return the position of every token of the rank in its sequence."""
+    positions: list[int] = []
     for first, end in itertools.pairwise(bounds):
         length = end - first
         if cp_size == 1:
-            found += range(length)
+            positions += range(length)
             continue
         chunk, rest = divmod(length, 2 * cp_size)
         if rest:
             raise ConfigError(
                 f"apply_rotary_pos_emb: a sequence of {length} tokens is no multiple of 2 x cp_size = {2 * cp_size}"
             )
-        for place in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            found += range(place * chunk, (place + 1) * chunk)
-    return found
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            positions += range(index * chunk, (index + 1) * chunk)
+    return positions
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """Each pair (a, b) as (-b, a)."""
+    """Map each pair (a, b) to (-b, a)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

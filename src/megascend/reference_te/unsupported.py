@@ -1,4 +1,4 @@
-"""One way to say that the reference Transformer Engine does not have a feature."""
+"""Errors and placeholders for features that the reference Transformer Engine does not support."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 from megascend.errors import PlatformError
 
 
-def refuse(what: str, remedy: str) -> NoReturn:
-    """Raise the error for a feature that only the real Transformer Engine has."""
-    raise PlatformError(f"the reference Transformer Engine does not support {what}; {remedy}")
+def refuse(feature: str, remedy: str) -> NoReturn:
+    """Raise PlatformError for a feature that only the real Transformer Engine has."""
+    raise PlatformError(f"the reference Transformer Engine does not support {feature}; {remedy}")
 
 
 def refuse_settings(layer: str, settings: dict[str, Any], megatron_names: dict[str, str] | None = None) -> None:
-    """Raise if any of ``settings`` of ``layer`` is truthy, by megatron-core's name for it where users know that."""
+    """Raise PlatformError if any of ``settings`` of ``layer`` is truthy; name megatron-core's setting where one exists."""
     for name, value in settings.items():
         if value:
-            known_as = (megatron_names or {}).get(name, name)
-            refuse(f"{layer}({name}={value!r})", f"switch {known_as} off, or run on CUDA with transformer-engine")
+            setting = (megatron_names or {}).get(name, name)
+            refuse(f"{layer}({name}={value!r})", f"switch {setting} off, or run on CUDA with transformer-engine")
 
 
 REAL_ONE = "run on CUDA with transformer-engine"
@@ -29,7 +29,7 @@ def _remedy(setting: str | None) -> str:
 
 
 def unavailable(name: str, setting: str | None = None) -> Callable[..., NoReturn]:
-    """A stand-in for a function: importable, but calling it raises PlatformError and names the ``setting`` that asked for it."""
+    """Create a placeholder function: calling it raises PlatformError, which names the ``setting`` that uses it."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, _remedy(setting))
@@ -39,7 +39,7 @@ def unavailable(name: str, setting: str | None = None) -> Callable[..., NoReturn
 
 
 class _Unavailable(type):
-    """The class of such classes: to look something up on one, say a member of an enumeration, is an AttributeError."""
+    """Metaclass of placeholder classes: looking up an attribute, for example a member of an enumeration, raises."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(
@@ -48,7 +48,7 @@ class _Unavailable(type):
 
 
 def unavailable_class(name: str, setting: str | None = None) -> type:
-    """A stand-in for a class: may be subclassed and used in isinstance, but to construct one raises PlatformError."""
+    """Create a placeholder class: it may be subclassed and used in isinstance, but its construction raises PlatformError."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, _remedy(setting))

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
     from megascend.selfcheck.in_process import Subject
 
-HERE = ("torch", "transformers")
+LOCAL_PACKAGES = ("torch", "transformers")
 """Packages that affect a check in this process."""
-UNCONCERNED = ("cli", "testing")
+EXCLUDED_FOLDERS = ("cli", "testing")
 """Folders of this package whose code cannot change a verdict."""
 POLL_S = 0.5
 """Seconds between two broadcasts that the self-check is still running."""
@@ -52,11 +52,11 @@ def require_agreement(
         verdict = _on_rank_0(lambda: examine(raw, full, longest, window_in_force, worker), groups)
     if verdict.status == "differs":
         raise objection(verdict, full, versions())
-    tell(verdict, full, groups.rank)
+    log_warnings(verdict, full, groups.rank)
     return verdict
 
 
-def tell(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
+def log_warnings(verdict: Verdict, full: Mapping[str, Any], rank: int) -> None:
     """Log warnings about an incomplete check and about an architecture that the tests do not cover; on rank 0."""
     for text in warnings_about(verdict, full) if rank == 0 else []:
         logging.getLogger(__name__).warning("%s", text)
@@ -77,7 +77,7 @@ def require_agreement_here(
         verdict = _on_rank_0(lambda: _examine_here(raw, config, longest, subject), groups)
     model_type = config.get_text_config().model_type
     if verdict.status == "differs":
-        raise SelfCheckError(in_process.objection(verdict, model_type, subject, versions(HERE)))
+        raise SelfCheckError(in_process.objection(verdict, model_type, subject, versions(LOCAL_PACKAGES)))
     for text in gaps(verdict, model_type) if groups.rank == 0 else []:
         logging.getLogger(__name__).warning("%s", text)
     return verdict
@@ -91,7 +91,7 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
     except (LookupError, TypeError, AttributeError) as error:  # a configuration that is not laid out like a decoder's
         return Verdict("not checked", f"config.json: {described(error)}")
     settings = {"engine": subject.engine, "packing": subject.packing, "head": repr(subject.scalar_head)}
-    path = cache_folder() / f"{key(part, HERE, **settings)}.json"
+    path = cache_folder() / f"{key(part, LOCAL_PACKAGES, **settings)}.json"
     return _cached(path, lambda: (in_process.compare(part, subject), True))
 
 
@@ -257,6 +257,6 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if name.parts[0] not in UNCONCERNED:
+        if name.parts[0] not in EXCLUDED_FOLDERS:
             digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -79,8 +79,8 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
         if isinstance(kinds, list) and len(kinds) == total:
             full[name] = kinds
     raw = dict(raw) | {common: raw[specific] for common, specific in aliases.items() if specific in raw}
-    in_force = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
-    part = slice_model(raw, full, longest, window_in_force=in_force)
+    window_active = any(isinstance(full.get(name), int) and full[name] < longest for name in WINDOWS)
+    part = slice_model(raw, full, longest, window_in_force=window_active)
     settings = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
     return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
 
@@ -105,7 +105,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             randomise(plain, trial.seed)
         except Exception as error:  # noqa: BLE001  an architecture's code may raise any exception; the verdict reports it
             return TrialResult(transformers_problem=described(error))
-        with _called_by(subject, plain):
+        with _engine_errors(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())
             # A first pass, before samples are drawn: a model that the engine cannot call fails here with a ConfigError.
@@ -115,7 +115,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
         except Exception as error:  # noqa: BLE001  as above
             return TrialResult(transformers_problem=described(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
-        with _called_by(subject, plain):
+        with _engine_errors(subject, plain):
             separate = [subject.logits(model, [ids])[0] for ids in samples]
             batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
@@ -131,7 +131,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
 
 
 @contextlib.contextmanager
-def _called_by(subject: Subject, plain: Any) -> Iterator[None]:
+def _engine_errors(subject: Subject, plain: Any) -> Iterator[None]:
     """Convert any exception of the engine's computation in the block to a ConfigError."""
     try:
         yield
@@ -156,7 +156,9 @@ def _differences(outputs: Sequence[Tensor], expected: Sequence[tuple[Tensor, Ten
 def objection(verdict: Verdict, model_type: str, subject: Subject, versions: Mapping[str, str]) -> str:
     """Return the error message for a model whose engine and transformers results differ."""
     assert verdict.largest is not None
-    where = "samples that share a micro batch (each by itself is right)" if verdict.mixed_only else "samples"
+    where = (
+        "samples that share a micro batch (each is right in a micro batch of one)" if verdict.mixed_only else "samples"
+    )
     remedy = subject.remedy if verdict.mixed_only else "use another engine"
     return (
         f"self-check: engine {subject.engine} and transformers {versions['transformers']} compute different numbers for this "

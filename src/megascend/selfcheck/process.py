@@ -126,6 +126,7 @@ class Worker:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megascend-self-check-")
         self._path = Path(self._folder.name)
+        # A file, not a pipe: nobody reads it while the worker runs, and a full pipe would block the worker.
         with (self._path / "errors").open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megascend.app.self_check_worker"],

@@ -143,6 +143,7 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
         return widths | {"hidden_size": HIDDEN}
     explicit = raw.get("head_dim")
     head_dim = explicit or hidden // heads
+    # Where heads fill the hidden size they must do so in the slice, because the configuration may not state a head size.
     tied_to_heads = not explicit or heads * head_dim == hidden
     return widths | {"hidden_size": few["num_attention_heads"] * head_dim if tied_to_heads else HIDDEN}
 
@@ -157,6 +158,7 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     original = full.get("original_max_position_embeddings") or next(filter(None, inner), None)
     if not original:
         plain = all((section.get("rope_type") or section.get("type") or "default") == "default" for section in sections)
+        # Fewer positions make smaller tables, but scaled kinds of RoPE compute their angles from the number of positions.
         most = min(most, POSITIONS) if plain else most
         return {"max_position_embeddings": most}, min(longest, most)
     changed: dict[str, Any] = {

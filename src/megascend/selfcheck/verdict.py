@@ -77,7 +77,7 @@ class Verdict:
 def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str, str]) -> SelfCheckError:
     """Return the error for a model whose two sides differ; ``config``: with all defaults; ``versions``: of the packages."""
     when = (
-        "when short and long samples share a micro batch (each by itself is right)"
+        "when short and long samples share a micro batch (each is right in a micro batch of one)"
         if verdict.mixed_only
         else f"on samples of {verdict.lengths[0]} to {verdict.lengths[-1]} tokens"
     )
@@ -85,7 +85,7 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
     if names:
         cause = f"They disagree about {', '.join(_named(setting, config) for setting in verdict.convicted)}"
     else:
-        cause = "No setting of config.json was found that explains it"
+        cause = "No setting of config.json explains it"
     inner = [section.get("original_max_position_embeddings") for section in rope_settings(config)]
     original = config.get("original_max_position_embeddings") or next(filter(None, inner), None)
     sides = (
@@ -104,11 +104,13 @@ def gaps(verdict: Verdict, model_type: str) -> list[str]:
     """Return a warning about parts of the model that a self-check did not compare, if any."""
     if verdict.status == "not checked":
         return [
-            f"self-check: nothing about this {model_type} model was compared with transformers: {verdict.reason}. Compare its "
+            f"self-check: this {model_type} model was not compared with transformers: {verdict.reason}. Compare its "
             "log-probabilities yourself before training (backend.forward)"
         ]
     if verdict.not_shown:
-        return [f"self-check: it saw {verdict.layers} layers of this {model_type} model only: {verdict.not_shown}"]
+        return [
+            f"self-check: only {verdict.layers} layers of this {model_type} model were compared: {verdict.not_shown}"
+        ]
     return []
 
 

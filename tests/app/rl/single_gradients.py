@@ -1,4 +1,4 @@
-"""The gradients that a step on recorded groups leaves in the model, in a process without Megatron; for test_learn.
+"""Save the gradients of a step on recorded groups, computed in a process without Megatron; for test_learn.
 
 python single_gradients.py CHECKPOINT GROUPS CASES CAP RESULT
 """
@@ -19,14 +19,14 @@ from megascend.rollout.group import Group
 
 checkpoint, recorded, cases, cap, result = sys.argv[1:]
 groups = [Group.from_json(values) for values in json.loads(Path(recorded).read_text())]
-found = []
+results = []
 for loss, correction, average in json.loads(cases):
     objective = Objective(loss=loss, correction=correction, average=average, cap=float(cap))
     with megascend.SingleBackend(checkpoint, precision="fp32") as backend:
         learned = learn(backend, groups, objective)
         model: Any = backend.engine.model  # type: ignore[attr-defined]
         assert learned.mismatch is not None
-        found.append(
+        results.append(
             {
                 "loss": learned.result.loss,
                 "gradients": {name: parameter.grad.clone() for name, parameter in model.named_parameters()},
@@ -34,4 +34,4 @@ for loss, correction, average in json.loads(cases):
                 "truncated": learned.mismatch.truncated,
             }
         )
-torch.save(found, result)
+torch.save(results, result)

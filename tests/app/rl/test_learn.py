@@ -1,4 +1,4 @@
-"""What a step learns from recorded rollouts, against plain PyTorch and transformers that share nothing with it."""
+"""Gradients of a step on recorded rollouts, against independent plain PyTorch and transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 120
 
 
 def recorded(seed: int = 0) -> list[Group]:
-    """Groups as an engine might have left them: other log-probabilities than the trainer's, other lengths, other versions."""
+    """Draw groups as from an engine: log-probabilities that differ from the trainer's, several lengths and versions."""
     draw = random.Random(seed)
     groups = []
     for number in range(3):
@@ -39,7 +39,7 @@ def recorded(seed: int = 0) -> list[Group]:
 
 
 def reference(model: Any, groups: list[Group], loss: str, correction: str, average: str, cap: float) -> float:
-    """The loss of a step and, in ``model``, its gradients: one response at a time, straight from the formulas."""
+    """Compute a step's loss, and its gradients in ``model``, from the formulas, one response at a time."""
     terms, weights = [], []
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
@@ -80,39 +80,39 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
 
 
-def test_gradients_of_a_step_are_those_of_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None:
-    """In a process of its own, with the engine that patches nothing: what it accumulates can be looked at."""
+def test_gradients_equal_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None:
+    """Use the engine without patches, in a separate process, so that accumulated gradients can be read."""
     from transformers import AutoModelForCausalLM
 
     groups, cap = recorded(), 1.5
     (tmp_path / "groups.json").write_text(json.dumps([group.to_json() for group in groups]))
     job = [checkpoint, tmp_path / "groups.json", json.dumps(CASES), str(cap), tmp_path / "result"]
-    done = run_forked(WORKER, *job, timeout_s=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for case, found in zip(CASES, torch.load(tmp_path / "result", weights_only=True), strict=True):
+    completed = run_forked(WORKER, *job, timeout_s=240)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    for case, result in zip(CASES, torch.load(tmp_path / "result", weights_only=True), strict=True):
         expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        assert found["loss"] == pytest.approx(reference(expected, groups, *case, cap), abs=2e-6), case
+        assert result["loss"] == pytest.approx(reference(expected, groups, *case, cap), abs=2e-6), case
         for name, parameter in expected.named_parameters():
             scale = float(parameter.grad.abs().max())
-            assert float((found["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
-        assert found["tokens"] == sum(len(one.tokens) for group in groups for one in group.responses)
-        assert 0 < found["truncated"] < found["tokens"]
+            assert float((result["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
+        assert result["tokens"] == sum(len(response.tokens) for group in groups for response in group.responses)
+        assert 0 < result["truncated"] < result["tokens"]
 
 
-def test_samples_carry_advantages_on_responses_alone() -> None:
+def test_samples_have_advantages_only_on_responses() -> None:
     group = recorded()[0]
     for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.responses, strict=True):
         prompt = len(group.prompt_tokens) - 1
         assert sample.weights.tolist() == [0.0] * prompt + [1.0] * len(response.tokens)
         assert sample.target_ids[prompt:].tolist() == list(response.tokens)
         assert sample.old_logprobs[prompt:].tolist() == pytest.approx(list(response.logprobs))
-        others = [one.reward for one in group.responses if one is not response]
-        expected = response.reward - sum(others) / len(others)
+        other_rewards = [member.reward for member in group.responses if member is not response]
+        expected = response.reward - sum(other_rewards) / len(other_rewards)
         assert sample.advantages[prompt:].tolist() == pytest.approx([expected] * len(response.tokens), abs=1e-6)
         assert not any(sample.advantages[:prompt].tolist())
 
 
-def test_ranks_share_a_batch_and_agree_on_its_figures(checkpoint: Path) -> None:
+def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
     groups = recorded(1)
 
     def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any]:
@@ -122,11 +122,11 @@ def test_ranks_share_a_batch_and_agree_on_its_figures(checkpoint: Path) -> None:
             learned = learn(backend, groups, Objective())
             return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch
 
-    alone = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
+    single = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
     for ranks, parallel in ((2, megascend.Parallel()), (2, megascend.Parallel(tensor=2))):
         for loss, norm, mismatch in run_distributed(on_rank, ranks, parallel, init=False):
-            assert loss == pytest.approx(alone[0], abs=1e-5)
-            assert norm == pytest.approx(alone[1], rel=1e-4)
-            assert mismatch.tokens == alone[2].tokens
-            assert mismatch.max_abs == pytest.approx(alone[2].max_abs, abs=1e-4)
-            assert math.isclose(mismatch.kl_k3, alone[2].kl_k3, rel_tol=1e-4)
+            assert loss == pytest.approx(single[0], abs=1e-5)
+            assert norm == pytest.approx(single[1], rel=1e-4)
+            assert mismatch.tokens == single[2].tokens
+            assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
+            assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)

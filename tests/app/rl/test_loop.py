@@ -1,4 +1,4 @@
-"""The whole loop with a real engine in the same process: staleness, weights in force, resume, signals, failures."""
+"""The full loop with a real engine in the same process: staleness, active weights, resume, signals, failures."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 
 class RecordedEngine(LocalEngine):
-    """Answers by prompt and seed alone, as a recording would; takes updates like any other."""
+    """Engine whose answers depend only on prompt and seed, like a recording; it accepts weight updates."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         draw, version = random.Random(f"{prompt}/{sampling.seed}"), await self.version()
-        found = []
+        completions = []
         for _ in range(n):
             count = draw.randint(1, sampling.max_tokens)
             tokens = tuple(draw.randrange(97, 123) for _ in range(count))
             logprobs = tuple(-draw.uniform(5.0, 6.5) for _ in tokens)
-            found.append(Completion(tokens, logprobs, "stop", version, version))
-        return found
+            completions.append(Completion(tokens, logprobs, "stop", version, version))
+        return completions
 
 
 class FailingEngine(LocalEngine):
@@ -70,7 +70,7 @@ class FailingEngine(LocalEngine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer, prompts and rewards."""
+    """Create a tiny model with a tokenizer, prompts and rewards."""
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 
     folder = tmp_path_factory.mktemp("rl")
@@ -126,36 +126,36 @@ def rows(config: RlConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_no_response_is_older_than_the_bound_and_engines_have_the_weights_they_say(folder: Path, lag: int) -> None:
+def test_lag_is_bounded_and_engines_have_the_reported_weights(folder: Path, lag: int) -> None:
     config = settings(folder, f"lag-{lag}", rollout={"max_lag": lag})
     result = in_a_fork(lambda: run(config, engines=2))[0]
-    found = rows(config)
-    assert result.steps == len(found) == 5
-    assert [row["version"] for row in found] == [1, 2, 3, 4, 5]
-    assert all(row["max_lag"] <= lag for row in found)
-    # Engine and trainer agree wherever the same weights sampled and learned: on every step without lag, and on the first one.
-    fresh = [row for row in found if row["max_lag"] == 0]
+    metric_rows = rows(config)
+    assert result.steps == len(metric_rows) == 5
+    assert [row["version"] for row in metric_rows] == [1, 2, 3, 4, 5]
+    assert all(row["max_lag"] <= lag for row in metric_rows)
+    # Engine and trainer agree if both used the same weights: on every step without lag, and on the first one.
+    fresh = [row for row in metric_rows if row["max_lag"] == 0]
     assert len(fresh) == (5 if lag == 0 else len(fresh)) > 0
     assert all(row["mismatch_max"] < 1e-5 for row in fresh)
-    # Weights of a step before give others: at this learning rate the difference shows.
-    assert all(row["mismatch_max"] > 1e-4 for row in found if row["lag"] == row["max_lag"] > 0)
+    # Older weights give other values: at this learning rate the difference is visible.
+    assert all(row["mismatch_max"] > 1e-4 for row in metric_rows if row["lag"] == row["max_lag"] > 0)
 
 
-def test_with_updates_every_second_step_lags_alternate(folder: Path) -> None:
+def test_updates_every_second_step_alternate_the_lag(folder: Path) -> None:
     config = settings(folder, "every-2", rollout={"max_lag": 1}, sync={"every": 2}, steps=6)
     in_a_fork(lambda: run(config))
-    found = rows(config)
-    assert [row["version"] for row in found] == [0, 2, 2, 4, 4, 6]
-    assert all(row["max_lag"] <= 1 for row in found)
+    metric_rows = rows(config)
+    assert [row["version"] for row in metric_rows] == [0, 2, 2, 4, 4, 6]
+    assert all(row["max_lag"] <= 1 for row in metric_rows)
 
 
-def test_a_run_killed_at_random_and_resumed_is_the_undisturbed_one_bit_for_bit(folder: Path) -> None:
+def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
     def config(output: str) -> RlConfig:
         changes = {"max_lag": 1, "in_order": True}
         return settings(folder, output, rollout=changes, checkpoint={"every": 1, "asynchronous": False}, steps=7)
 
-    whole, broken = config("whole"), config("broken")
-    in_a_fork(lambda: run(whole, RecordedEngine))
+    reference, broken = config("reference"), config("broken")
+    in_a_fork(lambda: run(reference, RecordedEngine))
     draw = random.Random(5)
     phases = ("rollout", "forward and backward", "weight sync", "save")
     for start in (3, 5):
@@ -167,19 +167,19 @@ def test_a_run_killed_at_random_and_resumed_is_the_undisturbed_one_bit_for_bit(f
         assert process.exitcode == -signal.SIGKILL
     result = in_a_fork(lambda: run(broken, RecordedEngine, resume="auto"))[0]
     assert result.steps == 7
-    of_the_clock = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s"}
-    # What engines had sampled ahead depends on timing, what is learned does not.
-    ahead = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
-    kept = [{key: row[key] for key in row.keys() - of_the_clock - ahead} for row in rows(whole)]
-    assert [{key: row[key] for key in row.keys() - of_the_clock - ahead} for row in rows(broken)] == kept
-    assert len({row["loss"] for row in kept}) == 7
+    timings = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s"}
+    # Samples that engines prefetched depend on timing; the learned values do not.
+    sampling_metrics = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
+    learned = [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(reference)]
+    assert [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(broken)] == learned
+    assert len({row["loss"] for row in learned}) == 7
 
 
 @pytest.mark.parametrize(("every", "answers"), [(0, 6), (1, 6), (0, 0)])
-def test_sigterm_while_the_trainer_waits_saves_and_the_run_goes_on_from_there(
+def test_sigterm_while_waiting_saves_and_resumes(
     folder: Path, every: int, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the step was saved already, or there was none yet."""
+    """Stop with the last step saved, with it unsaved, and before the first step."""
     config = settings(folder, f"stopped-{every}-{answers}", steps=4, checkpoint={"every": every})
     monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
 
@@ -202,9 +202,7 @@ def test_sigterm_while_the_trainer_waits_saves_and_the_run_goes_on_from_there(
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
 
 
-def test_what_engines_and_rewards_do_wrong_ends_the_run_with_their_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_engines_and_rewards_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megascend.rollout.collector.BACKOFF_S", 0.01)
 
     def problem(config: RlConfig, kind: type[LocalEngine], expected: type[Exception]) -> str:
@@ -223,8 +221,8 @@ def test_what_engines_and_rewards_do_wrong_ends_the_run_with_their_words(
     assert re.search(expected, problem(broken, RecordedEngine, DataError))
 
 
-def test_a_run_whose_signal_fades_saves_its_last_step_and_ends_with_what_is_wrong(folder: Path) -> None:
-    """It would draw prompts for ever: no batch of groups to learn from fills any more."""
+def test_fading_reward_signal_saves_and_raises(folder: Path) -> None:
+    """Without a limit the run would draw prompts forever: no batch of groups with a signal fills."""
     rollout = {"reward": f"{folder / 'reward.py'}:fading", "max_lag": 0, "max_groups_without_signal": 6}
     config = settings(folder, "fading", rollout=rollout, steps=50, checkpoint={"every": 40})
 
@@ -234,18 +232,16 @@ def test_a_run_whose_signal_fades_saves_its_last_step_and_ends_with_what_is_wron
         return str(caught.value)
 
     (message,) = in_a_fork(act)
-    done = len(rows(config))
-    assert 1 <= done < 10
-    assert message.startswith(f"step {done + 1}: the last 6 groups have no learning signal")
+    last_step = len(rows(config))
+    assert 1 <= last_step < 10
+    assert message.startswith(f"step {last_step + 1}: the last 6 groups have no learning signal")
     assert "reward.py:fading gave the 18 responses 0 to all of them" in message
-    assert [path.name for path in (config.output / "checkpoints").glob("step-*")] == [f"step-{done:08}"]
+    assert [path.name for path in (config.output / "checkpoints").glob("step-*")] == [f"step-{last_step:08}"]
     (error,) = (config.output / "errors").rglob("*.json")
     assert "no learning signal" in error.read_text()
 
 
-def test_a_reward_that_never_returns_ends_an_evaluation_and_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_reward_ends_evaluation_and_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
     (folder / "stuck.py").write_text("import time\ndef stuck(response, example):\n    time.sleep(1000)\n")
 
@@ -270,12 +266,12 @@ def test_two_tensor_parallel_ranks_learn_from_one_engine(folder: Path) -> None:
     assert all(row["mismatch_max"] < 1e-5 for row in rows(config))
 
 
-def test_an_adapter_is_merged_for_the_engine(folder: Path) -> None:
+def test_adapter_is_merged_for_the_engine(folder: Path) -> None:
     config = settings(folder, "lora", lora={"rank": 4}, rollout={"max_lag": 0}, steps=3)
     in_a_fork(lambda: run(config))
-    found = rows(config)
-    assert all(row["mismatch_max"] < 1e-5 for row in found)
-    assert found[0]["grad_norm"] > 0
+    metric_rows = rows(config)
+    assert all(row["mismatch_max"] < 1e-5 for row in metric_rows)
+    assert metric_rows[0]["grad_norm"] > 0
     events = [json.loads(line) for line in (config.output / "events.jsonl").read_text().splitlines()]
     (start,) = [event for event in events if event["event"] == "first_step"]
     phases = "Python, settings, torch, transformers, data, Megatron, model, self-check, preparing, first step"
@@ -296,7 +292,7 @@ class StoppedEngine(LocalEngine):
         return []
 
 
-def test_a_run_that_fails_before_its_first_step_touches_nothing_of_an_earlier_one(
+def test_run_that_fails_before_its_first_step_keeps_the_earlier_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megascend.rollout.collector.BACKOFF_S", 0.01)
@@ -339,7 +335,7 @@ def test_a_run_that_fails_before_its_first_step_touches_nothing_of_an_earlier_on
     }  # fmt: skip
 
 
-def test_engines_of_a_controller_sample_and_take_every_update(folder, monkeypatch):
+def test_controller_engines_sample_and_receive_updates(folder, monkeypatch):
     key = generate_key()
     monkeypatch.setenv(ENVIRONMENT, key)
     served = [LocalEngine(folder / "model", name=f"engine {number}", own_process=False) for number in range(2)]

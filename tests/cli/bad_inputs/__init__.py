@@ -1,4 +1,4 @@
-"""Bad inputs, as tables: what is bad, and which words of the message a user acts on."""
+"""Tables of bad inputs, with the words that their error messages must contain."""
 
 from __future__ import annotations
 

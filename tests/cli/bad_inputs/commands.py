@@ -1,4 +1,4 @@
-"""Command lines, output directories, states to resume from and environments that cannot work."""
+"""Invalid command lines, output directories, states to resume from and environments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def file(name: str, content: str = "precious") -> Callable[[Path], Any]:
 
 
 def checkpoint(content: str) -> Callable[[Path], Any]:
-    """A directory that says of itself that it is a checkpoint."""
+    """Create a checkpoint directory with a manifest of this content."""
 
     def make(folder: Path) -> None:
         path = folder / "out" / "checkpoints" / "step-00000001"

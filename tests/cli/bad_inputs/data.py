@@ -1,4 +1,4 @@
-"""Data that cannot be trained on."""
+"""Invalid training data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def assistant(**keys: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "two"} | keys
 
 
-def place(says: str, make: Callable[[Path], Any], *changes: str) -> Bad:
-    """What stands at ``data.path``, which is ``bad.jsonl``, is made in another way than by writing a file."""
+def data_path(says: str, make: Callable[[Path], Any], *changes: str) -> Bad:
+    """Set ``data.path`` to ``bad.jsonl``, which ``make`` creates."""
     changes = changes or ("data.path=bad.jsonl",)
     return Bad(words(says), settings(*changes, says="").command, lambda folder: make(folder / "bad.jsonl"))
 
 
 def folder_of(**files: str | bytes) -> Callable[[Path], None]:
-    """A folder; ``__`` in a name is a dot."""
+    """Create a folder with these files; ``__`` in a name is a dot."""
 
     def make(path: Path) -> None:
         path.mkdir()
@@ -39,25 +39,29 @@ FILES = {
     "nothing there": settings(
         "data.path=nowhere.jsonl", says="data.path | nowhere.jsonl | neither a file nor a folder"
     ),
-    "a link to nothing": place(
+    "a link to nothing": data_path(
         "bad.jsonl | gone.jsonl, which does not exist | data.path", lambda p: p.symlink_to("gone.jsonl")
     ),
-    "a link to itself": place("bad.jsonl | data.path", lambda p: p.symlink_to("bad.jsonl")),
-    "not to be read": place("bad.jsonl cannot be read", lambda p: p.symlink_to(UNREADABLE)),
-    "a named pipe": place("bad.jsonl | data.path | neither a file nor a folder", os.mkfifo),
+    "a link to itself": data_path("bad.jsonl | data.path", lambda p: p.symlink_to("bad.jsonl")),
+    "not to be read": data_path("bad.jsonl cannot be read", lambda p: p.symlink_to(UNREADABLE)),
+    "a named pipe": data_path("bad.jsonl | data.path | neither a file nor a folder", os.mkfifo),
     "a device": settings("data.path=/dev/null", says="/dev/null | data.path"),
     "an unknown ending": data("x", to="bad.xlsx", says="'.xlsx' | data.path | .jsonl, .json, .csv"),
     "no ending": data("x", to="bad", says="data.path | .jsonl, .json, .csv"),
     "an empty file": data("", says="bad.jsonl | no document"),
     "blank lines": data("\n \n", says="bad.jsonl | no document"),
-    "an empty folder": place("no file in it ends in .jsonl | data.path", folder_of()),
-    "a folder of other files": place("no file in it ends in .jsonl | data.path", folder_of(a__docx="x", b__pdf="y")),
-    "a folder of hidden files": place("no file in it ends in .jsonl", folder_of(__a__jsonl=GOOD)),
-    "one bad file in a folder": place("bad.jsonl/b.jsonl:1 | not valid JSON", folder_of(a__jsonl=GOOD, b__jsonl="{")),
-    "a folder with a link to nothing": place(
+    "an empty folder": data_path("no file in it ends in .jsonl | data.path", folder_of()),
+    "a folder of other files": data_path(
+        "no file in it ends in .jsonl | data.path", folder_of(a__docx="x", b__pdf="y")
+    ),
+    "a folder of hidden files": data_path("no file in it ends in .jsonl", folder_of(__a__jsonl=GOOD)),
+    "one bad file in a folder": data_path(
+        "bad.jsonl/b.jsonl:1 | not valid JSON", folder_of(a__jsonl=GOOD, b__jsonl="{")
+    ),
+    "a folder with a link to nothing": data_path(
         "bad.jsonl/a.jsonl | gone, which does not exist", lambda p: (p.mkdir(), (p / "a.jsonl").symlink_to("gone"))
     ),
-    "a data set cut off": place(
+    "a data set cut off": data_path(
         "datasets cannot load it | data.path", folder_of(state__json="{", dataset_info__json="{}")
     ),
 }

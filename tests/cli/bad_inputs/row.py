@@ -13,13 +13,13 @@ from typing import Any
 class Bad:
     """One bad input.
 
-    It is met in a folder with a run that would work: ``run.yaml``, ``data.jsonl``, the model ``model``, and ``rl.yaml``.
+    It is used in a folder with a valid run: ``run.yaml``, ``data.jsonl``, the model ``model``, and ``rl.yaml``.
 
     Attributes:
-        words: all of them stand in the message: the value, the limit, the setting.
-        command: of megascend.
-        arrange: puts what is bad into the folder.
-        variables: of the environment.
+        words: words that the message must contain: the value, the limit, the setting.
+        command: arguments of ``megascend``.
+        arrange: changes the folder.
+        variables: environment variables.
     """
 
     words: tuple[str, ...]
@@ -29,24 +29,24 @@ class Bad:
 
 
 UNREADABLE = "/proc/self/mem"
-"""A file that opens, and of which nothing can be read, by nobody."""
+"""A file that can be opened, but not read, by any user."""
 
 
 def settings(*changes: str, says: str) -> Bad:
-    """``--set`` with each of ``changes``; ``says``: words of the message, divided by a bar."""
+    """Pass each of ``changes`` with ``--set``; ``says``: words of the message, separated by bars."""
     return Bad(words(says), ("train", "run.yaml", *(part for change in changes for part in ("--set", change))))
 
 
 def command(line: str, says: str, arrange: Callable[[Path], Any] = lambda folder: None, **variables: str) -> Bad:
-    """A command line, divided by spaces."""
+    """Run a command line, which is split at spaces."""
     return Bad(words(says), tuple(line.split(" ")), arrange, variables)
 
 
 def data(*records: Any, says: str, to: str = "bad.jsonl", changes: tuple[str, ...] = ()) -> Bad:
-    """A file of JSONL, or the text or bytes that are given instead, is the data."""
-    [whole, *rest] = records if records else [""]
-    if isinstance(whole, str | bytes) and not rest:
-        content = whole.encode() if isinstance(whole, str) else whole
+    """Use records as a JSONL file, or one text or bytes as the file's content."""
+    [only_record, *rest] = records if records else [""]
+    if isinstance(only_record, str | bytes) and not rest:
+        content = only_record.encode() if isinstance(only_record, str) else only_record
     else:
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
     return Bad(
@@ -57,14 +57,14 @@ def data(*records: Any, says: str, to: str = "bad.jsonl", changes: tuple[str, ..
 
 
 def words(says: str) -> tuple[str, ...]:
-    """``"one | two"``: one, two."""
+    """Split ``"one | two"`` at the bars."""
     return tuple(word.strip() for word in says.split(" | ") if word.strip())
 
 
 def chat(*messages: Any, **more: Any) -> dict[str, Any]:
-    """A record of a conversation; a message is an object, or ``"role: content"``."""
-    found = []
+    """Return a conversation record; a message is an object, or ``"role: content"``."""
+    converted = []
     for message in messages:
         role, separator, content = message.partition(": ") if isinstance(message, str) else ("", "", "")
-        found.append({"role": role, "content": content} if separator else message)
-    return {"messages": found} | more
+        converted.append({"role": role, "content": content} if separator else message)
+    return {"messages": converted} | more

@@ -1,4 +1,4 @@
-"""Run files and settings that cannot work."""
+"""Invalid run files and settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bad_inputs.row import UNREADABLE, Bad, settings, words
 
 
 def run_file(content: str | bytes, says: str) -> Bad:
-    """``run.yaml`` holds this, behind what makes the run work."""
+    """Append ``content`` to the valid ``run.yaml``."""
 
     def write(folder: Path) -> None:
         with (folder / "run.yaml").open("ab") as file:
@@ -17,10 +17,10 @@ def run_file(content: str | bytes, says: str) -> Bad:
     return Bad(words(says), arrange=write)
 
 
-def instead(content: str | bytes, says: str) -> Bad:
-    """``run.yaml`` holds nothing but this."""
-    whole = content if isinstance(content, bytes) else content.encode()
-    return Bad(words(says), arrange=lambda folder: (folder / "run.yaml").write_bytes(whole))
+def replaced_by(content: str | bytes, says: str) -> Bad:
+    """Replace ``run.yaml`` by ``content``."""
+    encoded = content if isinstance(content, bytes) else content.encode()
+    return Bad(words(says), arrange=lambda folder: (folder / "run.yaml").write_bytes(encoded))
 
 
 RUN_FILES = {
@@ -33,17 +33,17 @@ RUN_FILES = {
         words("mem.yaml cannot be read"), ("train", "mem.yaml"), lambda folder: (folder / "mem.yaml").symlink_to(UNREADABLE)
     ),
     "Latin-1": run_file("# café\n".encode("latin-1"), says="run.yaml:7 | not UTF-8 | save the file as UTF-8"),
-    "UTF-16": instead("model: m\n".encode("utf-16"), says="run.yaml:1 | not UTF-8"),
-    "empty": instead("", says="run.yaml | a mapping of settings | NoneType"),
-    "a list": instead("- model: m\n", says="run.yaml | a mapping of settings | list"),
+    "UTF-16": replaced_by("model: m\n".encode("utf-16"), says="run.yaml:1 | not UTF-8"),
+    "empty": replaced_by("", says="run.yaml | a mapping of settings | NoneType"),
+    "a list": replaced_by("- model: m\n", says="run.yaml | a mapping of settings | list"),
     "a tab": run_file("optimizer:\n\tlr: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a bracket left open": run_file("parallel: {tensor: 1\n", says="run.yaml:8:1 | not valid YAML"),
     "a colon too many": run_file("engine: a: b\n", says="run.yaml:7:10 | not valid YAML"),
     "a key twice": run_file("steps: 5\n", says="run.yaml:7:1 | 'steps' appears twice | line 5"),
     "a key that is no name": run_file("on: 5\n", says="run.yaml:7:1 | 'on' is read as True"),
     "a day that does not exist": run_file("engine: 2026-13-45\n", says="run.yaml | not valid YAML | month"),
-    "no model": instead("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
-    "no data": instead("output: o\nmodel: m\n", says="data: required"),
+    "no model": replaced_by("output: o\ndata: {path: d}\n", says="run.yaml: model: required"),
+    "no data": replaced_by("output: o\nmodel: m\n", says="data: required"),
 }  # fmt: skip
 KEYS = {
     "unknown": settings("stepps=1", says="stepps: unknown setting (value 1) | did you mean steps?"),
@@ -107,7 +107,7 @@ VALUES = {
     "no output": settings("output=''", says="output | a path | ''"),
     "LoRA alpha": settings("lora.alpha=0", says="lora.alpha | greater than 0 | 0"),
 }  # fmt: skip
-TOGETHER = {
+COMBINATIONS = {
     "steps and epochs": settings("steps=5", "epochs=2", says="steps=5 and epochs=2: set one of them"),
     "warm-up of all steps": settings(
         "steps=50", "schedule={kind: linear, warmup_steps: 50}", says="schedule.warmup_steps: 50 | 50 steps | lower it"
@@ -155,7 +155,7 @@ SETTINGS = {
         "run file": RUN_FILES,
         "keys": KEYS,
         "values": VALUES,
-        "together": TOGETHER,
+        "together": COMBINATIONS,
         "layout": LAYOUTS,
     }.items()
     for name, bad in rows.items()

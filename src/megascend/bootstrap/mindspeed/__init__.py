@@ -1,8 +1,8 @@
-"""MindSpeed under control: what it needs, what it is told, when it patches, and what is checked afterwards.
+"""The MindSpeed provider: prerequisites, arguments, patching and verification.
 
-Two phases. *Before Megatron* (:meth:`MindSpeed.before_megatron`): prerequisites, seeded arguments, the adaptor's import.
-*With the ModelConfig* (:meth:`MindSpeed.for_model`): arguments from the model and the layout, a repatch if they changed,
-checks. The facts behind each file are in ``docs/npu.md``.
+It works in two phases. *Before Megatron* (:meth:`MindSpeed.before_megatron`): prerequisites, seeded arguments, the import of the
+adaptor. *With the ModelConfig* (:meth:`MindSpeed.for_model`): arguments from the model and the layout, a repatch if they
+changed, checks. ``docs/npu.md`` has the facts behind each file.
 """
 
 from megascend.bootstrap.mindspeed.provider import MindSpeed

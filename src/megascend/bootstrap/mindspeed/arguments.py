@@ -1,4 +1,4 @@
-"""MindSpeed's arguments from the ModelConfig and the layout: pure, and the only source of what MindSpeed is told."""
+"""Derive MindSpeed's arguments from the ModelConfig and the layout. Pure; the only source of these arguments."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from megascend.errors import ConfigError
 
 ALGORITHMS = {"ring": "megatron_cp_algo", "all_gather": "kvallgather_cp_algo", "ulysses": "ulysses_cp_algo"}
-"""``Parallel.context_algorithm`` in MindSpeed's words."""
+"""MindSpeed's names of ``Parallel.context_algorithm``."""
 
-OF_MEGATRON_TRAINING = {"reset_position_ids": False, "reset_attention_mask": False}
-"""Arguments that MindSpeed reads but Megatron's training script declares, at their defaults there."""
+MEGATRON_TRAINING_DEFAULTS = {"reset_position_ids": False, "reset_attention_mask": False}
+"""Arguments that MindSpeed reads but only Megatron's training script declares, with the script's defaults."""
 
 DECIDED_ELSEWHERE = {
     "context_parallel_algo": "parallel.context_algorithm",
     "optimization_level": "the model, the layout and the other options",
     "transformer_impl": "megascend: layers always have Transformer Engine's interface",
 }
-"""Arguments that follow from other settings, and from which."""
+"""Arguments that are derived from other settings, and those settings."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An argument of MindSpeed's that users may set.
+    """An argument of MindSpeed that users may set.
 
     Attributes:
-        values: those that were tried.
-        ring_only: it does nothing without ring context parallelism.
+        values: tested values.
+        ring_only: the argument has no effect without ring context parallelism.
     """
 
     values: tuple[bool | str, ...] = (True, False)
@@ -39,15 +39,15 @@ SUPPORTED_OPTIONS: dict[str, Option] = {
     "use_fused_ring_attention_update": Option(ring_only=True),
     "megatron_cp_in_bnsd": Option(ring_only=True),
 }
-"""Options that were seen to do something, with numbers that stay Hugging Face's (tests/npu/test_options.py)."""
+"""Options with a tested effect and results equal to Hugging Face's (tests/npu/test_options.py)."""
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 def seed(defaults: Mapping[str, Any], context_size: int, context_algorithm: str) -> dict[str, Any]:
-    """Arguments for when only the layout is known: before the adaptor is imported, and before groups are created."""
+    """Return the arguments while only the layout is known: before the adaptor's import, and before groups are created."""
     return (
-        OF_MEGATRON_TRAINING
+        MEGATRON_TRAINING_DEFAULTS
         | dict(defaults)
         | {
             "context_parallel_size": context_size,
@@ -69,20 +69,20 @@ def from_config(
 ) -> dict[str, Any]:
     """Return all arguments for a model: MindSpeed's defaults, then the ModelConfig, then the user's ``options``.
 
-    ``feature_levels``: optimization level from which on MindSpeed reads a feature's argument; ``fields``: of the ModelConfig's
-    class (:func:`model_fields`), where they are known already.
+    ``feature_levels``: lowest optimization level at which MindSpeed reads a feature's argument; ``fields``: :func:`model_fields`
+    of the ModelConfig's class, if computed before.
     """
     check_effect(options, config.context_parallel_size, context_algorithm)
     levels = feature_levels or {}
     names = model_fields(type(config), defaults) if fields is None else fields
-    of_model = {name: getattr(config, name, None) for name in names}
-    of_model = {name: value for name, value in of_model.items() if _is_plain(value)}
-    # None in the model means "not set"; it must not hide a default of MindSpeed's.
-    of_model = {name: value for name, value in of_model.items() if value is not None or name not in defaults}
+    model = {name: getattr(config, name, None) for name in names}
+    model = {name: value for name, value in model.items() if _is_plain(value)}
+    # None in the model means "not set"; it must not override a default of MindSpeed.
+    model = {name: value for name, value in model.items() if value is not None or name not in defaults}
     return {
-        **OF_MEGATRON_TRAINING,
+        **MEGATRON_TRAINING_DEFAULTS,
         **defaults,
-        **of_model,
+        **model,
         "context_parallel_algo": ALGORITHMS[context_algorithm],
         "optimization_level": max(
             optimization_level(config),
@@ -96,10 +96,10 @@ def from_config(
 
 
 def model_fields(kind: type, defaults: Mapping[str, Any]) -> list[str]:
-    """Fields of the ModelConfig class ``kind`` that describe the model, sorted.
+    """Return the fields of the ModelConfig class ``kind`` that describe the model, sorted.
 
-    MindSpeed makes its own arguments fields of every configuration class made after its import, and its layers write to
-    them while the model is built; those are not the model's to say. Callbacks are set later and say nothing either.
+    MindSpeed adds its own arguments as fields to every configuration class created after its import, and its layers write to
+    them while the model is built; those fields are not part of the model. Callbacks are set later and are excluded too.
     """
     described = set(getattr(kind, "__dataclass_fields__", {}))
     megatrons = {name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)}
@@ -113,23 +113,23 @@ def _annotated(kind: type) -> set[str]:
 
 
 def optimization_level(config: Any) -> int:
-    """2 if the model needs one of MindSpeed's level-2 features, else 0 (the basic patches)."""
+    """Return 2 if the model needs one of MindSpeed's level-2 features, else 0 (the basic patches)."""
     grouped_experts = bool(getattr(config, "num_moe_experts", None)) and getattr(config, "moe_grouped_gemm", False)
     latent = getattr(config, "multi_latent_attention", False)
     return 2 if config.context_parallel_size > 1 or latent or grouped_experts else 0
 
 
 def signature(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What two sets of arguments must share for MindSpeed's patches to be the same."""
+    """Return a key of the arguments: equal keys result in the same patches of MindSpeed."""
     return tuple((name, repr(arguments[name])) for name in sorted(arguments))
 
 
 def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for every option that was not tried with megascend, with the most specific reason there is."""
+    """Raise ConfigError for an option that was not tested with megascend, with the most specific reason available."""
     unknown = sorted(set(options) - set(defaults))
     if unknown:
         raise ConfigError(
-            f"provider_options: no argument of MindSpeed is called {', '.join(unknown)}; supported are "
+            f"provider_options: no argument of MindSpeed is called {', '.join(unknown)}; supported: "
             f"{', '.join(SUPPORTED_OPTIONS)}"
         )
     for name, value in options.items():
@@ -137,14 +137,15 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             raise ConfigError(f"provider_options.{name} is decided by {DECIDED_ELSEWHERE[name]}")
         if name in SUPPORTED_OPTIONS:
             values = SUPPORTED_OPTIONS[name].values
-            if not any(value is each or (isinstance(each, str) and value == each) for each in values):
+            # "is" for booleans: 1 == True, but MindSpeed was tested with True only.
+            if not any(value is allowed or (isinstance(allowed, str) and value == allowed) for allowed in values):
                 raise ConfigError(
-                    f"provider_options.{name}={value!r}: tried with megascend: {', '.join(map(repr, values))}"
+                    f"provider_options.{name}={value!r}: tested with megascend: {', '.join(map(repr, values))}"
                 )
         else:
-            check_model({name: value, "context_parallel_size": 2})  # what is known of this one
+            check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
             raise ConfigError(
-                f"provider_options.{name} is not among the options that were tried with megascend "
+                f"provider_options.{name} is not among the options that were tested with megascend "
                 f"({', '.join(SUPPORTED_OPTIONS)}); most of the others have no effect without Megatron's training script, "
                 "or fail in the middle of a run; leave it out"
             )
@@ -162,7 +163,7 @@ def check_effect(options: Mapping[str, Any], context_size: int, context_algorith
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, PLAIN):  # nearly all of them
+    if isinstance(value, PLAIN):  # nearly all values
         return True
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
@@ -195,62 +196,62 @@ NEEDS_MEGATRON_TRAINING = (
 
 
 def check_model(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a model or options (arguments of :func:`from_config`) that MindSpeed gets wrong."""
+    """Raise ConfigError for a model or options (arguments of :func:`from_config`) that MindSpeed computes wrongly."""
     for reason in reasons(arguments):
         raise ConfigError(f"MindSpeed cannot train this: {reason}")
 
 
 def reasons(arguments: Mapping[str, Any]) -> list[str]:
-    """Every reason why not, in a fixed order; empty if there is none."""
+    """Return every reason why MindSpeed cannot train with these arguments, in a fixed order; empty if it can."""
 
     def value(name: str, default: Any = None) -> Any:
-        found = arguments.get(name, default)
-        return default if found is None else found
+        argument = arguments.get(name, default)
+        return default if argument is None else argument
 
     context, algorithm = int(value("context_parallel_size", 1)), value("context_parallel_algo", "megatron_cp_algo")
-    found = []
+    problems = []
     if value("window_size") is not None:
-        found.append(
-            f"window attention (window_size={value('window_size')}): its attention ignores the window and sees everything"
+        problems.append(
+            f"window attention (window_size={value('window_size')}): its attention ignores the window and attends to all tokens"
         )
     if value("softmax_type", "vanilla") != "vanilla":
-        found.append(
-            f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax whatever is asked"
+        problems.append(
+            f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax regardless"
         )
     if context > 1 and algorithm == "ulysses_cp_algo":
-        found.append(
+        problems.append(
             "parallel.context_algorithm: ulysses needs one fixed seq_length for all micro batches, and megascend's differ "
             "in length; use ring or all_gather"
         )
     if context > 1 and algorithm.startswith("hybrid"):
-        found.append(f"{algorithm} needs a fixed seq_length; use ring or all_gather")
+        problems.append(f"{algorithm} needs a fixed seq_length; use ring or all_gather")
     if context > 1 and algorithm == "kvallgather_cp_algo" and float(value("attention_dropout", 0.0)) > 0:
-        found.append(
+        problems.append(
             f"attention_dropout={value('attention_dropout')} with parallel.context_algorithm: all_gather: its backward pass "
-            "draws another dropout mask than the forward pass did; use ring, or set the model's attention_dropout to 0"
+            "draws a different dropout mask than the forward pass; use ring, or set the model's attention_dropout to 0"
         )
     if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
-        found.append(
+        problems.append(
             f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or cp_window_size="
-            f"{value('cp_window_size', 1)}: MindSpeed makes their process groups before it is told a model's options; leave "
+            f"{value('cp_window_size', 1)}: MindSpeed creates their process groups before it knows a model's options; leave "
             "them out"
         )
     if output_discarding := sorted(set(value("recompute_modules", [])) & {"layernorm", "mla_up_proj", "moe_act"}):
-        found.append(
-            f"recompute.modules {', '.join(output_discarding)}: their recomputation asks Transformer Engine for its fp8 state, "
+        problems.append(
+            f"recompute.modules {', '.join(output_discarding)}: their recomputation reads Transformer Engine's fp8 state, "
             "which MindSpeed's stand-in does not have; use core_attn, mlp, moe, or recompute.granularity: full"
         )
     for name in NEEDS_MEGATRON_TRAINING:
         if value(name, False):
-            found.append(
+            problems.append(
                 f"{name}={value(name)!r}: that feature imports megatron.training, which the megatron-core package does not "
                 "contain; leave it out"
             )
-    return found
+    return problems
 
 
 def check_batching(context_size: int, packing: bool) -> None:
-    """Refuse packed sequences under context parallelism: no algorithm of MindSpeed divides them as mcore-bridge does."""
+    """Raise ConfigError for packed sequences with context parallelism: MindSpeed does not split them like mcore-bridge."""
     if context_size > 1 and packing:
         raise ConfigError(
             f"batching.packing with parallel.context={context_size} on an NPU: MindSpeed's ring attention fails on packed "

@@ -1,7 +1,7 @@
-"""What megascend changes in MindSpeed's own list of patches.
+"""megascend's changes to MindSpeed's list of patches.
 
-The changes are a MindSpeed feature, the last of its list. So they are part of every patch and repatch, are undone and
-redone with the rest, and nothing has to be repaired afterwards.
+The changes are a MindSpeed feature, the last one of its list. So they take part in every patch and repatch, are undone and
+redone with the others, and nothing has to be repaired afterwards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ def install(stack: str, rotary: Callable[..., Any] | None = None) -> Any:
     return feature
 
 
-def levels(own: Any) -> dict[str, int]:
-    """The optimization level from which on each of MindSpeed's features is looked at, by the feature's argument."""
+def levels(megascend_feature: Any) -> dict[str, int]:
+    """Return the lowest optimization level at which MindSpeed reads each of its features, by the feature's argument."""
     manager = import_module("mindspeed.features_manager.features_manager").MindSpeedFeaturesManager
-    return {each.feature_name: each.optimization_level for each in manager.FEATURES_LIST if each is not own}
+    return {
+        feature.feature_name: feature.optimization_level
+        for feature in manager.FEATURES_LIST
+        if feature is not megascend_feature
+    }
 
 
-def told_of(stack: str) -> str:
-    """What is mended in one branch only, for ``Runtime.changes``."""
+def branch_changes(stack: str) -> str:
+    """Return a text about patches for one branch only, for ``Runtime.changes``."""
     if stack != "0.15":
         return ""
     return "; core_r0.15.3: the ring's attention class under context parallelism, get_device_capability takes a device"
@@ -72,14 +76,14 @@ def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | N
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    # MindSpeed's own linears are neither Transformer Engine's nor Megatron's to peft, which then finds no LoRA for them.
+    # peft takes MindSpeed's own linears neither for Transformer Engine's nor for Megatron's, and has no LoRA for them.
     manager.register_patch(f"{EXTENSIONS}.TEColumnParallelLinear", ColumnParallelLinear, force_patch=True)
     manager.register_patch(f"{EXTENSIONS}.TERowParallelLinear", RowParallelLinear, force_patch=True)
     if rotary is not None:
-        # MindSpeed's lacks mla_rotary_interleaved, and would replace mcore-bridge's wherever that was imported.
+        # MindSpeed's function lacks mla_rotary_interleaved, and would replace mcore-bridge's in every module that imported it.
         manager.register_patch(ROPE, rotary, force_patch=True)
-    # MindSpeed's is older than Megatron's and refuses optimizer state that any layout can read (fully_reshardable).
-    # While patches are being registered, the class still (or again) has Megatron's own.
+    # MindSpeed's method is older than Megatron's and refuses optimizer state that any layout can read (fully_reshardable).
+    # While patches are being registered, the class still (or again) has Megatron's own method.
     manager.register_patch(LOAD_OPTIMIZER, DistributedOptimizer.load_state_dict, force_patch=True)
     _all_reduce(manager)
     if stack == "0.15":
@@ -87,14 +91,14 @@ def register(manager: Any, args: Any, stack: str, rotary: Callable[..., Any] | N
 
 
 def _all_reduce(manager: Any) -> None:
-    """float64: MindSpeed reduces a copy and throws the result away."""
+    """Replace MindSpeed's wrapper for float64, which reduces a copy and discards the result."""
     if DROPS_FLOAT64 in [wrapper.__name__ for wrapper in manager.patches_info[ALL_REDUCE].wrappers]:
         manager.remove_wrappers(ALL_REDUCE, DROPS_FLOAT64)
         manager.register_patch(ALL_REDUCE, refusing_float64_wrapper)
 
 
 def refusing_float64_wrapper(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_reduce`` that reduces float64 on the CPU, and on a device says that it cannot."""
+    """Wrap ``torch.distributed.all_reduce`` to reduce float64 on the CPU, and to raise PlatformError on a device."""
 
     @functools.wraps(all_reduce)
     def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,23 +115,23 @@ def refusing_float64_wrapper(all_reduce: Callable[..., Any]) -> Callable[..., An
 
 
 def _only_in_0_15(manager: Any, args: Any) -> None:
-    """Two faults of branch core_r0.15.3 that no order of imports prevents."""
+    """Fix two faults of branch core_r0.15.3 that no order of imports prevents."""
     if int(getattr(args, "context_parallel_size", 1)) > 1 and args.context_parallel_algo == "megatron_cp_algo":
-        # It selects the class that knows no ring ("Unsupported CP strategy").
+        # The branch selects a class without ring attention ("Unsupported CP strategy").
         ring = import_module("mindspeed.core.context_parallel.adaptor").MindSpeedCPDotProductAttention
         manager.register_patch(f"{EXTENSIONS}.TEDotProductAttention", ring, force_patch=True)
     if CAPABILITY in manager.patches_info:
-        # Its replacement takes no argument, and torch's collectives pass the device.
+        # MindSpeed's replacement takes no argument, but torch's collectives pass the device.
         manager.register_patch(CAPABILITY, device_capability, force_patch=True)
 
 
 def device_capability(device: Any = None) -> tuple[int, int]:
-    """CUDA compute capability that an NPU is given: 9.0, as core_r0.16.0 answers."""
+    """Return the CUDA compute capability reported for an NPU: 9.0, like core_r0.16.0."""
     return 9, 0
 
 
 def bridge_rotary() -> Callable[..., Any]:
-    """The ``apply_rotary_pos_emb`` that mcore-bridge's modules hold. Call right after its import."""
+    """Return the ``apply_rotary_pos_emb`` that mcore-bridge's modules hold. Call right after its import."""
     if BRIDGE not in sys.modules:
         raise PlatformError("mcore_bridge is not imported yet")
     return import_module("megatron.core.models.common.embeddings.rope_utils").apply_rotary_pos_emb

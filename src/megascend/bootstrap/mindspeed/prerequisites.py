@@ -1,6 +1,6 @@
-"""What must be there before MindSpeed's adaptor is imported. Each failure says what to install or to source.
+"""Prerequisites of the import of MindSpeed's adaptor. Each error says what to install or to source.
 
-Nothing here imports megatron, transformer_engine, triton or mcore_bridge: most questions are answered by ``find_spec``.
+Nothing here imports megatron, transformer_engine, triton or mcore_bridge: most checks use ``find_spec``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ UNDECLARED = (
 
 @dataclass(frozen=True)
 class Prerequisite:
-    """One thing that must be right.
+    """One condition of the import.
 
     Attributes:
-        name: of what is looked at.
-        look: returns what was found, in a few words, or raises the PlatformError or VersionError that says what to do.
+        name: name in reports.
+        look: returns a short description of the state, or raises PlatformError or VersionError with the remedy.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Prerequisite:
 
 
 def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process in which MindSpeed would fail half-way, or patch the wrong thing."""
+    """Raise for a process in which MindSpeed would fail half-way or patch the wrong package."""
     for prerequisite in PREREQUISITES:
         prerequisite.look(stack, environment)
 
@@ -61,9 +61,9 @@ def check(stack: Stack, environment: Mapping[str, str] = os.environ) -> None:
 def findings(
     stack: Stack, environment: Mapping[str, str] = os.environ, before_each: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Check every prerequisite, whether those before it hold or not; for ``megascend doctor``.
+    """Check every prerequisite, even if an earlier one fails; for ``megascend doctor``.
 
-    ``before_each`` gets the name of each first: should the check end the process, it is known which one did.
+    ``before_each`` is called with the name of the next one, which identifies a check that ends the process.
     """
     result = []
     for prerequisite in PREREQUISITES:
@@ -96,10 +96,10 @@ def _look_at_cann(stack: Stack, environment: Mapping[str, str]) -> str:
 
 def _look_at_the_pair(stack: Stack, environment: Mapping[str, str]) -> str:
     torch, torch_npu = _version_of("torch"), _version_of("torch_npu")
-    wanted = stack.requirement("torch-npu")
-    if torch_npu not in wanted:
+    requirement = stack.requirement("torch-npu")
+    if torch_npu not in requirement:
         raise VersionError(
-            f"torch_npu {torch_npu} is installed; stack {stack.name} needs torch_npu{wanted} with the "
+            f"torch_npu {torch_npu} is installed; stack {stack.name} needs torch_npu{requirement} with the "
             f"torch of the same version. {stack}"
         )
     if torch_npu.release[:2] != torch.release[:2]:
@@ -111,7 +111,7 @@ def _look_at_the_pair(stack: Stack, environment: Mapping[str, str]) -> str:
 
 
 def _version_of(package: str) -> Version:
-    """From the package's metadata, so that a torch_npu that cannot be imported has a version too."""
+    """Return a package's version from its metadata, which works for a torch_npu that cannot be imported, too."""
     try:
         return Version(metadata.version(package))
     except metadata.PackageNotFoundError:
@@ -122,37 +122,37 @@ def _version_of(package: str) -> Version:
 
 
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
-    found, branch = tree.find(), tree.BRANCHES[stack.name]
+    mindspeed, branch = tree.find(), tree.BRANCHES[stack.name]
     how = HOW_MINDSPEED.format(branch=branch)
-    if found is None:
+    if mindspeed is None:
         raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {how}")
-    version = found.version_for(stack)
+    version = mindspeed.version_for(stack)
     if version is None:
         supported = " and ".join(tree.BRANCHES.values())
         raise VersionError(
-            f"MindSpeed {found.name} is on the path ({found.folder / '__init__.py'}); stack {stack.name} needs branch "
-            f"{branch}. {found.needs}Supported branches: {supported}. To get it: {how}"
+            f"MindSpeed {mindspeed.name} is on the path ({mindspeed.folder / '__init__.py'}); stack {stack.name} needs branch "
+            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {how}"
         )
-    return f"{version} ({found.folder})"
+    return f"{version} ({mindspeed.folder})"
 
 
 def _look_at_undeclared(stack: Stack, environment: Mapping[str, str]) -> str:
-    needed = [row for row in UNDECLARED if stack.name in row[3]]
+    required = [row for row in UNDECLARED if stack.name in row[3]]
     if simnpu.is_active():
-        # The simulated device brings a stand-in for triton, later: torch must have seen that there is no triton.
-        needed = [row for row in needed if row[0] != "triton"]
+        # The simulated device installs a stand-in for triton later, because torch must not detect a triton at its import.
+        required = [row for row in required if row[0] != "triton"]
     missing = [
         f"{user} needs {module} without declaring it, and it is not installed: {remedy}"
-        for module, user, remedy, _ in needed
+        for module, user, remedy, _ in required
         if find_spec(module) is None
     ]
     if missing:
         raise PlatformError("; ".join(missing))
-    return ", ".join(row[0] for row in needed)
+    return ", ".join(row[0] for row in required)
 
 
 def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
-    """MindSpeed puts a dummy in the place of ``transformer_engine``; a real one is imported instead, and crashes."""
+    """Check that no Transformer Engine is installed: it would be imported instead of MindSpeed's dummy, and crash."""
     spec = find_spec("transformer_engine")
     if spec is None:
         return "none is installed, as it must be"
@@ -169,7 +169,7 @@ def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) ->
 
 
 def is_for_npu(package: Path) -> bool:
-    """Is the ``transformer_engine`` in folder ``package`` Ascend's? It has CUDA's name; its code uses torch_npu."""
+    """Check whether the ``transformer_engine`` in folder ``package`` is Ascend's, whose code uses torch_npu."""
     return any("torch_npu" in path.read_text(errors="replace", encoding="utf-8") for path in package.rglob("*.py"))
 
 
@@ -179,7 +179,7 @@ def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
 
 
 def check_megatron_tree(stack: Stack) -> None:
-    """Is the ``megatron.core`` on the path the one that the version table saw? PYTHONPATH may put another first."""
+    """Check that the ``megatron.core`` on the path is the installed one; PYTHONPATH may put another tree first."""
     megatron = find_spec("megatron")
     places = list(megatron.submodule_search_locations or []) if megatron else []
     spec = PathFinder.find_spec("core", places)
@@ -206,4 +206,4 @@ PREREQUISITES = (
     Prerequisite("Transformer Engine", _look_at_transformer_engine),
     Prerequisite("Megatron tree", _look_at_megatron),
 )
-"""In the order in which one explains the next."""
+"""In this order, because the failure of one explains those of later ones."""

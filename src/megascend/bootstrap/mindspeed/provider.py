@@ -1,4 +1,4 @@
-"""The MindSpeed provider: its two phases in order, and the state between them."""
+"""The MindSpeed provider: its two phases, and the state between them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ ADAPTOR = "mindspeed.megatron_adaptor"
 
 
 def default_arguments() -> dict[str, Any]:
-    """Every argument of every MindSpeed feature at its default. No command line is looked at."""
+    """Return the defaults of the arguments of all MindSpeed features. Does not read the command line."""
     return vars(import_module("mindspeed.args_utils").get_mindspeed_args(get_defaults=True))
 
 
 def set_arguments(values: Mapping[str, Any]) -> None:
-    """Replace what MindSpeed takes for its command line. Values of an earlier model do not stay behind."""
+    """Replace the arguments that MindSpeed takes for its command line, including all values of an earlier model."""
     args_utils: Any = import_module("mindspeed.args_utils")
     args_utils._MINDSPEED_ARGS = argparse.Namespace(**values)
 
 
 def import_adaptor(values: Mapping[str, Any]) -> None:
-    """Import the adaptor with ``values`` for its arguments.
+    """Import the adaptor with the arguments ``values``.
 
-    Its import parses ``sys.argv``, replaces the root logger's handlers, imports megatron.core and patches it. Here it is told
-    its arguments beforehand, and logging is put back.
+    Its import parses ``sys.argv``, replaces the root logger's handlers, imports megatron.core and patches it. Arguments that are
+    set in advance avoid the parsing, and logging is restored afterwards.
     """
     if ADAPTOR in sys.modules:
         raise ImportOrderError(
@@ -58,17 +58,17 @@ def import_adaptor(values: Mapping[str, Any]) -> None:
         raise PlatformError(
             f"importing {ADAPTOR} failed: {type(error).__name__}: {error}. This process is patched half-way; start another"
         ) from error
-    # It reports at warning level on every rank that megatron.training is absent, which is how megascend runs.
+    # It warns on every rank that megatron.training is missing, which is normal with megascend.
     logging.getLogger("mindspeed.args_utils").setLevel(logging.ERROR)
     changed("the logger mindspeed.args_utils", "logs errors only")
 
 
 def guard_module_scan() -> None:
-    """Keep MindSpeed's scan of ``sys.modules`` from loading what it looks at.
+    """Prevent MindSpeed's scan of ``sys.modules`` from importing lazy modules.
 
-    For every patch it asks every module ``hasattr(module, name)``, which makes lazy modules (transformers, for one)
-    import whatever defines that name, and crash where an optional package is missing. A lazy module's attributes are
-    not what is to be replaced, so only those are asked for that are there.
+    For every patch it calls ``hasattr(module, name)`` for every module. That makes lazy modules (for example transformers)
+    import the module that defines the name, and crash if an optional package is missing. Attributes of lazy modules are
+    never patched, so only attributes that exist already are considered.
     """
     patch_utils: Any = import_module("mindspeed.patch_utils")
 
@@ -80,7 +80,7 @@ def guard_module_scan() -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Only errors are logged, no Python warnings, and the root logger is as it was when the block ends."""
+    """Suppress Python warnings and log records below error within the context; restore the root logger at its end."""
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
     logging.disable(max(disabled, logging.WARNING))
@@ -95,14 +95,14 @@ def quietly() -> Iterator[None]:
 
 
 LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
-"""Arguments that are fields of a ModelConfig and may be decided only after it was made."""
+"""Arguments that are fields of a ModelConfig and may be determined only after it was created."""
 
 
 class MindSpeed(PatchProvider):
-    """MindSpeed, patching Megatron-Core for Ascend.
+    """Provider that patches Megatron-Core for Ascend with MindSpeed.
 
     Attributes:
-        repatches: how often Megatron has been patched again since the adaptor's import.
+        repatches: number of repatches of Megatron since the adaptor's import.
     """
 
     name: ClassVar[str] = "mindspeed"
@@ -112,10 +112,10 @@ class MindSpeed(PatchProvider):
         super().__init__(setup)
         self._stack = setup.stack
         self._defaults: dict[str, Any] = {}
-        self._patched: dict[str, Any] = {}  # the arguments that the present patches were made with
-        self._signature: Any = None  # theirs
-        self._fields: dict[type, list[str]] = {}  # of every ModelConfig class seen
-        self._verified: Any = None  # signature of the arguments that passed the checks with these patches
+        self._patched: dict[str, Any] = {}  # arguments of the current patches
+        self._signature: Any = None  # signature of these arguments
+        self._fields: dict[type, list[str]] = {}  # model fields of every ModelConfig class so far
+        self._verified: Any = None  # signature of the arguments that passed verification with these patches
         self._algorithm = "ring"
         self._feature: Any = None
         self.repatches = 0
@@ -124,18 +124,19 @@ class MindSpeed(PatchProvider):
 
     def before_megatron(self) -> list[str]:
         prerequisites.check(self._stack)
-        found, parallel = tree.find(), self.setup.parallel
-        assert found is not None, "check() has seen it"
+        mindspeed, parallel = tree.find(), self.setup.parallel
+        assert mindspeed is not None, "checked by prerequisites.check()"
         self._defaults = default_arguments()
         self._feature = feature.install(self._stack.name)
         self._patched = arguments.seed(self._defaults, parallel.context, parallel.context_algorithm)
         import_adaptor(self._patched)
         return [
-            f"mindspeed {found.version_for(self._stack)}: adaptor imported with seeded arguments, sys.argv not read; "
+            f"mindspeed {mindspeed.version_for(self._stack)}: adaptor imported with seeded arguments, sys.argv not read; "
             "torch.cuda names mean the NPU; torch.compile and torch.jit.script do nothing; dummy transformer_engine, "
             "apex, flash_attn and fla modules; importlib.metadata knows a transformer-engine",
             "on top of it: Megatron's own column and row parallel linears, and its DistributedOptimizer.load_state_dict; "
-            "all_reduce of float64 works on the CPU and is refused on the NPU" + feature.told_of(self._stack.name),
+            "all_reduce of float64 works on the CPU and is refused on the NPU"
+            + feature.branch_changes(self._stack.name),
         ]
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
@@ -150,10 +151,10 @@ class MindSpeed(PatchProvider):
     def for_topology(self, topology: Topology) -> list[str]:
         self._algorithm = topology.context_algorithm
         seeded = arguments.seed(self._defaults, topology.context, topology.context_algorithm)
-        # The ModelConfig takes fields that nobody gives it from these arguments: none of an earlier model may be left.
+        # A ModelConfig takes fields without a value from these arguments, so none of an earlier model may remain.
         set_arguments(seeded)
-        decides = ("context_parallel_size", "context_parallel_algo")
-        if all(self._patched.get(name) == seeded[name] for name in decides):
+        decisive = ("context_parallel_size", "context_parallel_algo")
+        if all(self._patched.get(name) == seeded[name] for name in decisive):
             return []
         return self._repatch(seeded)
 
@@ -163,22 +164,22 @@ class MindSpeed(PatchProvider):
         if kind not in self._fields:
             self._fields[kind] = arguments.model_fields(kind, self._defaults)
         levels = feature.levels(self._feature)
-        wanted = arguments.from_config(
+        values = arguments.from_config(
             self._defaults, config, self._algorithm, options, levels, fields=self._fields[kind]
         )
-        arguments.check_model(wanted)
-        set_arguments(wanted)
-        self._tell(config, wanted, options)
-        signature = arguments.signature(wanted)
+        arguments.check_model(values)
+        set_arguments(values)
+        self._set_on_config(config, values, options)
+        signature = arguments.signature(values)
         if self._signature is None:
             self._signature = arguments.signature(self._patched)
-        changes = [] if signature == self._signature else self._repatch(wanted)
+        changes = [] if signature == self._signature else self._repatch(values)
         if changes or signature != self._verified:
-            verification.verify(config, wanted, self._feature.rotary)
+            verification.verify(config, values, self._feature.rotary)
             self._verified = signature
         return changes
 
-    # --- what its layers and its Adam are like ---
+    # --- properties of its layers and its Adam ---
 
     def check_batching(self, topology: Topology, batching: Batching) -> None:
         arguments.check_batching(topology.context, batching.packing)
@@ -186,41 +187,44 @@ class MindSpeed(PatchProvider):
     def adam_count(self, optimizer: Any, count: int) -> Any:
         if type(optimizer).__module__.partition(".")[0] != tree.PACKAGE:
             return count
-        torch = import_module("torch")  # core_r0.15.3's asks its count on which device it is; core_r0.16.0's takes both
+        torch = import_module(
+            "torch"
+        )  # core_r0.15.3 reads the count's device, so it needs a tensor; core_r0.16.0 takes both
         return torch.tensor(count, dtype=torch.int64)
 
-    # --- what is there ---
+    # --- queries ---
 
     def findings(self, before_each: Callable[[str], object] = lambda name: None) -> list[Finding]:
         return prerequisites.findings(self._stack, before_each=before_each)
 
     def versions(self) -> dict[str, str]:
         try:
-            found = tree.find()
+            mindspeed = tree.find()
         except VersionError as error:
             return {"MindSpeed": str(error)}
-        return {"MindSpeed": "none" if found is None else str(found.version_for(self._stack) or found.name)}
+        return {"MindSpeed": "none" if mindspeed is None else str(mindspeed.version_for(self._stack) or mindspeed.name)}
 
-    # --- inside ---
+    # --- private ---
 
-    def _repatch(self, wanted: dict[str, Any]) -> list[str]:
+    def _repatch(self, values: dict[str, Any]) -> list[str]:
         self._verified = self._signature = None
-        self._patched = {}  # should it fail half-way, the next attempt patches everything again
+        self._patched = {}  # if this fails half-way, the next attempt patches everything again
         with quietly():
-            import_module(ADAPTOR).repatch(wanted)
-        self._patched = wanted
+            import_module(ADAPTOR).repatch(values)
+        self._patched = values
         self.repatches += 1
         return [
-            f"Megatron patched again (level {wanted['optimization_level']}, context parallel size "
-            f"{wanted['context_parallel_size']}, {wanted['context_parallel_algo']})"
+            f"Megatron patched again (level {values['optimization_level']}, context parallel size "
+            f"{values['context_parallel_size']}, {values['context_parallel_algo']})"
         ]
 
     @staticmethod
-    def _tell(config: Any, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Set arguments on the ModelConfig, where MindSpeed's layers read them: its own are older than a repatch and lack
-        ``options``.
+    def _set_on_config(config: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Set arguments on the ModelConfig, where MindSpeed's layers read them.
+
+        Its own values may predate a repatch, and lack ``options``.
         """
         fields = getattr(type(config), "__dataclass_fields__", {})
-        for name, value in wanted.items():
+        for name, value in values.items():
             if name not in fields or name in LATE or name in options:
                 setattr(config, name, value)

@@ -1,9 +1,8 @@
-"""Which MindSpeed is on the path, read from its files. Nothing of it is imported.
+"""Identify the MindSpeed on the path from its files, without importing it.
 
-From core_r0.17.0 on, ``import mindspeed`` imports MegatronAdaptor, which patches Megatron-Core at once. So a tree is known by
-what its files say: the version in ``mindspeed/__init__.py``, in ``setup.py`` beside the package or in the metadata that pip
-left, and what importing the package would import. The version alone does not do: core_r0.17.0 and core_r0.18.0 still
-state 0.12.1.
+From core_r0.17.0 on, ``import mindspeed`` imports MegatronAdaptor, which patches Megatron-Core at once. So a tree is identified
+by its files: the version in ``mindspeed/__init__.py``, in ``setup.py`` next to the package or in pip's metadata, and the imports
+of the package. The version is not sufficient: core_r0.17.0 and core_r0.18.0 still state 0.12.1.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megascend.errors import VersionError
 
 PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
-"""The branch for each row of the version table; both end at the same torch, because ``feature.py`` mends what core_r0.15.3
-does to ``get_device_capability``."""
+"""The branch for each row of the version table; both support the same torch versions, because ``feature.py`` fixes
+``get_device_capability`` of core_r0.15.3."""
 ADAPTOR_PACKAGE = "megatron_adaptor"
 LATER_NEEDS = (
     "Megatron-Core 0.17.1, CANN 9.0, torch 2.7.1, torch_npu 26.0.0, MegatronAdaptor core_r0.17.0 and "
@@ -34,7 +33,7 @@ LATER_FILES = {
     "core/context_parallel/tenpu_adaptor.py": "core_r0.18.0",
     "core/context_parallel/adaptor.py": "core_r0.17.0",
 }
-"""A file that one of the branches on MegatronAdaptor has and the other has not."""
+"""Files that exist in only one of the branches on MegatronAdaptor."""
 
 OLDER = {
     "0.14": "branch core_r0.14.0 or dev, for Megatron-Core 0.14",
@@ -42,17 +41,17 @@ OLDER = {
     "1.1": "branch 1.0.RC2, for Megatron-Core 0.6",
     "0.0": "branch 1.0.RC1",
 }
-"""What a stated version (major and minor) means where it is not simply that of the branch."""
+"""Descriptions of stated versions (major and minor) that are not equal to the branch's."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A MindSpeed, as far as its files tell.
+    """A MindSpeed tree, described by its files.
 
     Attributes:
-        folder: of the package ``mindspeed``.
-        stated: versions that it gives itself; more than one if ``__init__.py`` chooses between several.
-        imports: packages other than its own that ``import mindspeed`` would import, the standard library aside.
+        folder: folder of the package ``mindspeed``.
+        stated: versions stated in its files; more than one if ``__init__.py`` chooses between several.
+        imports: third-party packages that ``import mindspeed`` would import.
     """
 
     folder: Path
@@ -60,27 +59,28 @@ class Tree:
     imports: tuple[str, ...]
 
     def version_for(self, stack: Stack) -> Version | None:
-        """The stated version that is the one of ``stack``, or None if this is not the stack's MindSpeed."""
+        """Return the stated version that matches ``stack``, or None if this is not the stack's MindSpeed."""
         if self.imports:
             return None
-        wanted = version_of(stack).release[:2]
-        return next((version for version in self.stated if version.release[:2] == wanted), None)
+        required = version_of(stack).release[:2]
+        return next((version for version in self.stated if version.release[:2] == required), None)
 
     @property
     def name(self) -> str:
-        """What was found, for a message: a branch where the files show it, else the stated version."""
-        said = " or ".join(map(str, self.stated))
+        """Return a name for messages: the branch if the files identify it, else the stated version."""
+        version = " or ".join(map(str, self.stated))
         if ADAPTOR_PACKAGE in self.imports:
-            found = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
-            branch = f"branch {found[0]}" if len(found) == 1 else "a branch on MegatronAdaptor (core_r0.17.0 or later)"
-            return f"{branch} (which gives itself version {said})" if said else branch
+            branches = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
+            only = branches[0] if len(branches) == 1 else None
+            branch = f"branch {only}" if only else "a branch on MegatronAdaptor (core_r0.17.0 or later)"
+            return f"{branch} (which gives itself version {version})" if version else branch
         if self.imports:
-            return f"{said or 'of an unknown version'}, which imports {', '.join(self.imports)} when it is imported"
-        return said or "of an unknown version"
+            return f"{version or 'of an unknown version'}, which imports {', '.join(self.imports)} when it is imported"
+        return version or "of an unknown version"
 
     @property
     def needs(self) -> str:
-        """What this tree is made for, as a sentence; empty where that is not known."""
+        """Return a sentence about the stack that this tree is made for; empty if unknown."""
         if ADAPTOR_PACKAGE in self.imports:
             return f"It needs {LATER_NEEDS}, which megascend does not support yet. "
         if self.imports or not self.stated:
@@ -93,20 +93,20 @@ class Tree:
 
 
 def version_of(stack: Stack) -> Version:
-    """The version that the branch for ``stack`` gives itself."""
+    """Return the version that the branch for ``stack`` states."""
     return Version(BRANCHES[stack.name].removeprefix("core_r"))
 
 
 def find() -> Tree | None:
-    """The MindSpeed that ``import mindspeed`` would find, or None if there is none."""
-    spec = find_spec(PACKAGE)  # of a top-level name: finds, and imports nothing
-    if spec is None or spec.origin is None:  # without origin: some folder of that name on sys.path, and no package
+    """Return the MindSpeed that ``import mindspeed`` would find, or None."""
+    spec = find_spec(PACKAGE)  # for a top-level name this imports nothing
+    if spec is None or spec.origin is None:  # without origin: a folder of that name on sys.path that is not a package
         return None
     return read(Path(spec.origin))
 
 
 def read(init: Path) -> Tree:
-    """The tree whose package begins with the file ``init``."""
+    """Read the tree whose package has the ``__init__.py`` ``init``."""
     module = _parse(init)
     stated = _stated(module)
     setup = init.parent.parent / "setup.py"
@@ -127,7 +127,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _stated(module: ast.Module) -> tuple[Version, ...]:
-    """The strings that a module assigns to ``__version__``, as far as they are versions."""
+    """Return the valid versions among the strings that a module assigns to ``__version__``."""
     versions = []
     for node in ast.walk(module):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""What must hold once MindSpeed has patched Megatron for a model; each failure names the check and its likely cause."""
+"""Verify the process after MindSpeed has patched Megatron for a model; each failure names the check and its likely cause."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
 
 
 def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
-    """The checks that fail, one sentence each."""
+    """Return the failed checks, one sentence each."""
     extensions = import_module(EXTENSIONS)
     layers = import_module("megatron.core.tensor_parallel.layers")
-    found = []
+    failures = []
     if not getattr(extensions, "HAVE_TE", False):
-        found.append(f"{EXTENSIONS}.HAVE_TE is False, so layers would be Megatron's slow local ones")
-    found += _attention(extensions.TEDotProductAttention, arguments)
+        failures.append(f"{EXTENSIONS}.HAVE_TE is False, so layers would be Megatron's slow local ones")
+    failures += _attention(extensions.TEDotProductAttention, arguments)
     for name, native in (
         ("TEColumnParallelLinear", layers.ColumnParallelLinear),
         ("TERowParallelLinear", layers.RowParallelLinear),
     ):
         if getattr(extensions, name) is not native:
-            found.append(
-                f"{EXTENSIONS}.{name} is {_place(getattr(extensions, name))}, not Megatron's own {native.__name__}"
+            failures.append(
+                f"{EXTENSIONS}.{name} is {_qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
             )
     fuser = import_module("megatron.core.jit").jit_fuser
     if not _from_mindspeed(fuser):
-        found.append(f"megatron.core.jit.jit_fuser is {_place(fuser)}, which would compile for CUDA")
+        failures.append(f"megatron.core.jit.jit_fuser is {_qualified_name(fuser)}, which would compile for CUDA")
     adam = import_module("megatron.core.optimizer").Adam
     if not _from_mindspeed(adam):
-        found.append(f"the optimizer's Adam is {_place(adam)}, not MindSpeed's")
-    found += _rotary(rotary)
+        failures.append(f"the optimizer's Adam is {_qualified_name(adam)}, not MindSpeed's")
+    failures += _rotary(rotary)
     for name in ("context_parallel_algo", "attention_mask_type", "use_flash_attn"):
         if name in arguments and getattr(config, name, None) != arguments[name]:
-            found.append(
+            failures.append(
                 f"the model configuration has {name}={getattr(config, name, None)!r} instead of {arguments[name]!r}: its "
                 "class has lost MindSpeed's patch"
             )
-    return found
+    return failures
 
 
 def _attention(kind: Any, arguments: dict[str, Any]) -> list[str]:
     if not _from_mindspeed(kind):
-        return [f"TEDotProductAttention is {_place(kind)}, not MindSpeed's"]
+        return [f"TEDotProductAttention is {_qualified_name(kind)}, not MindSpeed's"]
     ring = arguments["context_parallel_size"] > 1 and arguments["context_parallel_algo"] == "megatron_cp_algo"
     if (kind.__name__ == RING) != ring:
         expected = RING if ring else "TEDotProductAttention"
         return [
-            f"attention is {_place(kind)}, but context parallel size {arguments['context_parallel_size']} with "
+            f"attention is {_qualified_name(kind)}, but context parallel size {arguments['context_parallel_size']} with "
             f"{arguments['context_parallel_algo']} needs {expected}"
         ]
     return []
@@ -78,9 +78,9 @@ def _rotary(rotary: Any) -> list[str]:
     return [f"apply_rotary_pos_emb of {', '.join(changed)} is no longer mcore-bridge's"] if changed else []
 
 
-def _from_mindspeed(thing: Any) -> bool:
-    return getattr(thing, "__module__", "").split(".")[0] == "mindspeed"
+def _from_mindspeed(value: Any) -> bool:
+    return getattr(value, "__module__", "").split(".")[0] == "mindspeed"
 
 
-def _place(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', thing)}"
+def _qualified_name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', value)}"

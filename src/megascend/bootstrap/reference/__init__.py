@@ -1,6 +1,6 @@
-"""Megatron-Core without accelerators: the reference Transformer Engine, and what else has to be put right for a CPU.
+"""Provider for Megatron-Core without accelerators: the reference Transformer Engine, and patches for the CPU.
 
-On CUDA it is used by request (``provider="reference"`` or ``MEGASCEND_REFERENCE_TE=1``), with torch.cuda left as it is.
+On CUDA it is used on request (``provider="reference"`` or ``MEGASCEND_REFERENCE_TE=1``), with torch.cuda unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Reference(PatchProvider):
         if self.setup.platform.device_type == "cuda":
             return one_connection(os.environ) + reference_te.install(force=True)
         changes = []
-        # Spares megatron-core's functions a compilation for the CPU.
+        # Avoids the compilation of megatron-core's functions for the CPU.
         if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
             changes.append("TORCHDYNAMO_DISABLE=1")
         from megascend.bootstrap.reference import cuda_redirect, gloo

@@ -1,17 +1,19 @@
-"""The names of ``torch.cuda`` that megatron-core uses, acting on the CPU. For processes without any accelerator.
+"""Redirect the ``torch.cuda`` API that megatron-core uses to the CPU, in processes without an accelerator.
 
-``torch.cuda.is_available()`` stays False and ``device_count()`` stays 0: whoever asks gets the truth. Only code that
-does not ask, and says "cuda" anyway, is sent to the CPU.
+``torch.cuda.is_available()`` stays False and ``device_count()`` stays 0, so code that checks gets the truth. Only code that
+uses "cuda" without a check is redirected to the CPU.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,12 +26,12 @@ CPU = torch.device("cpu")
 MOE_MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.token_dispatcher")
 MOE_FUNCTION = "maybe_move_tensor_to_cpu"
 
-# (owner, name, what was there before) of every patch in place, newest last; ABSENT where there was nothing.
+# (owner, name, original value) of every active patch, newest last; ABSENT if the attribute did not exist.
 _undo: list[tuple[Any, str, Any]] = []
 
 
 class Stream:
-    """A CUDA stream's interface. The CPU runs everything in program order, so there is nothing to wait for."""
+    """The interface of a CUDA stream. The CPU runs everything in program order, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -50,7 +52,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event's interface; remembers when it was recorded."""
+    """The interface of a CUDA event; stores the time of its record."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds: float | None = None
@@ -66,14 +68,14 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         if self._seconds is None or end._seconds is None:
             raise PlatformError("elapsed_time needs both events to be recorded")
         return (end._seconds - self._seconds) * 1e3
 
 
 class _Generators:
-    """``torch.cuda.default_generators``: whatever the index, the CPU's generator."""
+    """``torch.cuda.default_generators``: the CPU's generator at every index."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -83,7 +85,7 @@ class _Generators:
 
 
 def install() -> list[str]:
-    """Redirect; a second call does nothing. Returns one line for each group of changes."""
+    """Redirect the API to the CPU and return one line for each group of changes. Idempotent."""
     if _undo:
         return []
     if torch.cuda.is_available():
@@ -106,26 +108,26 @@ def install() -> list[str]:
 
 
 def _names_in(owner: Any) -> str:
-    return ", ".join(name for each, name, _ in _undo if each is owner)
+    return ", ".join(name for patched_owner, name, _ in _undo if patched_owner is owner)
 
 
 def uninstall() -> None:
-    """Put everything back, :func:`patch_moe_device_checks` included. For tests."""
+    """Undo all patches, including those of :func:`patch_moe_device_checks`. For tests."""
     while _undo:
         owner, name, before = _undo.pop()
         restore(owner, name, before)
 
 
 def patch_moe_device_checks() -> list[str]:
-    """:func:`patch_moe_device_check` of both modules. Call after megatron.core is imported; idempotent."""
+    """Apply :func:`patch_moe_device_check` to both modules. Call after the import of megatron.core; idempotent."""
     return [line for name in MOE_MODULES for line in patch_moe_device_check(name)]
 
 
 def patch_moe_device_check(name: str) -> list[str]:
-    """Let a module of megatron-core's MoE dispatcher turn its token counts into numpy on the CPU too. Idempotent.
+    """Make a module of megatron-core's MoE dispatcher convert token counts on the CPU to numpy, too. Idempotent.
 
-    Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only tensors that are on CUDA, and the all-to-all
-    is then given a tensor where it wants integers.
+    Its ``maybe_move_tensor_to_cpu(tensor, as_numpy=True)`` converts only CUDA tensors, so the all-to-all would get a tensor
+    instead of integers.
     """
     if name not in sys.modules:
         raise ImportOrderError(f"import megatron.core first; not imported: {name}")
@@ -137,6 +139,9 @@ def patch_moe_device_check(name: str) -> list[str]:
 
 
 def _is_in(value: Any, functions: set[Any]) -> bool:
+    if isinstance(value, FunctionType):
+        # A wrapper that was installed earlier (the simulated NPU has some) is redirected too; torch lists the originals.
+        value = inspect.unwrap(value)
     return callable(value) and getattr(value, "__hash__", None) is not None and value in functions
 
 
@@ -146,7 +151,7 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 
 
 def on_cpu(device: Any) -> Any:
-    """``device`` with every way to say CUDA ("cuda", "cuda:1", an index, a torch.device) turned into the CPU."""
+    """Return ``device`` with every form of CUDA ("cuda", "cuda:1", an index, a torch.device) replaced by the CPU."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int):
@@ -171,7 +176,7 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """A new function for each name: torch.compile refuses one function object under two names."""
+    """Create a function that returns ``value``; one for each name, because torch.compile refuses one under two names."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -186,7 +191,7 @@ def _patch_runtime() -> None:
 
     current = Stream()
     replacements = {
-        # A torch.device rather than an index: torch's C++ side takes it wherever a device is wanted.
+        # A torch.device rather than an index: torch's C++ code accepts it for any device argument.
         "current_device": _returning(CPU),
         "set_device": _returning(None),
         "synchronize": _returning(None),
@@ -206,7 +211,7 @@ def _patch_runtime() -> None:
 
 
 def _patch_ranges() -> None:
-    """``torch.cuda.nvtx``: ranges are named for a profiler of CUDA; here only their depth and their handles are kept."""
+    """Patch ``torch.cuda.nvtx``: without a CUDA profiler only the depth and the handles of ranges are tracked."""
     depth, handles = 0, itertools.count(1)
 
     def range_push(msg: str) -> int:
@@ -262,7 +267,7 @@ def _patch_tensor() -> None:
     @functools.wraps(tensor_type)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = tensor_type(self, *args, **kwargs)
-        # megatron-core's optimizers accept parameters by this string: torch.cuda.FloatTensor and its half brothers.
+        # megatron-core's optimizers select parameters by this string: torch.cuda.FloatTensor and its fp16 and bf16 variants.
         if not args and not kwargs and self.device == CPU and isinstance(name, str):
             return name.replace("torch.", "torch.cuda.", 1)
         return name

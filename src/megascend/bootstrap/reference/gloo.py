@@ -1,4 +1,4 @@
-"""Gloo in the place of NCCL on a CPU: process groups, tensors that are not contiguous, and uneven splits."""
+"""Gloo in place of NCCL on a CPU: process groups, tensors that are not contiguous, and uneven splits."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from megascend.errors import ImportOrderError, PlatformError
 
 BACKEND_POSITIONS = {"init_process_group": 0, "new_group": 2}
 """Functions that create groups, and the position of their argument ``backend``."""
-WRITTEN = {
+OUTPUT_ARGUMENTS = {
     "all_reduce": "tensor",
     "reduce": "tensor",
     "broadcast": "tensor",
     "scatter": "tensor",
     "reduce_scatter": "output",
 }
-"""Collectives that Gloo computes wrongly for tensors that are not contiguous, and the argument each writes to.
+"""Collectives that Gloo computes wrongly for tensors that are not contiguous, and the argument that each writes to.
 
-It works on memory from a tensor's beginning on, whatever its strides, without an error (torch 2.13); all other collectives are
-right, or refuse. NCCL refuses such tensors, but for lists that a program has contiguous on CUDA from its copy to the device,
-where here they stay views."""
+Gloo uses the memory from a tensor's start on and ignores its strides, without an error (torch 2.13); all other collectives are
+correct, or refuse such tensors. NCCL refuses them too, except in lists: on CUDA a program's copy to the device makes their
+tensors contiguous, while here they stay views."""
 READ_LISTS = {"scatter": "scatter_list", "reduce_scatter": "input_list"}
-"""Lists of tensors that they only read."""
+"""Arguments of these collectives that are lists of tensors and only read."""
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def install() -> list[str]:
-    """Make groups of backend NCCL of Gloo, and guard :data:`WRITTEN`; a second call does nothing.
+    """Create groups of backend NCCL with Gloo, and guard :data:`OUTPUT_ARGUMENTS`. Idempotent.
 
-    ``torch.distributed.get_backend()`` then says "gloo", which is the truth.
+    ``torch.distributed.get_backend()`` then returns the actual backend, "gloo".
     """
     _replace(BACKEND_POSITIONS, on_gloo, "backend nccl means gloo")
-    _replace(WRITTEN, _contiguous, "refuses to write to a tensor that is not contiguous, and reads such ones right")
+    _replace(
+        OUTPUT_ARGUMENTS, _contiguous, "refuses to write to a tensor that is not contiguous, and reads such ones right"
+    )
     return []
 
 
@@ -51,12 +53,13 @@ def _replace(names: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callabl
         if not hasattr(original, "__megascend__"):
             function = wrap(original)
             function.__megascend__ = True  # type: ignore[attr-defined]
+            # Both: torch's own modules call the functions of distributed_c10d, programs those of torch.distributed.
             for owner in (dist, distributed_c10d):
                 patch(owner, name, function, reason)
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that creates groups: "nccl", alone or for a kind of device, becomes "gloo"."""
+    """Wrap a function that creates groups: backend "nccl", with or without a device type, becomes "gloo"."""
     position = BACKEND_POSITIONS[original.__name__]
 
     @functools.wraps(original)
@@ -67,7 +70,8 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
                 args = (*args[:position], "gloo", *args[position + 1 :])
             else:
                 kwargs["backend"] = "gloo"
-            kwargs.pop("pg_options", None)  # of NCCL
+            kwargs.pop("pg_options", None)  # NCCL's options
+        # device_id binds a group to a GPU and initialises NCCL eagerly.
         if getattr(kwargs.get("device_id"), "type", None) == "cuda":
             kwargs.pop("device_id")
         return original(*args, **kwargs)
@@ -77,13 +81,13 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _contiguous(original: Callable[..., Any]) -> Callable[..., Any]:
     name = original.__name__
-    written, read = WRITTEN[name], READ_LISTS.get(name, "")
+    output, read = OUTPUT_ARGUMENTS[name], READ_LISTS.get(name, "")
     positions = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        position = positions.index(written)
-        tensor = args[position] if len(args) > position else kwargs.get(written)
+        position = positions.index(output)
+        tensor = args[position] if len(args) > position else kwargs.get(output)
         if isinstance(tensor, Tensor) and not tensor.is_contiguous():
             raise PlatformError(
                 f"torch.distributed.{name}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -103,7 +107,7 @@ def _copies(tensors: list[Tensor] | None) -> list[Tensor] | None:
 
 
 def add_uneven_splits() -> list[str]:
-    """Give megatron-core's two region functions a path for uneven splits, which Gloo refuses. Call after its import.
+    """Add a path for uneven splits, which Gloo refuses, to megatron-core's two region functions. Call after its import.
 
     With expert tensor parallelism inside expert parallelism the ranks of an expert's group hold different numbers of tokens;
     NCCL and HCCL gather and reduce-scatter such lists. Idempotent.
@@ -131,7 +135,7 @@ def _with_uneven_path(original: Callable[..., Tensor], uneven: Callable[..., Ten
 
 
 def gather(tensor: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """Concatenate every rank's ``tensor`` [sizes[rank], ...] over the group: padded to one length, gathered, cut."""
+    """Concatenate every rank's ``tensor`` [sizes[rank], ...] over the group: pad to one length, gather, cut."""
     longest = max(sizes)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor

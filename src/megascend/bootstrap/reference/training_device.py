@@ -1,6 +1,6 @@
-"""``megatron.training`` on a CPU: its start-up asks for a GPU and ends without one, though what it then does runs here.
+"""``megatron.training`` on a CPU: its start-up requires a GPU, though all that follows runs on the CPU.
 
-Only the modules below see a device: their global ``torch`` is replaced by one whose ``cuda`` has one GPU. Everybody else gets the
+Only the modules below see a device: their global ``torch`` is replaced by one whose ``cuda`` has one GPU. All other code gets the
 truth from ``torch.cuda.is_available()`` and ``device_count()``.
 """
 
@@ -18,7 +18,7 @@ from megascend.errors import ImportOrderError
 
 MODULES = tuple(f"megatron.training.{name}" for name in ("initialize", "arguments", "yaml_arguments", "utils"))
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
-# At least 8, or grouped matrix products are refused; below 10 it asks for CUDA_DEVICE_MAX_CONNECTIONS=1.
+# Megatron refuses grouped matrix products below 8, and requires CUDA_DEVICE_MAX_CONNECTIONS=1 below 10.
 CAPABILITY = (10, 0)
 
 
@@ -43,7 +43,7 @@ class _Cuda:
 
 
 class _Torch:
-    """``torch`` with that ``cuda``."""
+    """``torch`` with :class:`_Cuda` as ``cuda``."""
 
     cuda = _Cuda()
 
@@ -52,7 +52,7 @@ class _Torch:
 
 
 def install(name: str) -> list[str]:
-    """Show a device to module ``name``, which is one of ``MODULES``. Idempotent; call after its import."""
+    """Make module ``name``, one of ``MODULES``, see a device. Idempotent; call after its import."""
     if name not in sys.modules:
         raise ImportOrderError(f"import {name} first")
     module: Any = sys.modules[name]
@@ -62,7 +62,7 @@ def install(name: str) -> list[str]:
 
 
 def without_fused_kernels() -> list[str]:
-    """Have nothing compiled for CUDA at the start; Megatron-Core looks for those kernels before it uses one. Idempotent."""
+    """Skip the compilation of CUDA kernels at the start; Megatron-Core checks for them before use. Idempotent."""
     kernels: Any = sys.modules[FUSED_KERNELS]
     if not hasattr(kernels.load, "__megascend__"):
 

@@ -1,7 +1,7 @@
-"""The hook of ``megascend run``: ``megascend.bootstrap()`` just before a process first imports Megatron or what belongs to it.
+"""The hook of ``megascend run``: call ``megascend.bootstrap()`` just before a process first imports Megatron or a companion.
 
-It is loaded into every Python process of the command, with megascend or without it, so it imports the standard library alone
-until then.
+It is loaded into every Python process of the command, even where megascend is not installed, so it only imports the standard
+library until then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NoReturn
 
 PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
-ENGINE = "megatron-core"  # nothing of mcore-bridge's is needed
+ENGINE = "megatron-core"  # mcore-bridge is not needed
 FIRST = ("megatron", "mindspeed", "transformer_engine", "mcore_bridge")
 EXIT_ERROR = 2
 
@@ -27,7 +27,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def disarm() -> None:
-    """The process bootstraps itself."""
+    """Remove the hook, because the process bootstraps itself."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _BeforeImport)]
 
 
@@ -45,13 +45,13 @@ class _BeforeImport(MetaPathFinder):
             from megascend.bootstrap.runtime import bootstrap
 
             bootstrap(self._platform, engine=ENGINE)
-        except Exception as error:  # noqa: BLE001  whatever it is, the process must not go on
+        except Exception as error:  # noqa: BLE001  the process must not continue without the bootstrap
             end(error)
-        return _of_what_is_there(fullname)
+        return _imported_spec(fullname)
 
 
 def _is_import(frame: object) -> bool:
-    """Whether the finder's caller is an import; it may also be a program that looks whether a package is installed."""
+    """Check whether the finder's caller is an import; it may also be a probe for an installed package (``find_spec``)."""
     for _ in range(4):
         if frame is None:
             return False
@@ -63,7 +63,7 @@ def _is_import(frame: object) -> bool:
 
 
 def end(error: Exception) -> NoReturn:
-    """Report the error and end the process: programs take an exception here for "Megatron is not installed", and continue."""
+    """Report the error and end the process: programs would take an exception for a missing Megatron, and continue."""
     rank = os.environ.get("RANK")
     if not type(error).__module__.startswith("megascend.") or os.environ.get("MEGASCEND_DEBUG") == "1":
         traceback.print_exc()
@@ -73,32 +73,34 @@ def end(error: Exception) -> NoReturn:
         hint = f"; megascend is not installed for {sys.executable}"
     print(f"megascend run{where}: {type(error).__name__}: {error}{hint}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    # SystemExit could be caught by the program, too.
     os._exit(EXIT_ERROR)
 
 
-def _of_what_is_there(name: str) -> ModuleSpec | None:
-    """None, or the specification of a module that the bootstrap has imported: the import in progress shall find this one.
+def _imported_spec(name: str) -> ModuleSpec | None:
+    """Return a spec that yields the module if the bootstrap has imported it, else None.
 
-    Python takes the ``__spec__`` of a module that has appeared while it looked, and would run the module's file again.
+    Python uses the ``__spec__`` of a module that appeared in ``sys.modules`` during the lookup, and would execute the module's
+    file again.
     """
     module = sys.modules.get(name)
-    own = getattr(module, "__spec__", None)
-    if module is None or own is None:
+    original = getattr(module, "__spec__", None)
+    if module is None or original is None:
         return None
-    spec = ModuleSpec(name, _Present(module, own), origin=own.origin, is_package=hasattr(module, "__path__"))
-    spec.submodule_search_locations = own.submodule_search_locations
+    spec = ModuleSpec(name, _Present(module, original), origin=original.origin, is_package=hasattr(module, "__path__"))
+    spec.submodule_search_locations = original.submodule_search_locations
     module.__spec__ = spec
     return spec
 
 
 class _Present(Loader):
-    """Gives the module that is there, with its own specification."""
+    """Loader that returns an imported module and restores its original spec."""
 
-    def __init__(self, module: ModuleType, own: ModuleSpec) -> None:
-        self._module, self._own = module, own
+    def __init__(self, module: ModuleType, original: ModuleSpec) -> None:
+        self._module, self._original = module, original
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
+        module.__spec__ = self._original

@@ -1,4 +1,4 @@
-"""What Python imports at its start in every process under ``megascend run``: the hook, then a sitecustomize of the user's."""
+"""Imported by Python at start-up in every process of ``megascend run``: install the hook, then run the user's sitecustomize."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 megascend_run.arm(os.environ)
 
-_others = PathFinder.find_spec("sitecustomize", [each for each in sys.path if os.path.abspath(each) != HERE])
-if _others is not None and _others.loader is not None:
-    sys.modules[__name__] = _module = module_from_spec(_others)
-    _others.loader.exec_module(_module)
+_spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != HERE])
+if _spec is not None and _spec.loader is not None:
+    sys.modules[__name__] = _module = module_from_spec(_spec)
+    _spec.loader.exec_module(_module)

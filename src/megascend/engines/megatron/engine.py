@@ -45,7 +45,7 @@ from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.errors import CheckpointError
 from megascend.lora.factors import merged
-from megascend.selfcheck.check import require_agreement, tell
+from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.weight_routes import Receivers
 
@@ -209,7 +209,7 @@ class MegatronEngine(Engine):
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
         if not enabled:
-            tell(Verdict("off"), full, self.groups.rank)
+            log_warnings(Verdict("off"), full, self.groups.rank)
             return Verdict("off")
         window_in_force = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, window_in_force, self.groups, checker)
