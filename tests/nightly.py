@@ -250,7 +250,7 @@ NIGHTLY = {
         "a_rank_that_dies_before_and_one_that_dies_after_a_restart": "test_hang_and_death.py; cli/test_cli_launch.py",
     },
     "rollout/controller/test_controller_hostile.py": {
-        "requests_that_look_like_http": "chosen requests in the same file",
+        "random_http_requests_are_refused": "chosen requests in the same file",
     },
     "rollout/engines/test_guarded.py": {
         "nothing_is_left_when_the_trainer_is_killed[trainer and server-alone]": "trainer and server-forks",
@@ -301,7 +301,7 @@ NIGHTLY = {
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",
     },
     "weightwire/test_group.py": {
-        "the_missing_member_is_named[1]": "[0]",
+        "missing_member_is_named_by_all[1]": "[0]",
     },
     "test_bad_input.py": {
         "a_rank_that_stops_between_steps_is_named_in_time": "reliability/test_hang_and_death.py",
