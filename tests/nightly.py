@@ -77,7 +77,7 @@ NIGHTLY = {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
     },
     "distributed/test_objects.py": {
-        "who_misses_a_call_is_missed_at_the_call": "ranks that do not come are named",
+        "missing_rank_is_reported_with_the_call": "ranks that do not come are named",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",
