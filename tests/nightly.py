@@ -290,10 +290,10 @@ NIGHTLY = {
         "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
     },
     "testing/test_distributed.py": {
-        "a_rank_stuck_in_a_collective_shows_where": "hanging ranks are named with their stacks",
+        "rank_stuck_in_a_collective_is_reported_with_its_stack": "hanging ranks are named with their stacks",
     },
     "testing/test_reference.py": {
-        "modules_are_imported_for_one_program_alone": "every program of a reference",
+        "modules_are_imported_for_one_program_only": "every program of a reference",
     },
     "weightsync/test_push.py": {
         "a_silent_engine": "an engine that does not come",
