@@ -42,12 +42,12 @@ class StateSpace(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *layers: nn.Module, layer_types: tuple[str, ...] = (), beside: nn.Module | None = None) -> None:
+    def __init__(self, *layers: nn.Module, layer_types: tuple[str, ...] = (), extra: nn.Module | None = None) -> None:
         super().__init__()
         text = SimpleNamespace(model_type="novel", layer_types=layer_types)
         self.config = SimpleNamespace(get_text_config=lambda: text)
         self.layers = nn.ModuleList(layers)
-        self.beside = beside
+        self.extra = extra
 
 
 def check(model: Model, packing: bool = True, context: int = 1) -> None:
@@ -86,7 +86,7 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
 
 def test_mixers_beside_the_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\(ShortConvolution\)"):
-        check(Model(layer(Attention()), beside=ShortConvolution()))
+        check(Model(layer(Attention()), extra=ShortConvolution()))
 
 
 def test_models_without_attention_of_the_registry_are_refused_in_every_layout() -> None:

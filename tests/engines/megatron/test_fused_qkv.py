@@ -86,12 +86,12 @@ def trained(checkpoint, *, fused: bool, **options) -> tuple[list[torch.Tensor], 
 
 def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected) > 10
-    worst = max(
+    largest = max(
         float((tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-3))
         for tensor, reference in zip(actual, expected, strict=True)
     )
-    print(f"{worst:.1e}")
-    assert worst < BOUND
+    print(f"{largest:.1e}")
+    assert largest < BOUND
 
 
 @pytest.mark.parametrize(
