@@ -115,10 +115,10 @@ NIGHTLY = {
         "honoured_as_in_hugging_face[recompute shared_experts]": "recompute moe",
     },
     "engines/megatron/test_named_weights.py": {
-        "a_merged_adapter_is_what_peft_merges[qwen2-parallel1]": "qwen3",
-        "a_reader_that_neither_goes_on_nor_stops_is_named_in_time": "weightwire/test_processes.py",
-        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[EP2": "PP2",
-        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[TP2": "PP2",
+        "merged_adapter_matches_peft[qwen2-parallel1]": "qwen3",
+        "stalled_reader_is_named_in_time": "weightwire/test_processes.py",
+        "peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere[EP2": "PP2",
+        "peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere[TP2": "PP2",
         "the_stream_is_the_checkpoint_bit_for_bit[MoE TP2 x EP2, ETP1]": "ETP2",
     },
     "engines/megatron/test_registered_architecture.py": {
@@ -130,7 +130,7 @@ NIGHTLY = {
         "both_losses_are_the_references_in_every_layout[DP2]": "EP2, CP2",
         "both_losses_are_the_references_in_every_layout[single]": "EP2, CP2; fp16 on one process",
         "dummy_batches_count_nowhere[megatron]": "the formula of transformers",
-        "pipelines_and_recomputation_find_their_own_micro_batch[selective": "PP2 x VPP2, full recompute",
+        "aux_loss_with_pipelines_and_recomputation[selective": "PP2 x VPP2, full recompute",
         "the_bias_moves_by_the_load_of_all_ranks_real_tokens[PP2]": "EP2; TP2 + SP",
     },
     "engines/single/test_single.py": {
@@ -141,36 +141,36 @@ NIGHTLY = {
         "a_run_file_names_its_plug_in_and_the_engine": "the same engine through the backend, in the same file",
     },
     "engines/test_scalar_head.py": {
-        "a_token_classifiers_dropout_acts_in_training_alone": "training equals transformers, without dropout",
+        "token_classifier_dropout_acts_only_in_training": "training equals transformers, without dropout",
     },
     "integrations/test_megatron_start.py": {
         "the_page_runs_as_it_is_written": "bootstrap/test_training_device.py",
     },
     "lora/test_adapter_failures.py": {
-        "experts_that_two_tenants_share_keep_them_apart[EP2]": "ETP2",
-        "nothing_that_befalls_one_tenant_changes_another[DP2]": "TP2 + SP",
-        "nothing_that_befalls_one_tenant_changes_another[single]": "TP2 + SP",
+        "tenants_are_isolated_with_shared_experts[EP2]": "ETP2",
+        "failures_of_one_tenant_do_not_change_another[DP2]": "TP2 + SP",
+        "failures_of_one_tenant_do_not_change_another[single]": "TP2 + SP",
     },
     "lora/test_adapter_io.py": {
         "files_of_one_layout_are_those_of_every_other[dense-layouts0]": "odd shapes",
-        "two_tenants_go_on_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
-        "two_tenants_go_on_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
+        "two_tenants_resume_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
+        "two_tenants_resume_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
     },
     "lora/test_backend_adapters.py": {
         "a_fresh_adapter_changes_nothing_and_the_reference_never_changes[qwen3-": "qwen3_moe",
         "dropout_does_not_depend_on_the_layout[DP2]": "CP2; TP2 + SP",
         "dropout_does_not_depend_on_the_layout[PP2]": "CP2; TP2 + SP",
         "dropout_does_not_depend_on_the_layout[TP2]": "TP2 + SP",
-        "every_tenants_metrics_are_those_of_a_run_of_its_own[CP2]": "TP2 + SP",
-        "every_tenants_metrics_are_those_of_a_run_of_its_own[DP2]": "TP2 + SP",
+        "metrics_of_a_tenant_equal_a_separate_run[CP2]": "TP2 + SP",
+        "metrics_of_a_tenant_equal_a_separate_run[DP2]": "TP2 + SP",
         "targets_on_some_pipeline_stages_only[all-linear-targets1]": "targets2, and a limit of the backend",
         "targets_on_some_pipeline_stages_only[limits3-targets3]": "targets2, limits0",
         "targets_on_some_pipeline_stages_only[limits4-targets4]": "targets2, limits0",
         "tenants_on_one_data_parallel_rank_only[qwen3]": "qwen3_moe",
     },
     "lora/test_isolation.py": {
-        "mixed_training_equals_training_alone[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
-        "mixed_training_equals_training_alone[TP2 + SP-4]": "embedding and head on TP2 + SP",
+        "mixed_training_equals_separate_training[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
+        "mixed_training_equals_separate_training[TP2 + SP-4]": "embedding and head on TP2 + SP",
     },
     "lora/test_parity_with_peft.py": {
         "trajectory_equals_peft[CP2 packed]": "embedding and head, CP2 packed",
@@ -267,8 +267,8 @@ NIGHTLY = {
         "lives_that_are_over_leave_nothing_behind[False]": "[True]",
     },
     "serve/test_serve_memory.py": {
-        "what_has_no_room_on_one_rank_fails_alone[DP2]": "TP2",
-        "what_has_no_room_on_one_rank_fails_alone[one rank]": "TP2",
+        "request_out_of_memory_on_one_rank_fails_alone[DP2]": "TP2",
+        "request_out_of_memory_on_one_rank_fails_alone[one rank]": "TP2",
     },
     "serve/test_serve_vllm_failures.py": {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",

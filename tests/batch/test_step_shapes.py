@@ -42,7 +42,7 @@ def test_rows_stay_rows_where_nothing_is_padded():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_segments_cover_all_tokens_and_none_is_longer_than_said(seed):
+def test_segments_cover_all_tokens_within_the_longest(seed):
     generator = random.Random(seed)
     adapters = generator.choice((1, 2, 4, 8))
     lengths = [generator.randint(1, generator.choice((4, 60, 900))) for _ in range(generator.randint(2, 20))]

@@ -32,7 +32,7 @@ def reference(kind: str, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
-def test_packed_samples_have_the_frequencies_of_their_own_length(kind: str) -> None:
+def test_packed_samples_get_the_frequencies_of_their_length(kind: str) -> None:
     lengths = [LONG, SHORT, LONGER, SHORT]
     model = nn.Sequential(rotary(kind))
     by_length = RotaryByLength(model)

@@ -36,7 +36,7 @@ def report() -> dict[str, Any]:
     return json.loads(completed.stdout[completed.stdout.index('{"registered"') :])
 
 
-def test_it_is_registered_by_importing_the_module(report: dict[str, Any]) -> None:
+def test_import_registers_the_checkpoint_engine(report: dict[str, Any]) -> None:
     assert "megascend" in report["registered"]
 
 
@@ -70,7 +70,7 @@ def test_another_version_is_refused(report: dict[str, Any]) -> None:
         assert text.endswith("version 5 was expected, and 4 arrived")
 
 
-def test_a_worker_that_does_not_come_is_named(report: dict[str, Any]) -> None:
+def test_missing_worker_is_named(report: dict[str, Any]) -> None:
     sender, other, first, _ = report["a worker is missing"]
     for kind, text in (sender, first):  # whichever deadline passes first, the other is told
         assert kind == "DeadlineError"

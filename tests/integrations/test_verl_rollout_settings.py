@@ -58,7 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_rollout_settings_raise_config_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         translate_rollout(LOCAL | changes)
     assert message in str(caught.value)

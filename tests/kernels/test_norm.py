@@ -44,6 +44,6 @@ def test_all_of_several_tensors():
     assert float(global_norm(tensors)) == pytest.approx(4.0)
 
 
-def test_what_is_not_finite_stays_so():
+def test_square_sum_of_non_finite_values_is_not_finite():
     assert not square_sum(torch.tensor([1.0, float("nan")])).isfinite()
     assert not square_sum(torch.tensor([1.0, float("inf")])).isfinite()

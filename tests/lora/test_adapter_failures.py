@@ -371,7 +371,7 @@ LEAVE_A_ALONE = [bad_token, unknown_adapter, loss_raises, another_comes_and_goes
     [(1, Parallel()), (2, Parallel(tensor=2, sequence=True)), (2, Parallel())],
     ids=["single", "TP2 + SP", "DP2"],
 )
-def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_size, parallel):
+def test_failures_of_one_tenant_do_not_change_another(dense, tmp_path, world_size, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
         folder = tmp_path / "files"
@@ -402,7 +402,7 @@ def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_
     [(2, Parallel(pipeline=2)), (2, Parallel(context=2))],
     ids=["PP2", "CP2"],
 )
-def test_pipelines_and_split_sequences_keep_tenants_apart(dense, world_size, parallel):
+def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, world_size, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
         expected = after(backend, healthy)[0]
@@ -424,7 +424,7 @@ def test_pipelines_and_split_sequences_keep_tenants_apart(dense, world_size, par
     [(1, Parallel()), (2, Parallel(expert=2)), (2, Parallel(tensor=2))],
     ids=["single", "EP2", "ETP2"],
 )
-def test_experts_that_two_tenants_share_keep_them_apart(moe, monkeypatch, world_size, parallel):
+def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, world_size, parallel):
     for name, lora in LORAS.items():
         monkeypatch.setitem(LORAS, name, lora.model_copy(update={"dropout": 0.0}))
 
@@ -436,7 +436,7 @@ def test_experts_that_two_tenants_share_keep_them_apart(moe, monkeypatch, world_
     assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
 
 
-def test_an_overflow_halves_only_its_own_tenants_loss_scale(dense):
+def test_overflow_halves_only_that_tenants_loss_scale(dense):
     def on_rank():
         backend = make_backend(dense, precision="fp16")
         for name, lora in LORAS.items():
@@ -455,7 +455,7 @@ def test_an_overflow_halves_only_its_own_tenants_loss_scale(dense):
     assert steps_taken == {"a": 2, "b": 3}
 
 
-def test_a_skipped_step_counts_for_its_own_tenant(dense):
+def test_skipped_step_counts_only_for_its_tenant(dense):
     def on_rank():
         backend = make_backend(dense, schedule=Schedule(kind="linear", warmup_steps=0, total_steps=10))
         for name, lora in LORAS.items():

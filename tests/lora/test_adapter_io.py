@@ -95,7 +95,7 @@ def equal(first, second):
     return first.moments is None or all(same(*pair) for pair in zip(first.moments, second.moments, strict=True))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_adapter_survives_writing_and_reading(tmp_path):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(FILES)
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"])
-def test_no_flipped_bit_of_a_file_beside_the_state_goes_unnoticed(tmp_path, name):
+def test_flipped_bit_of_a_metadata_file_raises_checkpoint_error(tmp_path, name):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     path = tmp_path / "a" / name
@@ -225,7 +225,7 @@ def test_other_peoples_directories_are_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "DP2"])
-def test_two_tenants_go_on_bit_for_bit(dense, tmp_path, layout, precision):
+def test_two_tenants_resume_bit_for_bit(dense, tmp_path, layout, precision):
     world_size, parallel = LAYOUTS[layout]
     schedule = Schedule(kind="cosine", warmup_steps=2, total_steps=8)
     loras = {"a": Lora(rank=3, dropout=0.2, seed=1), "b": Lora(rank=8, optimizer=Adam(lr=3e-2), targets=("q_proj",))}
@@ -309,7 +309,7 @@ def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, l
     assert all(bool(tensor.any()) for tensor in tensors.values()), "every factor has been trained"
 
 
-def test_loading_refuses_what_does_not_fit_on_every_rank_and_adds_nothing(dense, parity_folder, tmp_path):
+def test_unsuitable_files_raise_on_every_rank_and_add_no_adapter(dense, parity_folder, tmp_path):
     wider = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, intermediate_size=192)
 
     def make_files(checkpoint, path):

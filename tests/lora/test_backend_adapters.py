@@ -506,7 +506,7 @@ def squared(logprobs, inputs):
 
 
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "CP2", "DP2"])
-def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
+def test_metrics_of_a_tenant_equal_a_separate_run(dense, layout):
     world_size, parallel = LAYOUTS[layout]
 
     def on_rank():
@@ -547,7 +547,7 @@ def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
 # --- misuse
 
 
-def test_misuse_is_an_error_that_says_what_to_do(dense):
+def test_misuse_raises_with_the_remedy(dense):
     def on_rank():
         backend = make_backend(dense)
         samples = samples_of([None])

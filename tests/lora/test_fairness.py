@@ -84,7 +84,7 @@ def test_the_order_in_which_lines_are_listed_does_not_matter(requests, shuffler)
 
 
 @given(workloads())
-def test_nobody_rides_who_could_not_and_nobody_stays_who_could(requests):
+def test_batches_match_the_definition_of_fair_selection(requests):
     """Compared with the definition: try every waiting request, in the order of tokens served."""
     lines, ledger = line_up(requests), Ledger()
     while any(lines.values()):
@@ -205,7 +205,7 @@ def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
 
 @settings(max_examples=60)
 @given(workloads())
-def test_what_others_are_served_while_a_request_waits_is_bounded(requests):
+def test_tokens_served_while_a_request_waits_are_bounded(requests):
     """At most its own lead + one batch + their own largest request, each."""
     lines, ledger = line_up(requests), Ledger()
     largest = {name: max(r.tokens for r in line) for name, line in lines.items()}
@@ -239,13 +239,13 @@ def test_optimizer_steps_that_are_due_run_together():
     assert [request.adapter for request in serve(lines, ledger)[0]] == ["b"]
 
 
-def test_a_request_over_the_budget_runs_alone():
+def test_request_over_the_budget_is_a_separate_unit():
     lines = line_up([make("big", 0, tokens=BUDGET + 1), make("small", 1, tokens=1)])
     units = [[request.adapter for request in unit] for unit in run_all(r for line in lines.values() for r in line)]
     assert units == [["big"], ["small"]]
 
 
-def test_nothing_waiting_is_no_unit():
+def test_no_waiting_requests_give_no_unit():
     assert next_unit([], Ledger(), BUDGET) == []
 
 

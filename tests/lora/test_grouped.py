@@ -25,7 +25,7 @@ def test_products_of_runs(counts, counts_on_host):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_accumulation_adds_to_what_is_there(transposed):
+def test_accumulation_adds_to_existing_gradients(transposed):
     counts = [2, 0, 4]
     left, right = torch.randn(6, 3), torch.randn(6, 5)
     into = torch.randn(3, 5, 3).transpose(1, 2) if transposed else torch.randn(3, 3, 5)

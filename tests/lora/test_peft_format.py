@@ -288,7 +288,7 @@ def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
 
 
 @pytest.mark.parametrize("name", WRITE_CASES)
-def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
+def test_peft_loads_written_adapters(peft: Peft, name: str) -> None:
     loaded = peft.all(f"{name}/adapter/")
     bases = {key for key in loaded if peft_tensors.base_layer(key)}  # would be saved as well
     assert len(bases) == (2 if name == "embedding and head" else 0)
@@ -303,7 +303,7 @@ def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITE_CASES)
-def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
+def test_written_adapters_are_read_unchanged(peft: Peft, name: str) -> None:
     case = WRITE_CASES[name]
     folder = peft.folder / f"written, {name}"
     lora, factors = peft_format.read(folder)
@@ -324,7 +324,7 @@ def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_we_read_what_peft_saves(peft: Peft, name: str) -> None:
+def test_adapters_saved_by_peft_are_read(peft: Peft, name: str) -> None:
     _, config, targets = SAVED[name]
     lora, factors = peft_format.read(peft.folder / f"saved, {name}")
     assert lora == Lora(
@@ -342,9 +342,7 @@ def test_we_read_what_peft_saves(peft: Peft, name: str) -> None:
         torch.testing.assert_close(delta, deltas[parameter(key)], atol=1e-6, rtol=1e-5)
 
 
-def test_weights_that_peft_saves_beside_factors_must_be_those_of_the_model(
-    peft: Peft, parity_folder: Path, tmp_path
-) -> None:
+def test_base_weights_saved_by_peft_must_match_the_model(peft: Peft, parity_folder: Path, tmp_path) -> None:
     checkpoint = arch_checkpoint(parity_folder, "qwen3")
     saved = peft.folder / "saved, embedding and head"
     tensors = load_file(saved / peft_tensors.WEIGHTS)
@@ -360,7 +358,7 @@ def test_weights_that_peft_saves_beside_factors_must_be_those_of_the_model(
                 check_base_weights(tmp_path, checkpoint)
 
 
-def test_the_reference_trains_the_adapter_alone(peft: Peft, parity_folder: Path) -> None:
+def test_peft_reference_trains_only_the_adapter(peft: Peft, parity_folder: Path) -> None:
     name = "only gate_up_proj"
     checkpoint, adapter = arch_checkpoint(parity_folder, "qwen3_moe"), peft.folder / f"written, {name}"
     rates, decay = [4e-3, 0.0], 0.5
@@ -767,11 +765,11 @@ ADAPTABLE += [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(3) f
         ),
     ],
 )
-def test_targeted_is_what_peft_would_adapt(config, expected):
+def test_targeted_layers_match_peft(config, expected):
     assert peft_format.targeted(config, ADAPTABLE) == expected
 
 
-def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
+def test_adapter_without_a_targeted_layer_raises_checkpoint_error(tmp_path):
     """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
     (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}), encoding="utf-8")
     every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]

@@ -59,7 +59,7 @@ def outside(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_a_registered_map_says_where_each_row_is(outside, tensor, rank):
+def test_registered_map_locates_every_row(outside, tensor, rank):
     importlib.import_module("outside_targets")
     qkv, proj, *_ = (SimpleNamespace(weight=weight) for weight in megatron_layer(tensor, rank))
     layer = SimpleNamespace(layer_number=3, self_attention=SimpleNamespace(linear_qkv=qkv, linear_proj=proj))

@@ -21,7 +21,7 @@ from megascend.lora.target_modules import matches, restrict
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("experts", [False, True])
-def test_every_row_and_column_is_where_the_target_module_says(tensor, rank, experts):
+def test_target_modules_locate_every_row_and_column(tensor, rank, experts):
     covered = assert_rows_are_in_place(target_modules_of(tensor, rank, experts), HUGGING_FACE)
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else ["gate_proj", "up_proj", "down_proj"]
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]

@@ -37,13 +37,13 @@ def test_the_port_is_set_and_reported():
 
 
 @pytest.mark.parametrize("name", ["HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"])
-def test_the_users_own_ports_are_respected(name):
+def test_port_of_the_user_is_respected(name):
     environment = job(29500) | {name: "50000"}
     assert choose_hccl_port(environment) == []
     assert environment[name] == "50000"
 
 
-def test_hccl_gets_the_runs_timeout_within_its_own_limits():
+def test_hccl_gets_the_runs_timeout_within_hccl_limits():
     environment: dict[str, str] = {}
     assert limit_hccl(environment, 600) == ["HCCL_CONNECT_TIMEOUT=600", "HCCL_EXEC_TIMEOUT=612"]
     assert environment == {"HCCL_CONNECT_TIMEOUT": "600", "HCCL_EXEC_TIMEOUT": "612"}

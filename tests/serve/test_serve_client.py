@@ -87,7 +87,7 @@ def test_clients_of_other_versions_do_too(model, served, tmp_path, client, recor
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("served", [IN_CI], indirect=True)
-def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
+def test_many_tenants_train_as_in_separate_runs(model, served, tmp_path) -> None:
     """Six clients of ranks 1 to 64 at once, each with a learning rate of its own, then each by itself."""
     url, _ = served
     jobs = []

@@ -50,7 +50,7 @@ def test_a_tenant_that_samples_from_all_it_may_leaves_room_for_another(tmp_path:
         assert fetched(here.alice, sampled(here.alice, paths[2])) == [6, 7], "waiting has helped"
 
 
-def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path) -> None:
+def test_tenant_evicts_only_its_adapters(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=3, limits={"samplers": 3}) as here:
         paths, bobs = saved(here.alice, 5), saved(here.bob, 1)[0]
         assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
@@ -62,7 +62,7 @@ def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path)
         assert len(here.backend.adapters) == 2 + 3, "models in training, and saved ones"
 
 
-def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp_path: Path) -> None:
+def test_tenant_without_an_adapter_gets_one_over_anothers_share(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=4, limits={"samplers": 4}) as here:
         paths, bobs = saved(here.alice, 5), saved(here.bob, 2)
         here.backend.sampling.clear()
@@ -85,7 +85,7 @@ def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp
         assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
 
 
-def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
+def test_reserved_adapter_slot_expires(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=2, limits={"samplers": 2}) as here:
         paths, bobs = saved(here.alice, 2), saved(here.bob, 1)
         here.backend.sampling.clear()
@@ -138,7 +138,7 @@ def test_tenants_take_turns(waiting: str, expected: list[list[int]]) -> None:
     assert order == expected
 
 
-def test_who_was_served_longest_ago_begins() -> None:
+def test_least_recently_served_tenant_is_first() -> None:
     turns, order = SampleTurns(), []
     left = [respond(number, tenant) for number, tenant in enumerate("abcabcabcabc")]
     while left:

@@ -151,7 +151,7 @@ def test_fetched_answers_make_room_for_others_the_oldest_first(retained) -> None
     assert not retained.full("alice")
 
 
-def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(retained) -> None:
+def test_unfetched_answers_block_their_tenant(retained) -> None:
     finished = [answered(retained, number) for number in range(11)]
     assert retained.full("alice")
     assert not retained.full("bob")
@@ -166,7 +166,7 @@ def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(retained) 
     assert retained._accounts == {}
 
 
-def test_what_no_client_knows_of_is_forgotten_at_once(retained) -> None:
+def test_internal_futures_are_forgotten_at_once(retained) -> None:
     future = answered(retained, 1, internal=True)
     assert (future.ended, retained.get("m1", "alice"), retained.by_number(future.number), retained._accounts) == (
         0.0,
@@ -176,7 +176,7 @@ def test_what_no_client_knows_of_is_forgotten_at_once(retained) -> None:
     )
 
 
-def test_a_tenant_that_fetches_nothing_is_told_to(tmp_path: Path) -> None:
+def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as here:
         model, other = here.alice.model(), here.bob.model()
         names = [here.alice.forward_backward(model, number, 10) for number in range(1, 6)]

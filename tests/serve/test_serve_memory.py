@@ -111,7 +111,7 @@ def is_out_of_memory(answer: Any) -> bool:
     [(1, Parallel()), (2, Parallel(tensor=2)), (2, Parallel())],
     ids=["one rank", "TP2", "DP2"],
 )
-def test_what_has_no_room_on_one_rank_fails_alone(tmp_path: Path, ranks: int, parallel: Parallel) -> None:
+def test_request_out_of_memory_on_one_rank_fails_alone(tmp_path: Path, ranks: int, parallel: Parallel) -> None:
     model = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=2)
     settings = ServeConfig(
         model=model, port=0, storage=tmp_path / "storage", precision="fp32", parallel=parallel, platform="cpu"

@@ -162,7 +162,7 @@ def waits(more: dict[str, float]) -> dict[str, float]:
     return quantiles
 
 
-def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
+def test_sixteen_tenants_sharing_batches_train_as_in_separate_runs(served) -> None:
     counted = Counted(served)
     with served.all_together("together") as (_, go):
         go()
@@ -173,7 +173,7 @@ def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
     waits(more)
 
 
-def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -> None:
+def test_hostile_and_killed_tenants_do_not_affect_others(served) -> None:
     counted = Counted(served)
     with served.all_together("attacked") as (models, go), attacked_by(served, models) as victim:
         wait_until(lambda: counted.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")

@@ -244,7 +244,7 @@ def test_if_all_have_failed_they_are_asked_nevertheless() -> None:
 
 
 @pytest.mark.parametrize("status", ["400", "422"])
-def test_what_a_server_refuses_is_not_sent_to_another_and_is_no_failure(status) -> None:
+def test_refused_request_is_not_resent_and_counts_no_failure(status) -> None:
     doubles = [Double(1, status), Double(2, status)]
 
     async def work(pool: Pool, clock: Clock) -> None:

@@ -235,7 +235,7 @@ def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint
 
 
 @every_layout
-def test_a_cross_entropy_with_metrics_of_ones_own_trains_as_hugging_faces(checkpoint, parity_folder, layout):
+def test_cross_entropy_with_custom_metrics_trains_like_hugging_face(checkpoint, parity_folder, layout):
     """Its gradient is formed without it; it is told which samples it sees."""
     world_size, parallel, packing = LAYOUTS[layout]
     fields = [{"number": [float(number)] * (len(ids) - 1)} for number, ids in enumerate(TOKENS)]
@@ -411,7 +411,7 @@ def undisturbed(checkpoint, parallel):
     return step
 
 
-def test_context_parallel_ranks_that_reduce_unequally_are_told(checkpoint):
+def test_unequal_reductions_of_context_parallel_ranks_raise(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(context=2), timeout_s=600)
 
@@ -445,7 +445,7 @@ def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
     run_distributed(on_rank, 2, init=False, timeout_s=180)
 
 
-def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
+def test_loss_exception_is_the_cause_on_its_rank(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel())
         with pytest.raises(LossFunctionError) as caught:
@@ -455,7 +455,7 @@ def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
     run_distributed(on_rank, 1, init=False)
 
 
-def test_a_parameter_of_the_loss_itself_is_refused(checkpoint):
+def test_loss_with_a_trainable_parameter_raises(checkpoint):
     """It would get a gradient that nobody divides, reduces or steps."""
 
     def on_rank():
@@ -508,7 +508,7 @@ def raises_on_rank_1(logprobs, inputs):
 
 
 @pytest.mark.parametrize("field", ["target_ids", "weights", "advantages", "p"])
-def test_ranks_of_one_replica_given_other_values_of_a_field_are_told(checkpoint, field):
+def test_differing_field_values_within_a_replica_raise(checkpoint, field):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))
         samples = with_fields([{"advantages": [1.0] * (len(ids) - 1), "p": [1.0] * (len(ids) - 1)} for ids in TOKENS])

@@ -73,7 +73,7 @@ def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
         assert norm > 0
 
 
-def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch):
+def test_loss_names_are_unique_and_unknown_names_raise(monkeypatch):
     def nll(logprobs, inputs):
         return -logprobs
 

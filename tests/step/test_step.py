@@ -61,7 +61,7 @@ def test_the_loss_does_not_depend_on_how_samples_fall_into_micro_batches(checkpo
 
 
 @pytest.mark.parametrize("virtual", [1, 2], ids=["PP2", "PP2 x VPP2"])
-def test_what_a_pipeline_sends_stays_in_memory(checkpoint, virtual):
+def test_pipeline_send_buffers_are_not_freed_early(checkpoint, virtual):
     """Gloo reads a message's memory until its send has completed, and Megatron may free it when the send is posted."""
 
     def on_rank():
@@ -311,7 +311,7 @@ def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, 
             torch.testing.assert_close(result.logits[position], logits[index], atol=1e-5, rtol=1e-5)
 
 
-def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
+def test_custom_loss_gets_its_extra_fields(checkpoint):
     """Weighted by an extra field, the loss equals cross entropy with that field as the weight."""
     tokens = token_lists()
 
@@ -353,7 +353,7 @@ def test_a_rank_without_samples_joins_the_others_collectives(parity_folder, arch
         assert len(logprobs) == (len(tokens) if rank == 0 else 0)
 
 
-def test_ranks_that_must_agree_on_samples_are_told_when_they_do_not(checkpoint):
+def test_differing_samples_within_a_replica_raise(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))
         tokens = token_lists()[: 3 + backend.rank]
@@ -385,7 +385,7 @@ def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
         assert step.loss_scale == (2.0**16 if precision == "fp16" else 1.0)
 
 
-def test_weight_decay_leaves_vectors_alone(checkpoint):
+def test_weight_decay_skips_vectors(checkpoint):
     """With zero gradients (advantages of 0) a step moves matrices by weight decay and norms not at all."""
 
     def on_rank():

@@ -95,7 +95,7 @@ def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
                 assert equal(worker, source)
 
 
-def test_adapters_merged_and_alone(parity_folder, tmp_path):
+def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     with engines(tmp_path, "engine") as served:
@@ -172,7 +172,7 @@ def pushes_that_fail(
 FAULTED: dict[str, tuple[Parallel, int]] = {"TP2": (Parallel(tensor=2), 2), "PP2": (Parallel(pipeline=2), 2)}
 
 
-def test_an_engine_that_does_not_come(parity_folder, tmp_path):
+def test_missing_engine_raises_weight_sync_error(parity_folder, tmp_path):
     def fault(sync, served):
         served[1].now("fault", deaf=True)
         return lambda: served[1].now("fault")
@@ -276,7 +276,7 @@ def test_a_commit_that_fails_on_one_worker_is_undone_on_all(parity_folder, tmp_p
     assert versions == {"model": 5}
 
 
-def test_what_is_refused(parity_folder, tmp_path):
+def test_invalid_options_and_unreachable_host_raise(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 

@@ -205,7 +205,7 @@ def test_runs_resume_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
         assert_moved(results)
 
 
-def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
+def test_exports_match_transformers(parity_folder, tmp_path):
     tied, experts = (
         str(case_checkpoint(parity_folder, arch, **more)) for arch, more in (("qwen3", TIED), ("qwen3_moe", {}))
     )
@@ -218,7 +218,7 @@ def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
     assert max(furthest for _, furthest in exports) <= 2e-5
 
 
-def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
+def test_failures_are_raised_on_all_ranks(parity_folder, tmp_path):
     """A NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, unsupported settings."""
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     ranks, norms, left, refused = in_process(

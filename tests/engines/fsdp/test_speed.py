@@ -50,7 +50,7 @@ def test_other_heads_and_dropout_take_a_call_a_sample(width, value_width, dropou
     assert varlen.fits(query, value, dropout) == fits
 
 
-def test_what_attention_is_told_is_on_the_host_and_the_device():
+def test_sample_lengths_are_on_the_host_and_the_device():
     cpu = torch.device("cpu")
     lengths = attention.sample_lengths((3, 5, 2), None, cpu, torch.float32)
     assert not lengths.one_kernel
@@ -116,7 +116,7 @@ def test_selective_recomputation_keeps_attention_and_every_second_product():
     assert counts == {"none": (8, 0), "selective": (8 + 2, 0), "full": (8 + 4, 1)}
 
 
-def test_experts_equal_transformers_own():
+def test_experts_match_transformers():
     """Outputs and all gradients, with an expert that no token goes to, against transformers' loop over experts in fp64."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

@@ -84,7 +84,7 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
     check(model, packing=False)
 
 
-def test_mixers_beside_the_layers_are_refused() -> None:
+def test_mixers_outside_of_the_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\(ShortConvolution\)"):
         check(Model(layer(Attention()), extra=ShortConvolution()))
 
@@ -111,7 +111,7 @@ WINDOWED = {
     ("model_type", "head"),
     [("phimoe", None), ("qwen2_moe", None), ("qwen2_moe", ScalarHead("token", bias=True)), ("mistral", None)],
 )
-def test_sliding_window_made_by_a_mask_alone_is_refused(model_type: str, head: ScalarHead | None) -> None:
+def test_sliding_window_only_in_the_mask_is_refused(model_type: str, head: ScalarHead | None) -> None:
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}

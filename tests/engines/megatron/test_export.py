@@ -185,7 +185,7 @@ def with_companions(parity_folder, tmp_path) -> Path:
     return checkpoint
 
 
-def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
+def test_tokenizer_and_companions_are_exported(with_companions, tmp_path):
     train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
     for name in COMPANIONS:
         assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
@@ -207,14 +207,14 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, tran
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path, transformers_alone):
+def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path, transformers_alone):
     actual = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
     _, expected = transformers_alone(with_companions)
     assert largest_difference(actual, expected) <= 1e-5
     assert all((with_companions / name).is_file() for name in COMPANIONS)
 
 
-def test_training_goes_on_from_an_export(with_companions, tmp_path):
+def test_export_loads_in_another_layout(with_companions, tmp_path):
     """Exported, loaded again in another layout: the same logits."""
     logits = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
     again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)

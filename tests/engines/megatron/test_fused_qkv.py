@@ -173,7 +173,7 @@ def test_adapters_are_the_same(parity_folder, graphs):
     check(actual, expected)
 
 
-def test_where_it_does_not_fit_nothing_is_put_in_place(parity_folder):
+def test_unsupported_layers_are_not_fused(parity_folder):
     """Each reason is recognised separately."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
     own_way = case_checkpoint(parity_folder, "glm4", num_hidden_layers=LAYERS)

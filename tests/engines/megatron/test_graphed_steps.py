@@ -250,7 +250,7 @@ def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
     assert not from_inside
 
 
-def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, caplog):
+def test_uncaptured_steps_run_eagerly_and_are_reported_once(parity_folder, caplog):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def reports():

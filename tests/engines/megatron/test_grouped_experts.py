@@ -180,7 +180,7 @@ def config(**changed: Any) -> Any:
         ("cpu", {"moe_expert_capacity_factor": 1.0}, "tokens above a capacity are dropped"),
     ],
 )
-def test_what_grouped_experts_refuse(device, changed, words):
+def test_unsupported_settings_of_grouped_experts_raise_config_error(device, changed, words):
     device = types.SimpleNamespace(type=device)
     assert not is_enabled("auto", config(**changed), "bf16", device)
     with pytest.raises(ConfigError, match=f"moe.experts: grouped, but {words}; set moe.experts: upstream"):
@@ -204,7 +204,7 @@ def is_enabled(experts: Any, config: Any, precision: Any, device: Any, *, overla
         ((9, 0), "bf16", {"moe_ffn_hidden_size": 40, "expert_tensor_parallel_size": 2}, "not 64 and 20"),
     ],
 )
-def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, words, monkeypatch, caplog):
+def test_unsupported_gpu_settings_raise_config_error(capability, precision, changed, words, monkeypatch, caplog):
     """And where ``auto`` leaves experts to upstream, with the reason in the log."""
     kernel, gpu = "torch" if capability == (9, 0) else None, torch.device("cuda", 0)
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: kernel)
@@ -216,7 +216,7 @@ def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, wo
     assert words in caplog.text
 
 
-def test_experts_are_grouped_by_themselves_on_gpus_that_can(monkeypatch, caplog):
+def test_auto_groups_experts_on_supported_gpus(monkeypatch, caplog):
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: "torch")
     gpu = torch.device("cuda", 0)
     assert is_enabled("auto", config(), "bf16", gpu)

@@ -118,7 +118,7 @@ def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
             assert grad_norms == pytest.approx(norms[formula].grad_norms, abs=3e-4), (formula, packing)
 
 
-def test_the_reference_tells_padding_and_formulas_apart(parity_folder):
+def test_reference_distinguishes_padding_and_formulas(parity_folder):
     """The bounds above must detect another formula, no loss, and a padding token that counts."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
@@ -148,7 +148,7 @@ print(float(loss), float(torch.cat([p.grad.flatten() for p in model.parameters()
 """
 
 
-def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(parity_folder):
+def test_aux_loss_of_a_padded_batch_matches_transformers(parity_folder):
     """The loss that the Hugging Face model itself returns for a padded batch and its mask."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
@@ -174,7 +174,7 @@ def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(pa
         "selective recompute",
     ],
 )
-def test_pipelines_and_recomputation_find_their_own_micro_batch(parity_folder, name):
+def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
     """Several micro batches in flight, each with its own padding; recomputed routers are not counted twice."""
     full, selective = Recompute(granularity="full"), Recompute(granularity="selective", modules=("moe",))
     world_size, parallel, recompute = {
@@ -243,7 +243,7 @@ def test_fp16_scales_the_loss_with_the_rest(parity_folder):
 # --- the settings ---
 
 
-def test_a_coefficient_without_a_formula_is_refused_with_what_to_set():
+def test_coefficient_without_a_formula_raises_with_the_setting():
     with pytest.raises(ConfigError, match=r"set moe\.aux_loss to megatron \(what megascend 0\.1 always used\)"):
         Moe(aux_loss_coefficient=0.01)
     with pytest.raises(ConfigError, match="needs aux_loss_coefficient above 0"):
@@ -260,7 +260,7 @@ def test_a_coefficient_without_a_formula_is_refused_with_what_to_set():
         ("qwen3_moe", Parallel(), {"bias_update_rate": 0.001}, r"routers of qwen3_moe have no correction bias"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, settings, message):
+def test_unsupported_router_settings_raise_config_error(parity_folder, arch, parallel, settings, message):
     checkpoint = case_checkpoint(parity_folder, arch)
     if "aux_loss" in settings:
         settings = settings | {"aux_loss_coefficient": 0.1}

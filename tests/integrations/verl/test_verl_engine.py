@@ -87,7 +87,7 @@ def test_weights_have_hugging_faces_names_and_values(folder: Path, calls: dict[s
     assert calls["weights"] == expected
 
 
-def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
+def test_adapter_weights_have_peft_names_and_shapes(calls: dict[str, Any]) -> None:
     layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"]
     expected = {
         f"base_model.model.model.layers.{layer}.{name}.lora_{factor}.weight"
@@ -100,6 +100,6 @@ def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
     assert (calls["config"]["r"], calls["config"]["lora_alpha"]) == ("4", "8")
 
 
-def test_what_a_batch_asks_for_and_megascend_does_not_have_is_named(calls: dict[str, Any]) -> None:
+def test_unsupported_batch_options_are_named(calls: dict[str, Any]) -> None:
     for name in ("temperature", "calculate_sum_pi_squared", "enable_routing_replay"):
         assert f"{name}=" in calls["errors"][name]

@@ -115,7 +115,7 @@ print(json.dumps(found))
 """
 
 
-def test_what_has_a_pool_of_its_own(tmp_path: Path) -> None:
+def test_roles_with_a_separate_resource_pool(tmp_path: Path) -> None:
     """A critic or a reference model on Megatron-Core; with LoRA there is none, and verl's other engines stay where they are.
 
     Beside both and a reward model, a device has room for four processes, and not for three.

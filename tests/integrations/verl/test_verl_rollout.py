@@ -89,7 +89,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
     asyncio.run(served.close())
 
 
-def test_what_is_not_sampled_is_refused_by_name(model: Path) -> None:
+def test_unsupported_sampling_requests_raise(model: Path) -> None:
     served = Served(model)
     for parameters, message in (
         ({"top_p": 0.5}, "top_p=0.5"),

@@ -33,7 +33,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_for_the_norm_alone(steps: dict[str, Any], case: str) -> None:
+def test_host_waits_only_for_the_gradient_norm(steps: dict[str, Any], case: str) -> None:
     single_batch, five_batches = steps[f"{case}, 64"], steps[f"{case}, 12"]
     assert (single_batch["micro batches"], five_batches["micro batches"]) == (1, 5)
     for step in (single_batch, five_batches):
