@@ -117,7 +117,7 @@ def test_pair_counts_once_for_its_adapter():
 
 
 def test_report_sums_weights_in_float64():
-    """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
+    """Sum in float64: a million weights of 1e-3 plus one of 1e5 would lose digits in float32."""
     large = Sample([1], [1], [1e5])
     small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
     assert report([large, small], 1, ["", ""], None).counts[""].weight == pytest.approx(1e5 + 100, rel=1e-9)

@@ -114,7 +114,7 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_old_probability_of_0_is_no_nan(name: str) -> None:
-    """The limit of ever smaller ones: 0 where the formula clips or the advantage is 0, else infinite with its sign."""
+    """Take the limit of ever smaller ones: 0 where the formula clips or the advantage is 0, else infinite with its sign."""
     advantages = torch.tensor([1.0, -1.0, 0.0])
     old = torch.full((3,), -math.inf)
     result = evaluate(BUILT_IN[name], torch.full((3,), -2.0), inputs_of(3, old_logprobs=old, advantages=advantages))
@@ -139,7 +139,7 @@ def test_ratio_without_an_upper_clip_is_no_nan() -> None:
 
 
 def test_token_beyond_float32_of_a_sequence_takes_part_in_its_mean() -> None:
-    """gspo: (95 + 0 + 1) / 3 = 32 is clipped for a positive advantage; for a negative one the gradient is e^32 / 3 a token."""
+    """Check gspo: (95 + 0 + 1) / 3 = 32 is clipped for a positive advantage; else the gradient is e^32 / 3 per token."""
     old = torch.tensor([-95.0, 0.0, -1.0, -95.0, 0.0, -1.0])
     advantages = torch.tensor([1.0] * 3 + [-1.0] * 3)
     sample = torch.tensor([0, 0, 0, 1, 1, 1])

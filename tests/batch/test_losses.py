@@ -70,7 +70,7 @@ def test_ppo_takes_the_smaller_surrogate():
 
 
 def test_ppo_is_flat_where_it_clips_and_only_there():
-    """A ratio that moved too far the way its advantage pushes gets no gradient; one that moved back does."""
+    """Give no gradient to a ratio that moved too far in its advantage's direction, but to one that moved back."""
     logprobs = tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
     values, _ = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=tensor([1.0, -1.0, 1.0, -1.0])))
     values.sum().backward()
@@ -113,14 +113,14 @@ def test_gspo_has_one_ratio_a_sequence_of_its_tokens_with_a_weight():
 
 
 def test_dro_gradient_is_zero_at_its_optimum():
-    """d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
+    """Check that d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
     logprobs = tensor([1.0 / 0.05 - 1.5], requires_grad=True)
     dro(logprobs, inputs(1, old_logprobs=tensor([-1.5]), advantages=tensor([1.0])))[0].sum().backward()
     assert logprobs.grad.item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_stable_reinforce_is_the_policy_gradient_with_a_penalty_for_leaving_the_sampler():
-    """Over all tokens that the sampler may draw, its gradient is that of E_pi[A] - c KL(pi || sampler), by autograd."""
+    """Compare, over all tokens the sampler may draw, with the gradient of E_pi[A] - c KL(pi || sampler) by autograd."""
     logits = tensor([0.3, -1.0, 0.7, 0.1], requires_grad=True)
     sampler = torch.log_softmax(tensor([-0.2, 0.4, 0.5, -1.0]), 0)
     policy = torch.log_softmax(logits, 0)

@@ -121,7 +121,7 @@ def test_unpacking_undoes_it(packing, context, tensor, lengths):
 
 
 def test_planned_lengths_match_the_batch():
-    """``padded_length`` is what the planner budgets with; the batch may add only the tensor ranks' remainder."""
+    """Compare with ``padded_length``, which the planner budgets with; the batch may add only the tensor ranks' remainder."""
     for packing, context, tensor in ((True, 2, 1), (False, 2, 2), (False, 1, 4), (True, 1, 1)):
         layout = SequenceLayout(packing, context, 0, tensor)
         for lengths in ([5], [7, 3], [16, 16, 2]):

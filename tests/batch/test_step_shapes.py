@@ -18,7 +18,7 @@ def test_buckets_are_few_and_at_most_a_quarter_larger():
 
 
 def test_numbers_of_keys_are_multiples_of_128():
-    """Before 9.15.1, cuDNN's attention reads beyond them when its backward pass is replayed."""
+    """Round up: before 9.15.1, cuDNN's attention reads beyond the keys when its backward pass is replayed."""
     assert all(token_bucket(tokens) % 128 == 0 for tokens in range(1, 100_000, 7))
 
 

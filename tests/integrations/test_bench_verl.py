@@ -52,7 +52,7 @@ def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monke
 
 
 def test_options_of_verls_megatron_engine(bench) -> None:
-    """The third is the second with verl's kernels, too; megascend is asked for none."""
+    """Check that the third run adds verl's kernels to the second, and megascend's run has neither option."""
     fusion, kernels = "+engine.override_transformer_config.apply_rope_fusion=True", "model.use_fused_kernels=True"
     commands = {run: settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megatron:kernels")}
     assert [fusion in command for command in commands.values()] == [False, True, True]

@@ -15,7 +15,7 @@ from megascend.integrations.skyrl.settings import BackendConfig, settings_of
 
 
 def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fields: Any) -> SimpleNamespace:
-    """Two requests: one sample of ann, two of bob."""
+    """Build two requests: one sample of ann, two of bob."""
     text = SimpleNamespace(type=kind, tokens=[1, 2, 3])
     columns = {
         "token_weights": [1.0, 0.0, 2.0],

@@ -42,7 +42,7 @@ def test_import_registers_the_checkpoint_engine(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_every_worker_receives_every_tensor(report: dict[str, Any], version: int) -> None:
-    """The second update, on the same workers, is staged."""
+    """Send two updates to the same workers; the second one is staged."""
     assert report[f"connect {version}"] == [OK] * 4
     assert report[f"update {version}"] == [SENDER_RESULT, SENDER_RESULT, RECEIVER_RESULT, RECEIVER_RESULT]
     assert report[f"finalize {version}"] == [OK] * 4
@@ -52,7 +52,7 @@ def test_every_worker_receives_every_tensor(report: dict[str, Any], version: int
 def test_a_flipped_bit_is_an_error_before_the_tensor_is_given_out(
     report: dict[str, Any], case: str, given_out: int
 ) -> None:
-    """And, staged, before any is."""
+    """Raise before the tensor is yielded or, staged, before any is."""
     sender, other, *receivers = report[case]
     for worker, (kind, text) in enumerate(receivers):
         assert kind == "DigestError"

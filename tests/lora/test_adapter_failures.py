@@ -70,13 +70,13 @@ def samples_of(backend, advantage=1.0, spoil=0.0):
 
 
 def loss(logprobs, inputs):
-    """NaN, and with NaN gradients, where ``spoil`` is set."""
+    """Return NaN, also as gradients, where ``spoil`` is set."""
     poison = torch.where(inputs.extra["spoil"] > 0, torch.nan, 1.0)
     return -logprobs * inputs.advantages * poison
 
 
 def exact(adapter):
-    """All of its state, as bytes."""
+    """Return the complete state as bytes."""
     tensors = [adapter.values.detach(), *adapter.moments(), adapter.grads]
     counts = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps, adapter.accumulated)
     return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors], counts
@@ -150,7 +150,7 @@ def loss_raises(backend):
 
 
 def memory_runs_out(backend):
-    """In the second micro batch, forward or backward, after a call whose gradients count: on one process it can be made again."""
+    """Raise in the second micro batch, forward or backward, after a counted call; on one process it can be repeated."""
     layer = next(
         module for name, module in backend.engine.chunks[0].named_modules() if name.endswith("decoder.layers.1")
     )
@@ -184,7 +184,7 @@ def memory_runs_out(backend):
 
 
 def no_room_for_a_step(backend):
-    """On the last rank, for tenant a: nothing changes on any, and either step can be made afterwards."""
+    """Raise on the last rank for tenant a: nothing changes on any rank, and either step can be taken afterwards."""
     backend.forward_backward(samples_of(backend), loss)
     before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
     with full_for("a", backend), pytest.raises(OutOfDeviceMemoryError, match="no room for this request"):

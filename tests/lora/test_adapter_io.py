@@ -37,7 +37,7 @@ def dense(parity_folder, megatron_imported):
 
 @pytest.fixture(scope="module")
 def odd(parity_folder, megatron_imported):
-    """With a vocabulary that tensor parallel ranks do not share evenly; with an adapted embedding and head."""
+    """Write a model whose vocabulary tensor parallel ranks do not divide evenly, with adapted embedding and head."""
     return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, vocab_size=301)
 
 
@@ -261,7 +261,7 @@ def test_two_tenants_resume_bit_for_bit(dense, tmp_path, layout, precision):
     ],
 )
 def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, layouts):
-    """Trained and saved in the first layout, then loaded and saved again in each: always the same tensors."""
+    """Train and save in the first layout, then load and save again in each: the tensors are always equal."""
     checkpoint = request.getfixturevalue(arch)
     targets = ALL if arch == "odd" else "all-linear"
     loras = {
@@ -361,7 +361,7 @@ def test_unsuitable_files_raise_on_every_rank_and_add_no_adapter(dense, parity_f
 
 
 def test_layers_without_factors_are_no_targets_of_a_loaded_adapter(dense, tmp_path):
-    """Saved where only q_proj may be adapted, "all-linear" means q_proj; it goes on meaning that elsewhere."""
+    """Save with only q_proj adaptable: "all-linear" means q_proj, and keeps meaning it after loading elsewhere."""
 
     def narrow():
         backend = make_backend(dense, adapters=Adapters(targets=("q_proj",)))
@@ -433,7 +433,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
 
 
 def by_hand(module, adapter, rank):
-    """B A from peft's tensors: experts as peft/tuners/lora/layer.py, ParamWrapper, has them."""
+    """Compute B A from peft's tensors: experts as peft/tuners/lora/layer.py, ParamWrapper, has them."""
     if f"{module}.lora_A.weight" in adapter:
         return adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
     if f"{module}.lora_embedding_A" in adapter:

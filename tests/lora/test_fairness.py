@@ -85,7 +85,7 @@ def test_the_order_in_which_lines_are_listed_does_not_matter(requests, shuffler)
 
 @given(workloads())
 def test_batches_match_the_definition_of_fair_selection(requests):
-    """Compared with the definition: try every waiting request, in the order of tokens served."""
+    """Compare with the definition: try every waiting request, in the order of tokens served."""
     lines, ledger = line_up(requests), Ledger()
     while any(lines.values()):
         work = [line[0] for line in lines.values() if line and line[0].kind != "optimizer_step"]
@@ -109,7 +109,7 @@ def test_batches_match_the_definition_of_fair_selection(requests):
 
 
 def served_while_backlogged(sizes, losses, units):
-    """Tokens served to each tenant when all of them always have a request waiting."""
+    """Return the tokens served to each tenant when all of them always have a request waiting."""
     served, ledger, heads = Counter(), Ledger(), {}
     number = 0
     for _ in range(units):
@@ -150,7 +150,7 @@ def test_small_requests_get_as_many_tokens_as_large_ones():
 
 
 def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
-    """Without ``least`` nine units of "large" come after 810 of "tiny", each of which takes about as long."""
+    """Count ``least`` tokens per request: else nine units of "large" follow 810 of "tiny", each of which takes about as long."""
     lines = line_up(
         [make("large", i, tokens=90) for i in range(9)]
         + [make("tiny", 9 + i, tokens=1, loss="ppo") for i in range(900)]
@@ -182,7 +182,7 @@ def test_idling_earns_nothing():
 @pytest.mark.parametrize("flooders", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["forward_backward", "forward"])
 def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
-    """Every flooding tenant always has a request that fills a batch, and an optimizer step after each."""
+    """Let every flooding tenant always have a request that fills a batch, and an optimizer step after each."""
     names = [f"flood{index}" for index in range(flooders)]
     requests = [
         make(name, 10 * i + j, ["forward_backward", "optimizer_step"][i % 2], tokens=BUDGET)
@@ -206,7 +206,7 @@ def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
 @settings(max_examples=60)
 @given(workloads())
 def test_tokens_served_while_a_request_waits_are_bounded(requests):
-    """At most its own lead + one batch + their own largest request, each."""
+    """Bound each other tenant by the request's lead + one batch + that tenant's largest request."""
     lines, ledger = line_up(requests), Ledger()
     largest = {name: max(r.tokens for r in line) for name, line in lines.items()}
     lead, served = {}, {}

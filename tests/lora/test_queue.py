@@ -275,7 +275,7 @@ def test_queue_copies_samples_and_renumbers_pairs_by_tenant(queue, backend):
     ],
 )
 def test_bad_request_fails_only_for_its_tenant(queue, backend, samples, loss, expected):
-    """With the steps that would have used their gradients; others share a batch or not, but get all of theirs."""
+    """Fail the steps that would have used its gradients; other tenants get all of theirs, in a shared batch or not."""
     bad, bad_step = queue.forward_backward("a", samples, loss), queue.optimizer_step("a")
     healthy = {
         name: (queue.forward_backward(name, [policy_sample(1)], "ppo"), queue.optimizer_step(name)) for name in "bc"

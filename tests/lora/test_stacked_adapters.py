@@ -146,7 +146,7 @@ def test_untargeted_layers_have_no_values_and_no_gradients():
 
 
 def test_another_set_of_adapters_finds_nothing_of_the_last_one():
-    """The memory is reused for adapters of lower ranks and other targets: bit for bit what new memory would hold."""
+    """Reuse the memory for adapters of lower ranks and other targets: it equals new memory bit for bit."""
     groups = target_modules()
     registry = make_registry(groups)
     first = [adapter(registry, "wide", LORAS["wide"]), adapter(registry, "wider", Lora(rank=8))]

@@ -50,7 +50,7 @@ def test_targets_match_whole_components_only():
 
 @pytest.mark.parametrize(("tensor", "rank", "tokens"), [(1, 0, (0, 7)), (2, 0, (0, 4)), (2, 1, (4, 7))])
 def test_embedding_and_head_have_the_ranks_tokens_without_padding(tensor, rank, tokens):
-    """Seven tokens on two ranks: the second has one row of padding."""
+    """Divide seven tokens over two ranks: the second has one padding row."""
     start, stop = tokens
     embedding, *_, output = target_modules_of(tensor, rank, embedding_and_head=True)
     assert (embedding.is_embedding, output.is_output) == (True, True)

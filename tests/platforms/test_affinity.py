@@ -51,7 +51,7 @@ def test_processes_are_dealt_out_over_nodes_in_order():
 
 
 def test_memory_only_nodes_are_not_counted(tmp_path):
-    """A GB200 host: two nodes with CPUs, and 32 of its GPUs' memory, most of them without any."""
+    """Build a GB200 host: two nodes with CPUs, and 32 of its GPUs' memory without any."""
     nodes = nodes_with_cpus(tree(tmp_path, "0-71", "72-143", *[""] * 32))
     assert list(nodes) == [0, 1]
     assert dealt(nodes, 4) == [0, 0, 1, 1]
@@ -95,7 +95,7 @@ def test_binding_is_skipped_without_numa_nodes(tmp_path):
 
 
 def test_all_threads_of_real_processes_move(tmp_path):
-    """Two CPUs of this machine as if each were a node; then the machine's own tree."""
+    """Treat two CPUs of this machine as nodes, then use the machine's own tree."""
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
         pytest.skip("this process may use one CPU only")

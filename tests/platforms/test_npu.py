@@ -24,7 +24,7 @@ def test_all_ranks_of_a_job_derive_the_same_port():
 
 
 def test_two_jobs_of_a_host_do_not_share_ports():
-    """Jobs that follow each other's rendezvous port, as launchers hand them out."""
+    """Derive ports from consecutive rendezvous ports, as launchers assign them."""
     bases = [hccl_base_port(job(port)) for port in range(29500, 29508)]
     assert len(set(bases)) == len(bases)
     assert all((base - FIRST_PORT) % HCCL_PORTS == 0 for base in bases)

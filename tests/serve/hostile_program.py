@@ -61,7 +61,7 @@ class Attacker:
             self.send(f"{attack}{path}", path, content=content, headers={"content-type": "application/json"})
 
     def attack(self) -> None:
-        """Everything once."""
+        """Send every hostile request once."""
         self.train("NaN", weights=[float("nan"), 1.0, 1.0])
         self.train("infinite", weights=[1.0, float("inf"), 1.0])
         self.train("overflow", weights=[3e38, 3e38, -3e38])  # finite: runs beside others, and its gradient is not

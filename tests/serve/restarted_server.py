@@ -100,7 +100,7 @@ class RestartedServer:
             self.back_s.append(time.monotonic() - self._start_time)
 
     def kill(self, ranks: str) -> None:
-        """SIGKILL ``all`` ranks, the ``first`` or the ``last``; the others have to end by themselves."""
+        """Send SIGKILL to ``all`` ranks, the ``first`` or the ``last``; the others must end without it."""
         killed = {"all": self._alive, "first": self._alive[:1], "last": self._alive[-1:]}[ranks]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)

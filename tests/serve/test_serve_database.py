@@ -44,7 +44,7 @@ BATCHES = [
 
 
 def rows_of(path: Path) -> list[StoredRow]:
-    """All rows, as a server finds them that starts on these files."""
+    """Return all rows that a server reads when it starts on these files."""
     database = StateDatabase(path)
     try:
         return [row for kind in PARENTS for row in database.rows(kind)]
@@ -129,7 +129,7 @@ def test_damage_to_the_log_is_reported_unless_it_is_in_the_last_batch(killed) ->
 
 
 def test_log_followed_by_older_frames_is_read(killed, tmp_path) -> None:
-    """SQLite begins a log again from the front once its pages are in the database: what follows is of the log before."""
+    """Read a log that SQLite has restarted from the front: its new frames are followed by those of the previous log."""
     path, _ = killed
     database = StateDatabase(path)
     database.write([request(number) for number in range(2, 60)])

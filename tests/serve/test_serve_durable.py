@@ -47,12 +47,12 @@ def storage_of(server: Served) -> Path:
 
 
 def steps_of(server: Served) -> list[float]:
-    """Learning rates of the steps that the ranks were asked for, in order."""
+    """Return the learning rates of the steps that the ranks executed, in order."""
     return [call[-1][call[1]].lr for call in server.backend.calls if call[0] == "optimizer_step"]
 
 
 def train(server: Served, model: str, first: int, count: int) -> list[Any]:
-    """Gradients and steps number ``first``, ``first + 1``, ... and their answers."""
+    """Send gradients and steps number ``first``, ``first + 1``, ...; return their answers."""
     answers = []
     for number in range(first, first + 2 * count, 2):
         names = [

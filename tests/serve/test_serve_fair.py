@@ -14,7 +14,7 @@ from megascend.serve.scheduler.runner import SampleTurns
 
 
 def saved(caller: Caller, count: int) -> list[str]:
-    """Paths of checkpoints of a new model."""
+    """Return the paths of checkpoints of a new model."""
     model = caller.model()
     bodies = [{"model_id": model, "path": f"c{number}", "seq_id": number} for number in range(1, count + 1)]
     return [caller.ask("save_weights_for_sampler", body)["path"] for body in bodies]

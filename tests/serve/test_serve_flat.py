@@ -68,7 +68,7 @@ async def drop_cancelled_timers() -> None:
 
 
 def count_objects() -> Counter[str]:
-    """Objects by their types, and entries of all containers by theirs, in this process."""
+    """Count the objects of this process by type, and the entries of all containers by theirs."""
     gc.collect()
     objects = gc.get_objects()
     count = Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)

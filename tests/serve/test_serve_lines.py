@@ -134,7 +134,7 @@ def test_sampling_out_of_memory_is_retried_one_by_one(backend) -> None:
 
 
 def test_request_that_raises_in_sampling_fails_alone(backend, caplog) -> None:
-    """Nobody else's request fails for a fault that one has found; with several ranks, which may be waiting, all ends."""
+    """Fail only the faulty request on one rank; with several ranks, which may be waiting, end the service."""
     broken = 7
 
     class Sampler(SlowSampler):
@@ -178,7 +178,7 @@ def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend)
 
 
 def test_batch_waits_for_models_that_return_at_once() -> None:
-    """Else two groups of tenants take turns, each with half a batch."""
+    """Wait briefly: else two groups of tenants alternate, each with half a batch."""
     inbox = Inbox(window_s=20.0, max_tokens=100)
 
     def came_again(number: int) -> list[Command] | None:

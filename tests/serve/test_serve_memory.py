@@ -23,7 +23,7 @@ STEPS = 6
 
 
 def run_short_of_memory() -> None:
-    """On the last rank alone. On a device, AdamW's moments and the activations would not fit."""
+    """Raise out-of-memory errors on the last rank only, in place of AdamW's moments and activations that do not fit."""
     if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
     from megascend.engines.megatron.engine import MegatronEngine

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(address, key) of a demo whose client program has run, and whose tenant has then made a mistake."""
+    """Return (address, key) of a demo whose client program has finished, and whose tenant then made a mistake."""
     storage = tmp_path_factory.mktemp("demo")
     variables = environment(TINKER_TELEMETRY="0")
     variables.pop("MEGASCEND_API_KEYS", None)

@@ -237,7 +237,7 @@ def test_switches_mean_layers_of_the_model() -> None:
 
 
 def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
-    """An answer is two writes. With Nagle's algorithm the second one waits for 40 ms."""
+    """Disable Nagle's algorithm: an answer is two writes, and the second one would wait for 40 ms."""
     import asyncio
     import socket
 

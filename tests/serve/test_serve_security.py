@@ -144,7 +144,7 @@ def test_ids_of_other_tenants_look_unknown(here) -> None:
 
 
 def test_ids_cannot_be_guessed(here) -> None:
-    """128 bits, so that what is read from disk before an answer tells nobody anything."""
+    """Use 128 random bits, so that the time to look up an id on disk reveals nothing."""
     assert len({new_session() for _ in range(100)}) == 100
     assert len(new_session()) == len("s-") + 32
     assert len({here.service.new_label("sample") for _ in range(100)}) == 100
@@ -332,7 +332,7 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path)
 
 
 def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
-    """Whoever reads slowly keeps a temporary file."""
+    """Bound downloads, because a slow reader keeps a temporary file."""
     model = here.alice.model()
     here.alice.ask("save_weights", {"model_id": model, "path": "one"})
     where = f"training_runs/{model}/checkpoints/weights/one/archive"
@@ -351,7 +351,7 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
 
 @pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [[]], 5, "12", [1.5], [None], [True], [[1], 2]])
 def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(here, tokens) -> None:
-    """A list among them would have ended the server: ranks compare tokens with the vocabulary."""
+    """Refuse nested lists, which would end the server: ranks compare tokens with the vocabulary."""
     model = here.alice.model()
     body = train_body(model, 1, 5, 6)
     body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = tokens
@@ -408,7 +408,7 @@ def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch)
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """Instructions of Python that a call executes, in all functions below it: its work, whatever the machine is busy with."""
+    """Count the Python instructions that a call executes, including callees: its work, independent of the machine's load."""
     count = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -521,7 +521,7 @@ BETWEEN_RANKS = {"distributed/objects.py"}
 
 
 def closure(package: str) -> dict[str, str]:
-    """Our modules that those of a package import, anywhere in them, by file."""
+    """Return megascend's modules that a package's modules import, anywhere in them, by file."""
     root = Path(megascend.__file__).parent
     sources: dict[str, str] = {}
     waiting = [f"{package}/{file.stem}" for file in (root / package).glob("*.py")]

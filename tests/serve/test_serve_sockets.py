@@ -155,7 +155,7 @@ def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, mon
 
 
 def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
-    """The same address, as behind a proxy: connections that are idle, and such that wait for an answer."""
+    """Open idle and waiting connections from one address, as behind a proxy."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     bobs = {"X-API-Key": KEYS["bob"]}
     with listening(tmp_path) as address, ExitStack() as stack:

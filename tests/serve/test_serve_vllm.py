@@ -144,7 +144,7 @@ class Double:
 
 
 def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any]) -> list[Outcome]:
-    """Outcomes after ``work`` and when all is quiet."""
+    """Return the outcomes after ``work`` once no task is ready."""
 
     async def main() -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -191,7 +191,7 @@ def test_an_adapter_is_loaded_where_it_is_sampled_from_and_once() -> None:
 
 
 def test_adapter_names_are_unique_to_a_server() -> None:
-    """An engine may still have an adapter "p1" of a server that is gone."""
+    """Avoid the name "p1", which an engine may still have from a previous server."""
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:

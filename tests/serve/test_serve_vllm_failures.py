@@ -101,7 +101,7 @@ Work = Callable[[Pool, Clock], Awaitable[None]]
 
 
 def run(doubles: list[Double], work: Work) -> None:
-    """``work`` with a pool of these servers, in which those that refuse connections do not listen."""
+    """Run ``work`` with a pool of these servers, of which those that refuse connections do not listen."""
 
     async def main() -> None:
         for double in doubles:

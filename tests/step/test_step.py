@@ -62,7 +62,7 @@ def test_the_loss_does_not_depend_on_how_samples_fall_into_micro_batches(checkpo
 
 @pytest.mark.parametrize("virtual", [1, 2], ids=["PP2", "PP2 x VPP2"])
 def test_pipeline_send_buffers_are_not_freed_early(checkpoint, virtual):
-    """Gloo reads a message's memory until its send has completed, and Megatron may free it when the send is posted."""
+    """Keep a sent tensor until Gloo's send has completed; Megatron may free it once the send is posted."""
 
     def on_rank():
         from megatron.core.pipeline_parallel import schedules
@@ -86,7 +86,7 @@ def test_pipeline_send_buffers_are_not_freed_early(checkpoint, virtual):
 
 
 def test_several_calls_add_up(checkpoint):
-    """Two calls on halves with equally many trained tokens give the sum of their gradients: twice the mean's norm."""
+    """Sum the gradients of two calls on halves with equally many trained tokens: twice the mean's norm."""
     samples = causal_samples(token_lists(lengths=(20, 20, 30, 30)))
 
     def on_rank():
@@ -117,8 +117,7 @@ def test_overlapped_reduction_refuses_a_second_call(checkpoint):
     ids=["single", "PP2 x VPP2", "DP2"],
 )
 def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parallel):
-    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow. Every rank
-    reports its micro batches as they start."""
+    """Repeat steps at a learning rate of 0: norms are equal without leftover gradients, and every rank reports its starts."""
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, lr=0.0)
@@ -223,7 +222,7 @@ def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, pari
 
 @pytest.mark.parametrize("layout", ["DP2", "CP2"])
 def test_ratio_beyond_float32_that_ppo_clips_costs_no_step(checkpoint, parity_folder, layout):
-    """However far a token with a positive advantage is beyond the clip, its term is the constant 1.2 A."""
+    """Clip a token with a positive advantage however far it is beyond the clip: its term is the constant 1.2 A."""
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists()
 
@@ -312,7 +311,7 @@ def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, 
 
 
 def test_custom_loss_gets_its_extra_fields(checkpoint):
-    """Weighted by an extra field, the loss equals cross entropy with that field as the weight."""
+    """Weight by an extra field: the loss equals cross entropy with that field as the weight."""
     tokens = token_lists()
 
     def on_rank():
@@ -386,7 +385,7 @@ def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
 
 
 def test_weight_decay_skips_vectors(checkpoint):
-    """With zero gradients (advantages of 0) a step moves matrices by weight decay and norms not at all."""
+    """Step with zero gradients (advantages of 0): weight decay changes matrices and not norms."""
 
     def on_rank():
         backend = make_backend(checkpoint, lr=0.1, optimizer={"weight_decay": 0.5})

@@ -80,7 +80,7 @@ def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
 
 
 def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
-    """Held against the file, with nothing of ours in between; engines of different sizes in one group."""
+    """Compare with the file directly, with engines of different sizes in one group."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "small") as small, engines(tmp_path, "large", workers=3) as large:
 
@@ -216,7 +216,7 @@ def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
 
 
 def test_a_silent_engine(parity_folder, tmp_path):
-    """Stopped, not dead: the deadline ends it."""
+    """Stop an engine without ending it: the deadline ends the push."""
 
     def fault(sync, served):
         from weightwire.sender import Sender
@@ -345,7 +345,7 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
 
 
 def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folder, tmp_path):
-    """And another trainer can go on, at the latest when the lease has lapsed."""
+    """Accept another trainer, at the latest when the lease has lapsed."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 

@@ -95,7 +95,7 @@ def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
 
 
 def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
-    """Ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
+    """Compare ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
     results = compare_with_hugging_face(LAYOUTS, parity_folder, tmp_path)
     assert all(ranks["foreign"] == [] for ranks in results)
     assert all(ranks["patched"] == "torch.cuda.random" for ranks in results)
@@ -115,7 +115,7 @@ def test_more_trajectories_equal_hugging_faces(parity_folder, tmp_path):
 
 @pytest.mark.nightly
 def test_experts_in_bf16_are_no_further_from_fp32_than_hugging_faces(parity_folder, tmp_path):
-    """Averages over ten steps of four models are within twice Hugging Face's distance from fp32.
+    """Bound averages over ten steps of four models by twice Hugging Face's distance from fp32.
 
     A step of one model shows nothing: routers choose other experts in bf16, and its norm is off by 0.1 or by 1.2, as Hugging
     Face's is.
@@ -219,7 +219,7 @@ def test_exports_match_transformers(parity_folder, tmp_path):
 
 
 def test_failures_are_raised_on_all_ranks(parity_folder, tmp_path):
-    """A NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, unsupported settings."""
+    """Cover a NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, bad settings."""
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     ranks, norms, left, refused = in_process(
         tmp_path,

@@ -116,7 +116,7 @@ def compare_with_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path
 
 
 def test_adapters_equal_pefts(parity_folder, tmp_path):
-    """Several ranks, scalings and targets in the same batches; the frozen model has no gradients."""
+    """Use several ranks, scalings and targets in the same batches; the frozen model has no gradients."""
     results = compare_with_peft(LAYOUTS, parity_folder, tmp_path)
     for _, _, ranks in results:
         assert [memory["gradients"] for memory in ranks] == [0] * len(ranks)

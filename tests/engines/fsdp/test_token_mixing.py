@@ -159,7 +159,7 @@ def test_attention_that_asks_for_more_raises_config_error(options: dict[str, Any
 
 @pytest.mark.parametrize("packed", [None, (3, 2)], ids=["a row each", "packed"])
 def test_attention_returns_contiguous_tensors_as_transformers_does(packed: tuple[int, ...] | None) -> None:
-    """Some layers call ``view`` on them."""
+    """Return contiguous tensors, because some layers call ``view`` on them."""
     starts = None if packed is None else torch.tensor([0, 3, 5], dtype=torch.int32)
     lengths = SampleLengths(packed, starts=starts, longest=None if packed is None else torch.tensor([3]))
     options = {KEYWORD: lengths, "position_ids": torch.arange(5)[None]}

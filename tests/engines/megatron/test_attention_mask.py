@@ -12,7 +12,7 @@ S = 8
 
 @pytest.fixture(autouse=True)
 def _needs_bootstrap(megatron_imported):
-    """megascend.engines.megatron imports Megatron."""
+    """Import Megatron first, which megascend.engines.megatron needs."""
 
 
 def kernel_mask(mask, mask_type="causal", shape=(2, 4, S, S), **options):
@@ -36,7 +36,7 @@ def test_a_dense_causal_mask_is_dropped(form, dtype):
 
 
 def test_a_sequence_of_2048_tokens_is_no_exception():
-    """The kernel would take this one, and read it as the compressed triangle."""
+    """Refuse a mask that the kernel would accept and read as the compressed triangle."""
     assert kernel_mask(triangle(2048)[None, None], shape=(1, 1, 2048, 2048)) is None
 
 

@@ -58,7 +58,7 @@ def test_gradients_and_weights_are_the_same(parity_folder, world_size, tied):
 
 
 def test_in_bf16_it_is_the_more_exact_one(parity_folder):
-    """Compared with the fp32 gradient of the same hidden states: rows that occur often are not rounded to bf16 on the way."""
+    """Compare with the fp32 gradient of the same hidden states: rows that occur often are not rounded to bf16 in between."""
     from megascend.engines.megatron.embedding_gradient import _LookUp
 
     generator = torch.Generator().manual_seed(0)

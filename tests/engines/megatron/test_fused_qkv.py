@@ -174,7 +174,7 @@ def test_adapters_are_the_same(parity_folder, graphs):
 
 
 def test_unsupported_layers_are_not_fused(parity_folder):
-    """Each reason is recognised separately."""
+    """Detect each reason separately."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=LAYERS)
     own_way = case_checkpoint(parity_folder, "glm4", num_hidden_layers=LAYERS)
     context = {"parallel": Parallel(context=2)}

@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_honoured_as_in_hugging_face(parity_folder, case):
-    """Logits, and losses and gradient norms of two steps."""
+    """Compare logits, and losses and gradient norms of two steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
     difference = differences(

@@ -244,7 +244,7 @@ def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], 
     ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
 )
 def test_peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
-    """Independent of the number of layers. On other ranks: only the largest tensor's shard."""
+    """Check that memory does not grow with the number of layers, and other ranks hold only the largest tensor's shard."""
     shallow = case_checkpoint(parity_folder, arch, vocab_size=64)
     deep = case_checkpoint(parity_folder, arch, vocab_size=64, num_hidden_layers=8)
     few, many = (
@@ -360,7 +360,7 @@ def test_unexpected_tensors_raise_for_the_reader(parity_folder):
 
 
 def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder, tmp_path):
-    """Two ranks with other receivers: only the main one, or both."""
+    """Use two ranks with other receivers: only the main one, or both."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():

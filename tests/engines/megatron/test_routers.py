@@ -54,7 +54,7 @@ def trajectory(backend, samples, steps: int = STEPS) -> tuple[list[float], list[
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_gradients_are_those_of_the_definitions(function):
-    """The two losses written out in float64, differentiated by autograd down to the router's logits."""
+    """Compare with the two losses written out in float64, differentiated by autograd down to the router's logits."""
     from megascend.engines.load_balancing import gradients, scores
 
     layers, tokens, experts, top_k = 3, 11, 5, 2
@@ -89,7 +89,7 @@ def test_without_tokens_there_is_no_gradient():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
-    """Losses and gradient norms of three steps, packed and padded, samples of odd lengths."""
+    """Compare losses and gradient norms of three steps, packed and padded, with samples of odd lengths."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists(lengths=ODD)
@@ -119,7 +119,7 @@ def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
 
 
 def test_reference_distinguishes_padding_and_formulas(parity_folder):
-    """The bounds above must detect another formula, no loss, and a padding token that counts."""
+    """Check that the bounds above detect another formula, a missing loss, and a padding token that counts."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
     plain = hf_reference(parity_folder, checkpoint, tokens, 1).grad_norms[0]
@@ -149,7 +149,7 @@ print(float(loss), float(torch.cat([p.grad.flatten() for p in model.parameters()
 
 
 def test_aux_loss_of_a_padded_batch_matches_transformers(parity_folder):
-    """The loss that the Hugging Face model itself returns for a padded batch and its mask."""
+    """Compare with the loss that the Hugging Face model returns for a padded batch and its mask."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
     completed = run_reference(PADDED, json.dumps([str(checkpoint), tokens, PROMPT, COEFFICIENT]))
@@ -175,7 +175,7 @@ def test_aux_loss_of_a_padded_batch_matches_transformers(parity_folder):
     ],
 )
 def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
-    """Several micro batches in flight, each with its own padding; recomputed routers are not counted twice."""
+    """Keep several micro batches with different padding in flight; recomputed routers are not counted twice."""
     full, selective = Recompute(granularity="full"), Recompute(granularity="selective", modules=("moe",))
     world_size, parallel, recompute = {
         "PP2": (2, Parallel(pipeline=2), Recompute()),
@@ -207,7 +207,7 @@ def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
 
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_dummy_batches_count_nowhere(parity_folder, formula):
-    """Three samples in three micro batches on two ranks: the mean is over three, and the fourth is nobody's."""
+    """Average three samples in three micro batches on two ranks over three: the fourth is a dummy."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=(40, 34, 27))
     samples = causal_samples(tokens)
@@ -351,7 +351,7 @@ print(json.dumps([found[name].tolist() for name in found]))
     ids=["single", "TP2 + SP", "CP2", "EP2", "PP2"],
 )
 def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, world_size, parallel):
-    """The load is what the Hugging Face model's own routers see, each sample by itself."""
+    """Compare with the load of the Hugging Face model's routers for every sample separately."""
     checkpoint = case_checkpoint(parity_folder, "glm4_moe")
     tokens = token_lists(lengths=(20, 34, 9))
     completed = run_reference(BIAS, json.dumps([str(checkpoint), tokens]))
@@ -389,7 +389,7 @@ def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, worl
 
 
 def test_the_bias_survives_16_bits_and_a_checkpoint(parity_folder, tmp_path):
-    """fp32 in every precision; what training has made of it is saved and loaded."""
+    """Keep fp32 in every precision, and save and load the trained bias."""
     checkpoint = case_checkpoint(parity_folder, "glm4_moe")
     samples = causal_samples(token_lists())
 

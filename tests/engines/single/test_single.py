@@ -53,7 +53,7 @@ def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 
 
 def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
-    """Ten steps: losses, norms and logits; and no module of Megatron or its kind is in the process, nor torch.cuda redirected."""
+    """Compare losses, norms and logits of ten steps; the process imports no Megatron and does not redirect torch.cuda."""
     cases = [
         Case("single"),
         Case("tied", arch="qwen2", overrides={"tie_word_embeddings": True}, loss_bound=2e-5),

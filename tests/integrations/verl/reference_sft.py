@@ -18,7 +18,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 
 def loss_of(model, rows) -> torch.Tensor:
-    """Mean over all trained tokens of the batch; the first token of a sequence is never predicted."""
+    """Average over all trained tokens of the batch; the first token of a sequence is never predicted."""
     total, count = torch.zeros(()), 0
     for row in rows:
         ids, mask = row["input_ids"], row["loss_mask"].float()

@@ -22,7 +22,7 @@ CASES = ("sft_loss", "another", "sft_loss, first trained")
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """step_waits.py's report."""
+    """Run step_waits.py."""
     directory = tmp_path_factory.mktemp("waits")
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
@@ -41,7 +41,7 @@ def test_host_waits_only_for_the_gradient_norm(steps: dict[str, Any], case: str)
 
 
 def test_verls_sft_loss_needs_the_logits_once(steps: dict[str, Any]) -> None:
-    """And twice where it is no cross entropy of each sequence by itself, or another function."""
+    """Compute logits twice if the loss is not a cross entropy of each sequence, or another function."""
     passes = {case: steps[f"{case}, 12"]["projections"] for case in CASES}
     assert passes == {"sft_loss": 5, "another": 10, "sft_loss, first trained": 10}
 
