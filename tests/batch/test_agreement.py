@@ -1,4 +1,4 @@
-"""Combining the reports of all ranks: pure, so that all ranks reach the same result."""
+"""Reduction of all ranks' reports: a pure function, so that all ranks reach the same result."""
 
 from __future__ import annotations
 

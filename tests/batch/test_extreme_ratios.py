@@ -1,4 +1,4 @@
-"""Losses at extreme ratios, against float64 autograd of their formulas; and arbitrary values at tokens of weight 0."""
+"""Losses at extreme ratios, compared with float64 autograd of their formulas; any values at tokens of weight 0."""
 
 from __future__ import annotations
 

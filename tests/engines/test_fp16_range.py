@@ -1,4 +1,4 @@
-"""A number beyond 65,504 is refused by its name and value where fp16 would make it infinite."""
+"""Numbers beyond 65,504 are refused by name and value where fp16 would overflow."""
 
 from __future__ import annotations
 

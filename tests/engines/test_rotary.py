@@ -1,4 +1,4 @@
-"""Length-dependent rotary embeddings: each sample of a micro batch is rotated as by transformers on its own."""
+"""Length-dependent rotary embeddings: each sample of a micro batch is rotated as transformers rotates it separately."""
 
 from __future__ import annotations
 

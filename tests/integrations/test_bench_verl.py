@@ -1,4 +1,4 @@
-"""What ``scripts/bench_verl.py`` asks of verl on a GPU, and how it compares; the runs are in ``verl/test_verl_bench.py``."""
+"""Commands and comparisons of ``scripts/bench_verl.py`` on a GPU; ``verl/test_verl_bench.py`` has the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkyRL's prepared batches become megascend's samples, and answers become SkyRL's; without SkyRL."""
+"""Conversion of SkyRL's prepared batches to samples, and of results to SkyRL's answers; without SkyRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's settings of a rollout become those of megascend's, or are refused by name. Plain data."""
+"""Translation of verl's rollout settings to megascend's; unsupported ones are refused by name. Plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunked, vocab-parallel projection against torch's own log-softmax over the whole vocabulary."""
+"""The chunked, vocab-parallel projection compared with torch's log-softmax over the full vocabulary."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The 2-norm of long vectors: float32's accuracy, wherever it is asked for."""
+"""Accuracy of the 2-norm of long float32 vectors."""
 
 import pytest
 import torch

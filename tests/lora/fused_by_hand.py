@@ -1,4 +1,4 @@
-"""A transformer layer whose Megatron weights are put together by hand from Hugging Face's."""
+"""A transformer layer whose Megatron weights are assembled by hand from Hugging Face's."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong with one tenant, the others' values, moments and step counts stay the same to the last bit.
+"""Failures of one tenant leave the others' values, moments and step counts unchanged, bit for bit.
 
 One run per layout trains the same two tenants again and again: once in health, and once for each way in which tenant a
 (or a third) can fail. After every way tenant b must be where it was in health.

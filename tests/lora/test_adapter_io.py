@@ -1,4 +1,4 @@
-"""Saved adapters: training goes on from them exactly, any layout reads them, and what is damaged is refused everywhere."""
+"""Saved adapters: training resumes exactly, any layout reads them, and damaged files are refused on every rank."""
 
 import itertools
 import json

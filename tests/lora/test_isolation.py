@@ -1,4 +1,4 @@
-"""Many adapters: each ends where it would have ended alone."""
+"""Many adapters in mixed batches: each ends as in separate training."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What we write is what peft loads, and what peft saves is what we read; everything that is not plain LoRA is refused."""
+"""peft loads written adapters, and adapters of peft are read; everything that is not plain LoRA is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue on a small double: what runs together, what each future gives, and whose error goes where."""
+"""The queue on a small double: batching, results of futures, and propagation of errors."""
 
 import threading
 from collections import Counter

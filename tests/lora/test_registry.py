@@ -1,4 +1,4 @@
-"""Names, limits and targets that are refused, with nothing changed; and first values that no layout changes."""
+"""Names, limits and targets that are refused without changes; and initial values that do not depend on the layout."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rows of a fused layer as blocks: the views are the rows that were asked for, in their order."""
+"""Rows of a fused layer as blocks: the views are the requested rows in their order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which rows of Megatron's fused layers are which rows of Hugging Face's weights, against layers fused by hand."""
+"""Mapping of Megatron's fused rows to Hugging Face's weights, compared with layers fused by hand."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""NUMA affinity: from trees like the kernel's to CPUs, and real threads on them."""
+"""NUMA affinity: CPUs from trees like the kernel's, and binding of real threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CUDA platform sets up, as far as it shows without a GPU."""
+"""Set-up of the CUDA platform, as far as it can be tested without a GPU."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""TF32 or not: what is set for a process, and what is made of a product that was not what was asked for."""
+"""TF32: process settings, and detection of products with another precision than requested."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the npu platform decides without a card: the ports of a job."""
+"""Decisions of the npu platform without a card: the ports of a job."""
 
 from __future__ import annotations
 

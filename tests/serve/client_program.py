@@ -1,4 +1,4 @@
-"""What an unmodified Tinker client does with a server, as a program: trains, and writes what it was answered.
+"""Program with an unmodified Tinker client: trains on a server and writes the answers.
 
     python client_program.py JOB.json RESULT.json
 

@@ -1,4 +1,4 @@
-"""What tinker-cookbook's recipes take from the hub, made here: a model, its tokenizer, and data sets, by the names that they use.
+"""Local inputs of tinker-cookbook's recipes in place of the hub's: a model, its tokenizer, and data sets with their names.
 
     python cookbook_inputs.py FOLDER
 

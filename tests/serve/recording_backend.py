@@ -1,4 +1,4 @@
-"""A backend that computes nothing and notes what it was asked for, and a service on it behind a test client."""
+"""A backend that computes nothing and records its calls, and a service on it behind a test client."""
 
 from __future__ import annotations
 

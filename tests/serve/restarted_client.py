@@ -1,4 +1,4 @@
-"""A client program that trains until it is told that it is enough, whatever happens to its server meanwhile.
+"""A client program that trains until it is told to stop, across restarts of its server.
 
     python restarted_client.py JOB.json RESULT.json
 

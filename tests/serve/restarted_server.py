@@ -1,4 +1,4 @@
-"""``megascend serve`` on ranks that are killed and started again, as torchrun would start them."""
+"""``megascend serve`` on ranks that are killed and restarted, as torchrun would restart them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real Tinker client, unmodified, against a service in several layouts, and transformers, peft and AdamW beside it."""
+"""The real, unmodified Tinker client with a service in several layouts, compared with transformers, peft and AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The database of the durable state: cut off, damaged, full, killed while it is written; and what its rows add up to."""
+"""The database of the durable state: truncated, damaged, full, or killed while written; and the state of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server finds that starts on the storage of one that was killed: a copy of its files at any moment."""
+"""Recovery of a server from the storage of a killed one: a copy of its files at any moment."""
 
 from __future__ import annotations
 

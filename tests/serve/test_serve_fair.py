@@ -1,4 +1,4 @@
-"""Sampling of one tenant goes on, whatever another one asks for."""
+"""Sampling of one tenant continues under any load of another."""
 
 from __future__ import annotations
 

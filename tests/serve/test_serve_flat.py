@@ -1,4 +1,4 @@
-"""What is over leaves nothing behind: after any number of sessions, models and requests, the server holds what it held before."""
+"""Memory stays flat: after any number of sessions, models and requests, the server holds what it held before."""
 
 from __future__ import annotations
 

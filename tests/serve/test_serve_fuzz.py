@@ -1,4 +1,4 @@
-"""Any request to any route: never an error of ours, a stack trace, or an answer that does not come."""
+"""Random requests to every route: no internal error, no stack trace, and always an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are killed at random points under load, and end where an undisturbed one ends."""
+"""Servers killed at random points under load reach the state of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs between two units of training, how long requests wait, and what a lack of memory ends."""
+"""Work between two units of training, waiting times of requests, and effects of out-of-memory errors."""
 
 from __future__ import annotations
 

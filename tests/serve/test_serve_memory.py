@@ -1,4 +1,4 @@
-"""One rank's memory has no room: the request fails alone, with category "server", and other tenants do not notice."""
+"""One rank runs out of memory: the request fails alone with category "server", and other tenants are not affected."""
 
 from __future__ import annotations
 

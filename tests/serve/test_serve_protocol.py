@@ -1,4 +1,4 @@
-"""Everything that the installed client can ask for is answered; what is not here, by name."""
+"""Every request of the installed client is answered; unsupported routes are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that the server remembers, and samples that name them: stable_reinforce; the ratio mask of gspo."""
+"""Recorded responses, and samples that name them: stable_reinforce, and the ratio mask of gspo."""
 
 from __future__ import annotations
 

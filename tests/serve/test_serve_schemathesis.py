@@ -1,4 +1,4 @@
-"""Schemathesis, at every route of the service on a socket: requests that fit a schema and such that do not, JSON and protobuf."""
+"""Schemathesis on every route of the service over a socket: valid and invalid requests, JSON and protobuf."""
 
 from __future__ import annotations
 

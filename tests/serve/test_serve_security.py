@@ -1,4 +1,4 @@
-"""What hostile requests get: refusals that say nothing of others, cost little, and leave an honest line in the audit log."""
+"""Hostile requests get cheap refusals that reveal nothing of others and leave a line in the audit log."""
 
 from __future__ import annotations
 

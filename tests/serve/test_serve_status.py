@@ -1,4 +1,4 @@
-"""What the page asks for, on a backend that records; the page's headers; the files of the demo."""
+"""Requests of the status page on a recording backend; the page's headers; the files of the demo."""
 
 from __future__ import annotations
 

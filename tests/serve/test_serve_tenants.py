@@ -1,4 +1,4 @@
-"""Sixteen client processes at random pace: each ends where it ends alone, whatever others send, and their steps share batches."""
+"""Sixteen client processes at random pace: each ends as in a separate run, and their steps share batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to sample that vLLM servers answer: what is sent and read, who is asked, what happens when one fails.
+"""Sampling requests to vLLM servers: bodies and answers, choice of the server, and failures.
 
 A double of a vLLM server stands in; tests/real_vllm/test_serve_sampling.py has the real one.
 """

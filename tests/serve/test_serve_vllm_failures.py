@@ -1,4 +1,4 @@
-"""vLLM servers that fail in each way: another one answers, and the one that failed is left out for a while.
+"""vLLM servers that fail in every way: another one answers, and the failed one is skipped for a while.
 
 Servers are doubles on sockets of this machine; how they fail is what a real one's clients see.
 """

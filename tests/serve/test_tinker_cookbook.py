@@ -1,4 +1,4 @@
-"""tinker-cookbook's recipes, unmodified but for model and data, against ``megascend serve``: what they train learns."""
+"""tinker-cookbook's recipes, unmodified except for model and data, learn with ``megascend serve``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that a package outside megascend registers: known by its name on the ranks that have imported that package."""
+"""A loss registered by an external package is known by name on the ranks that have imported the package."""
 
 import importlib
 import sys

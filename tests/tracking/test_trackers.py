@@ -1,4 +1,4 @@
-"""Trackers by name: what they are told, what is refused before training, and that their failures end nothing."""
+"""Trackers by name: their calls, refusals before training, and failures that do not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A delivery chooses its transport by where engines keep weights, and refuses one that does not fit before anything begins."""
+"""A delivery chooses its transport by the engines' locations, and refuses an unsuitable one before it begins."""
 
 from __future__ import annotations
 

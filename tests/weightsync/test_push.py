@@ -1,4 +1,4 @@
-"""What engines have in force after a push is the checkpoint, from every layout; after a failure it is what they had before."""
+"""After a push, engines have the checkpoint's weights from every layout; after a failure, their previous weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FSDP engine against Hugging Face and torch AdamW. Its ranks are forks of processes in which there is no Megatron."""
+"""The FSDP engine compared with Hugging Face and torch AdamW. Its ranks are forks of processes without Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fast paths of the FSDP engine, as far as a CPU can test them: choice of attention, compilation, selective recomputation."""
+"""Fast paths of the FSDP engine that a CPU can test: choice of attention, compilation, selective recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that mix tokens are recognised by their modules, and attention by the options that it passes."""
+"""Detection of token-mixing layers by their modules, and of attention by the options that it passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of masks for the NPU's fused attention go by a mask's values, not by its name."""
+"""Masks of the NPU's fused attention are checked by value, not by name."""
 
 from __future__ import annotations
 

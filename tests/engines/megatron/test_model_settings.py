@@ -1,4 +1,4 @@
-"""Settings of models that are honoured, against Hugging Face, and those that are refused before anything is built."""
+"""Supported model settings, compared with Hugging Face, and settings that are refused before anything is built."""
 
 from __future__ import annotations
 

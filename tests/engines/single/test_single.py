@@ -1,4 +1,4 @@
-"""The single-process engine against Megatron's, Hugging Face and peft. It runs in processes of its own."""
+"""The single-process engine compared with Megatron's, Hugging Face and peft. It runs in separate processes."""
 
 from __future__ import annotations
 

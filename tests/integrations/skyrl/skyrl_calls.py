@@ -1,4 +1,4 @@
-"""Two tenants' requests as SkyRL's engine hands them to a backend, and a backend to give them to."""
+"""Two tenants' requests in the form that SkyRL's engine passes to a backend, and a backend for them."""
 
 from __future__ import annotations
 

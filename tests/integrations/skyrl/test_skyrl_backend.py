@@ -1,4 +1,4 @@
-"""megascend as a backend of SkyRL's Tinker engine: its own abstract class, its own types, its own preparation of batches."""
+"""megascend as a backend of SkyRL's Tinker engine, with SkyRL's abstract class, types and preparation of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkyRL's own Tinker server, started by our launcher, with a real client of the version that it speaks."""
+"""SkyRL's Tinker server, started by megascend's launcher, with a real client of its protocol version."""
 
 from __future__ import annotations
 

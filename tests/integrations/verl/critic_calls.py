@@ -1,4 +1,4 @@
-"""verl's engine with a critic, in one process: values, steps of verl's own value loss, a checkpoint, weights, as tensors.
+"""verl's engine with a critic in one process: values, steps of verl's value loss, a checkpoint, and weights, as tensors.
 
 python critic_calls.py CRITIC CAUSAL_MODEL OUT_DIRECTORY
 """

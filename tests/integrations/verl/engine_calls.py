@@ -1,4 +1,4 @@
-"""The engine's methods that verl's SFT trainer does not call, in one process: what they answer, as JSON.
+"""Calls, in one process, of the engine methods that verl's SFT trainer does not use; writes their results as JSON.
 
     python engine_calls.py MODEL OUT.json
 

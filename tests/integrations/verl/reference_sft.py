@@ -1,4 +1,4 @@
-"""verl's SFT batches through plain transformers and torch's AdamW: losses and gradient norms to compare an engine with.
+"""Reference losses and gradient norms of verl's SFT batches with plain transformers and torch's AdamW.
 
     python reference_sft.py MODEL TRAIN.parquet VALIDATION.parquet EPOCHS BATCH LR OUT.json
 

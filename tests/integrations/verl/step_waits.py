@@ -1,4 +1,4 @@
-"""verl's training steps on megascend's engine, and where the host would wait for a device in them.
+"""verl's training steps on megascend's engine, and the positions where the host would wait for a device.
 
     python step_waits.py MODEL OUT.json
 

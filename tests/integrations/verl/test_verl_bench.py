@@ -1,4 +1,4 @@
-"""``scripts/bench_verl.py``: verl's own Megatron engine and megascend's compute the same; their speed on a CPU says nothing."""
+"""``scripts/bench_verl.py``: verl's Megatron engine and megascend's agree; their speed on a CPU is not meaningful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic of verl's, trained by megascend with verl's own value loss, is transformers' token classifier with torch's AdamW.
+"""A critic of verl, trained by megascend with verl's value loss, equals transformers' token classifier with AdamW.
 
 On one rank by the engine's methods, on several by verl's own worker.
 """

@@ -1,4 +1,4 @@
-"""What verl's SFT trainer does not call: LoRA, entropy, a policy loss, weights, the adapter off, checkpoints, refusals."""
+"""Engine features beyond verl's SFT trainer: LoRA, entropy, policy loss, weights, disabled adapter, checkpoints, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's own PPO with Ray, a critic and a reference model: each in a process of its own, on the devices of the actor's."""
+"""verl's PPO with Ray, a critic and a reference model, each in a separate process on the actor's devices."""
 
 from __future__ import annotations
 

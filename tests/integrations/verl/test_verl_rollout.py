@@ -1,4 +1,4 @@
-"""The actor of a rollout's replica without Ray: what it samples, and new weights, held against transformers."""
+"""The actor of a rollout replica without Ray: samples and weight updates, compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The starts of docs/integrations/verl.md, as they stand there."""
+"""The quick starts of docs/integrations/verl.md, run verbatim."""
 
 from __future__ import annotations
 

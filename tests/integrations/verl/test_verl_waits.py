@@ -1,4 +1,4 @@
-"""A training step of verl's waits for the device once, however many micro batches it has."""
+"""A training step of verl waits for the device once, for any number of micro batches."""
 
 from __future__ import annotations
 

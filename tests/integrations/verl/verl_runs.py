@@ -1,4 +1,4 @@
-"""Files and commands of the tests that start verl's own programs."""
+"""Files and commands of tests that start verl's programs."""
 
 from __future__ import annotations
 
