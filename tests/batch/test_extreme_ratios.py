@@ -101,7 +101,7 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
     result = evaluate(BUILT_IN[name], new, inputs_of(len(GRID), old_logprobs=old, advantages=advantages))
     assert_same(result.scores, gradient)
-    inside = gradient.abs() <= LARGEST  # elsewhere the step is skipped, whatever the value
+    inside = gradient.abs() <= LARGEST  # otherwise the step is skipped, for any value
     assert_same(result.figures["loss"][inside], reference.detach()[inside])
     for metric, values in result.figures.items():
         assert metric == "loss" or values.isfinite().all(), metric
@@ -189,7 +189,7 @@ def test_losses_of_values_equal_their_formulas_in_float64(size: float) -> None:
         (gradient,) = torch.autograd.grad(reference.sum(), exact, retain_graph=True)
         result = evaluate(BUILT_IN[name], values, inputs_of(len(grid), returns=returns, old_values=old))
         if name == "clipped_value":
-            # Exclude (near) ties of the formula in float64, where float32 cannot tell old + 0.2 from old.
+            # Exclude (near) ties of the formula in float64, where float32 cannot represent old + 0.2 as different from old.
             distinct = (
                 (exact - returns.double()).abs() - (clipped - returns.double()).abs()
             ).detach().abs() > 1e-6 * size

@@ -72,7 +72,7 @@ def test_another_version_is_refused(report: dict[str, Any]) -> None:
 
 def test_missing_worker_is_named(report: dict[str, Any]) -> None:
     sender, other, first, _ = report["a worker is missing"]
-    for kind, text in (sender, first):  # whichever deadline passes first, the other is told
+    for kind, text in (sender, first):  # the side whose deadline passes first notifies the other
         assert kind == "DeadlineError"
         assert "timed out waiting for members to join" in text
         assert text.endswith("receiver 2 (rollout worker 1)")

@@ -20,7 +20,7 @@ def exact(vector):
 
 def test_a_long_vector(long):
     assert float(square_sum(long)) == pytest.approx(float(exact(long)), rel=1e-6)
-    # What it is there for: if torch's own norm becomes as good, it can go.
+    # The reason for this function: it can be removed once torch's norm is as accurate.
     assert float(torch.linalg.vector_norm(long)) != pytest.approx(float(exact(long).sqrt()), rel=1e-5)
 
 

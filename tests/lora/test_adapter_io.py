@@ -442,7 +442,7 @@ def by_hand(module, adapter, rank):
         return None
     experts, rest = module.split(".experts.")
     number, projection = rest.split(".")
-    # Of two adapted parameters the first declared, gate_up_proj, lies inside.
+    # Of two adapted parameters, the first declared one, gate_up_proj, is the inner one.
     inner = "" if projection == "down_proj" else ".base_layer"
     a = adapter[f"{experts}.experts{inner}.lora_A.weight"].unflatten(0, (-1, rank))[int(number)]
     b = adapter[f"{experts}.experts{inner}.lora_B.weight"].unflatten(1, (rank, -1))[..., int(number)]

@@ -124,7 +124,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_
         for label, result in results.items():
             for field in ("logprobs", "entropy"):
                 for values, expected_values in zip(getattr(result, field), getattr(expected, field), strict=True):
-                    if label == "fresh, mixed":  # other samples lie beside it, in another order
+                    if label == "fresh, mixed":  # the batch has other samples in another order
                         torch.testing.assert_close(values, expected_values, atol=2e-6, rtol=0)
                     else:
                         assert torch.equal(values, expected_values), label
@@ -381,7 +381,7 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
         with pytest.raises(ConfigError, match="adam has a learning rate already"):
             backend.optimizer_step("a", adam={"a": other}, lr=0.5)
         before = backend.adapters["a"].values.detach().clone()
-        assert backend.optimizer_step(lr=0.0).lr == 0.0  # which leaves the values alone: the learning rate of this step
+        assert backend.optimizer_step(lr=0.0).lr == 0.0  # a learning rate of 0 leaves the values unchanged
         assert torch.equal(backend.adapters["a"].values, before)
         backend.forward_backward(backend.shard(samples))
         backend.discard_gradients()

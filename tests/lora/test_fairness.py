@@ -164,7 +164,7 @@ def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
 
 def test_idling_earns_nothing():
     ledger = Ledger()
-    for number in range(50):  # a works alone: 4500 tokens
+    for number in range(50):  # only a is served: 4500 tokens
         ledger = ledger.charged([make("a", number, tokens=90)])
     lines = line_up(
         [make("a", 100 + i, tokens=90) for i in range(9)] + [make("b", 200 + i, tokens=90) for i in range(9)]

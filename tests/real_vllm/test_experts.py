@@ -116,7 +116,7 @@ def test_engine_logprobs_match_the_trainer(server: Server, checkpoint: Path, lay
         for version in (1, 2):
             backend.forward_backward(backend.shard(causal_samples(token_lists())))
             backend.optimizer_step()
-            # Every data parallel rank takes part with a sample of its own; rank 0's is the one compared.
+            # Every data parallel rank computes its own sample; rank 0's is compared.
             values = backend.forward([sample]).logprobs[0].tolist()
             sync.push(version)
             if engine:

@@ -88,7 +88,7 @@ def test_models_share_a_batch(here) -> None:
     assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in here.client.get("/metrics").text
 
 
-# --- who may ask ---
+# --- authentication ---
 
 
 def test_only_health_and_metrics_are_open(here) -> None:

@@ -124,7 +124,7 @@ def test_damage_to_the_log_is_reported_unless_it_is_in_the_last_batch(killed) ->
             with pytest.raises(CheckpointError, match=rf"state-wal: damaged at offset {begin}\b"):
                 rows_of(copy)
             assert len(log_of(copy).read_bytes()) == len(log)
-        else:  # it can hardly be told from one that was being written
+        else:  # indistinguishable from a frame that was being written
             read_or_refused(copy, [row for batch in BATCHES[:2] for row in batch])
 
 

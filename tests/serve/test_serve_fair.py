@@ -123,8 +123,8 @@ def respond(number: int, tenant: str, responses: int = 1) -> Respond:
     [
         ("a1 a1 a1 a1 a1 b1", [[0, 5, 1, 2], [3, 4]]),
         ("a1 a1 a1 b1 b1 b1", [[0, 3, 1, 4], [2, 5]]),
-        ("a3 b2 b1 a1", [[0, 3], [1, 2]]),  # what does not fit beside waits, and what is behind it
-        ("a9 b1 a1 b1", [[0], [1, 2, 3]]),  # more than fit together run alone
+        ("a3 b2 b1 a1", [[0, 3], [1, 2]]),  # a request that does not fit waits, and so do those behind it
+        ("a9 b1 a1 b1", [[0], [1, 2, 3]]),  # requests that are too large to share a batch run alone
         ("b1 b1 b1 b1 b1 a9", [[0, 1, 2, 3], [5], [4]]),
     ],
 )

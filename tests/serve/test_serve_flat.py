@@ -120,7 +120,7 @@ def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> 
     inbox = Inbox(window_s=0.0, max_tokens=100)
     for number in range(10):
         inbox.submit(Remove(2 * number, f"a{number}"))
-        inbox.answered([f"a{number}", "stays"])  # the ranks had its last step meanwhile
+        inbox.answered([f"a{number}", "stays"])  # the ranks executed its last step in the meantime
     assert list(inbox._answered) == ["stays"]
 
 

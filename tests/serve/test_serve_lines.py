@@ -88,7 +88,7 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
     assert [call[0] for call in backend.calls] == [
         "slice", "forward_backward", "slice", "optimizer_step", "slice", "forward_backward", "optimizer_step",
     ]  # fmt: skip
-    assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is told once it is there
+    assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is sent as soon as it exists
     waited = {outcome.number: outcome.wait_units for outcome in outcomes}
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
@@ -202,7 +202,7 @@ def test_batch_waits_for_models_that_return_at_once() -> None:
 
 
 def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -> None:
-    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it comes again at once
+    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it returns at once
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
         inbox.answered(["a"])

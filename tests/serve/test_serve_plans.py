@@ -109,7 +109,7 @@ def test_messages_are_counted_before_they_are_parsed() -> None:
         with pytest.raises(RequestRefusedError, match="not a protobuf message"):
             wire.check_message(body, schema, 100)
     chance = random.Random(1)
-    for _ in range(300):  # whatever comes, it is counted or refused
+    for _ in range(300):  # every value is counted or refused
         body = chance.randbytes(chance.randrange(40))
         try:
             wire.check_message(body, schema, 100)

@@ -306,7 +306,7 @@ def test_no_id_in_a_path_leaves_the_storage(here, tmp_path) -> None:
         ):
             assert here.alice.get(at).status_code in (400, 404, 405, 410), at
     run = next((tmp_path / "storage" / "alice").iterdir())
-    (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record, it is none of ours
+    (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record: not a checkpoint of the server
     assert here.alice.get(f"training_runs/{model}/checkpoints/weights/two/archive").status_code == 404
 
 

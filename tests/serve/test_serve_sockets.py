@@ -213,7 +213,7 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("connection_codes", "expected"),
     [
-        ("a- a- b-", 0),  # the oldest idle one of who has most
+        ("a- a- b-", 0),  # the oldest idle connection of the owner with the most
         ("a+ a- a- b-", 1),
         ("b- a+ a+ a+", 3),  # the newest of those that wait for an answer
         ("b- b- a- a- a-", 2),

@@ -21,7 +21,7 @@ ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "token
 
 
 class RecordingTracker:
-    """Keeps what it is told."""
+    """Tracker that records its calls."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run, self.calls = run, []

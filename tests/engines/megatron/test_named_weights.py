@@ -263,7 +263,9 @@ def test_peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere(parity_fo
     small = 4096  # headers
     assert few[0] <= layer + 2 * fused + small
     for rank in range(1, world_size):
-        assert few[rank] <= fused + small, rank  # experts lie apart and are sent as one; mcore-bridge 1.4 copies all
+        assert few[rank] <= fused + small, (
+            rank
+        )  # experts are separate tensors and sent as one; mcore-bridge 1.4 copies all
 
 
 # --- readers that stop ---

@@ -272,7 +272,7 @@ def test_unsupported_router_settings_raise_config_error(parity_folder, arch, par
     run_distributed(on_rank, parallel.pipeline, init=False)
 
 
-# --- the correction bias, and whatever else a step could change ---
+# --- the correction bias, and other state that a step could change ---
 
 
 def state(backend) -> dict[str, torch.Tensor]:

@@ -144,7 +144,7 @@ def test_signal_resumes_engines_and_ends_the_controller(tmp_path: Path, number: 
             claim.pause(lease_s=600)
             claim.begin_update(an_offer("a", 1))
             assert job.engine.paused
-            client.target._timeout_s = 0.3  # nobody answers any more
+            client.target._timeout_s = 0.3  # the controller does not answer any more
             status, stderr = job.kill(number)
         assert (status, job.engine.paused) == (128 + number, False)
         assert job.engine.calls == ["pause 600", "begin a", "drop a", "resume"]

@@ -90,7 +90,7 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
     clock = ManualClock()
     with Served(clock=clock) as served, served.client() as client:
         engine = ControllerEngine(served.where, served.key, owner="trainer")
-        assert asyncio.run(engine.receivers()) == 2  # each on an event loop of its own
+        assert asyncio.run(engine.receivers()) == 2  # every call runs in a new event loop
         served.thread.run(clock.advance(61))
         with pytest.raises(
             EngineLostError, match=r"engines of the controller .*: pause: the lease of 'trainer' .* lapsed"

@@ -63,7 +63,7 @@ def test_a_call_that_takes_longer_than_answers_are_kept() -> None:
         long = world.call()
         first = asyncio.ensure_future(world.say(long, gate))
         await asyncio.sleep(0)
-        for _ in range(5):  # answers that come meanwhile are forgotten all the same
+        for _ in range(5):  # other answers still expire while the long call runs
             world.now += 60
             await world.say(world.call())
         again = asyncio.ensure_future(world.say(long, gate))

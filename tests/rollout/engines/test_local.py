@@ -77,7 +77,7 @@ def test_a_pause_holds_tokens_back_until_its_lease_lapses(tmp_path: Path) -> Non
             assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
             await engine.resume()
             assert len((await waiting)[0].tokens) == 6
-            await engine.pause(lease_s=0.05)  # nobody resumes it
+            await engine.pause(lease_s=0.05)  # never resumed
             assert len((await engine.generate([5], SAMPLING))[0].tokens) == 6
         finally:
             await engine.close()
