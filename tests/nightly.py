@@ -29,28 +29,28 @@ NIGHTLY = {
         "transformers_and_peft_can_precede_the_bootstrap[transformers, peft, torch.distributed]": "test_import_order.py",
     },
     "checkpoint/test_asynchronous.py": {
-        "an_error_in_the_block_does_not_wait_for_ever[one rank]": "on all ranks",
-        "with_hf_there_is_a_model_for_transformers_in_it": "checkpoint/test_corruption.py: every damage, kind hf",
+        "exception_in_the_block_does_not_wait_forever[one rank]": "on all ranks",
+        "checkpoint_with_hf_contains_the_exported_model": "checkpoint/test_corruption.py: every damage, kind hf",
     },
     "checkpoint/test_corruption.py": {
-        "a_checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
-        "every_damage_to_every_file_is_refused_and_changes_nothing[full]": "the same files and a model in kind hf",
-        "the_one_before_is_taken_and_said_so[full]": "kind adapters, which has more files",
+        "checkpoint_of_a_model_with_other_parameters_is_refused[False]": "True",
+        "every_damaged_file_is_refused_and_changes_nothing[full]": "the same files and a model in kind hf",
+        "previous_checkpoint_is_loaded_and_logged[full]": "kind adapters, which has more files",
     },
     "checkpoint/test_killed_while_saving.py": {
-        "a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever[for it]": "reliability/test_hang_and_death.py",
-        "a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever[in the next save]": "for it",
-        "at_every_point_of_an_overwritten_checkpoint_there_is_one[exchange]": "no exchange; every point of a series",
+        "rank_stopped_while_writing_is_reported_in_time[for it]": "reliability/test_hang_and_death.py",
+        "rank_stopped_while_writing_is_reported_in_time[in the next save]": "for it",
+        "every_kill_point_of_an_overwrite_leaves_a_checkpoint[exchange]": "no exchange; every point of a series",
     },
     "checkpoint/test_save_and_load.py": {
-        "a_checkpoint_before_the_first_step_is_one_too[False]": "True",
-        "another_layout_goes_on_from_the_same_numbers": "checkpoint/test_resharding.py",
+        "checkpoint_before_the_first_step_resumes_bit_for_bit[False]": "True",
+        "other_layout_resumes_from_the_same_numbers": "checkpoint/test_resharding.py",
         "main_parameters_are_saved[bf16]": "fp16; upstream's reader in bf16",
-        "the_same_layout_goes_on_bit_for_bit[EP2-False]": "EP2-True, DP2-False",
-        "the_same_layout_goes_on_bit_for_bit[PP2-True]": "PP2 x VPP2",
+        "same_layout_resumes_bit_for_bit[EP2-False]": "EP2-True, DP2-False",
+        "same_layout_resumes_bit_for_bit[PP2-True]": "PP2 x VPP2",
     },
     "checkpoint/test_upstream_reader.py": {
-        "a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken[plain-bf16]": "distributed",
+        "asynchronous_checkpoint_has_the_state_of_the_save_call[plain-bf16]": "distributed",
     },
     "cli/test_cli_doctor.py": {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
@@ -77,7 +77,7 @@ NIGHTLY = {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
     },
     "distributed/test_objects.py": {
-        "who_misses_a_call_is_missed_at_the_call": "ranks that do not come are named",
+        "missing_rank_is_reported_with_the_call": "ranks that do not come are named",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",
@@ -115,10 +115,10 @@ NIGHTLY = {
         "honoured_as_in_hugging_face[recompute shared_experts]": "recompute moe",
     },
     "engines/megatron/test_named_weights.py": {
-        "a_merged_adapter_is_what_peft_merges[qwen2-parallel1]": "qwen3",
-        "a_reader_that_neither_goes_on_nor_stops_is_named_in_time": "weightwire/test_processes.py",
-        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[EP2": "PP2",
-        "memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere[TP2": "PP2",
+        "merged_adapter_matches_peft[qwen2-parallel1]": "qwen3",
+        "stalled_reader_is_named_in_time": "weightwire/test_processes.py",
+        "peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere[EP2": "PP2",
+        "peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere[TP2": "PP2",
         "the_stream_is_the_checkpoint_bit_for_bit[MoE TP2 x EP2, ETP1]": "ETP2",
     },
     "engines/megatron/test_registered_architecture.py": {
@@ -130,7 +130,7 @@ NIGHTLY = {
         "both_losses_are_the_references_in_every_layout[DP2]": "EP2, CP2",
         "both_losses_are_the_references_in_every_layout[single]": "EP2, CP2; fp16 on one process",
         "dummy_batches_count_nowhere[megatron]": "the formula of transformers",
-        "pipelines_and_recomputation_find_their_own_micro_batch[selective": "PP2 x VPP2, full recompute",
+        "aux_loss_with_pipelines_and_recomputation[selective": "PP2 x VPP2, full recompute",
         "the_bias_moves_by_the_load_of_all_ranks_real_tokens[PP2]": "EP2; TP2 + SP",
     },
     "engines/single/test_single.py": {
@@ -141,36 +141,36 @@ NIGHTLY = {
         "a_run_file_names_its_plug_in_and_the_engine": "the same engine through the backend, in the same file",
     },
     "engines/test_scalar_head.py": {
-        "a_token_classifiers_dropout_acts_in_training_alone": "training equals transformers, without dropout",
+        "token_classifier_dropout_acts_only_in_training": "training equals transformers, without dropout",
     },
     "integrations/test_megatron_start.py": {
         "the_page_runs_as_it_is_written": "bootstrap/test_training_device.py",
     },
     "lora/test_adapter_failures.py": {
-        "experts_that_two_tenants_share_keep_them_apart[EP2]": "ETP2",
-        "nothing_that_befalls_one_tenant_changes_another[DP2]": "TP2 + SP",
-        "nothing_that_befalls_one_tenant_changes_another[single]": "TP2 + SP",
+        "tenants_are_isolated_with_shared_experts[EP2]": "ETP2",
+        "failures_of_one_tenant_do_not_change_another[DP2]": "TP2 + SP",
+        "failures_of_one_tenant_do_not_change_another[single]": "TP2 + SP",
     },
     "lora/test_adapter_io.py": {
         "files_of_one_layout_are_those_of_every_other[dense-layouts0]": "odd shapes",
-        "two_tenants_go_on_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
-        "two_tenants_go_on_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
+        "two_tenants_resume_bit_for_bit[DP2-fp16]": "DP2 in fp32; TP2 + SP in fp16",
+        "two_tenants_resume_bit_for_bit[TP2 + SP-fp32]": "DP2 in fp32; TP2 + SP in fp16",
     },
     "lora/test_backend_adapters.py": {
         "a_fresh_adapter_changes_nothing_and_the_reference_never_changes[qwen3-": "qwen3_moe",
         "dropout_does_not_depend_on_the_layout[DP2]": "CP2; TP2 + SP",
         "dropout_does_not_depend_on_the_layout[PP2]": "CP2; TP2 + SP",
         "dropout_does_not_depend_on_the_layout[TP2]": "TP2 + SP",
-        "every_tenants_metrics_are_those_of_a_run_of_its_own[CP2]": "TP2 + SP",
-        "every_tenants_metrics_are_those_of_a_run_of_its_own[DP2]": "TP2 + SP",
+        "metrics_of_a_tenant_equal_a_separate_run[CP2]": "TP2 + SP",
+        "metrics_of_a_tenant_equal_a_separate_run[DP2]": "TP2 + SP",
         "targets_on_some_pipeline_stages_only[all-linear-targets1]": "targets2, and a limit of the backend",
         "targets_on_some_pipeline_stages_only[limits3-targets3]": "targets2, limits0",
         "targets_on_some_pipeline_stages_only[limits4-targets4]": "targets2, limits0",
         "tenants_on_one_data_parallel_rank_only[qwen3]": "qwen3_moe",
     },
     "lora/test_isolation.py": {
-        "mixed_training_equals_training_alone[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
-        "mixed_training_equals_training_alone[TP2 + SP-4]": "embedding and head on TP2 + SP",
+        "mixed_training_equals_separate_training[CP2-4]": "embedding and head on TP2 + SP, experts on EP2, PP2",
+        "mixed_training_equals_separate_training[TP2 + SP-4]": "embedding and head on TP2 + SP",
     },
     "lora/test_parity_with_peft.py": {
         "trajectory_equals_peft[CP2 packed]": "embedding and head, CP2 packed",
@@ -228,29 +228,29 @@ NIGHTLY = {
         "a_real_transformer_engine_with_cuda_is_not_replaced": "where it is installed: tests/gpu",
     },
     "reliability/test_disk.py": {
-        "a_run_that_is_stopped_while_there_is_no_room_says_so": "a run that goes on without checkpoints",
+        "run_stopped_on_a_full_disk_raises_checkpoint_error": "a run that goes on without checkpoints",
     },
     "reliability/test_hang_and_death.py": {
-        "forward[PP2-hang-0]": "DP2-die, TP2-stop",
-        "forward[TP2-hang-1]": "DP2-die, TP2-stop",
-        "grad_reduce[hang]": "stop",
-        "object_gather[stop]": "hang",
-        "save[save-hang]": "save-stop; write-hang",
-        "save[save-stop]": "a rank that stops while it writes",
-        "save[write-die]": "save-die; write-hang; a rank that stops while it writes",
-        "start_up[hang]": "die",
-        "start_up[stop]": "die",
+        "rank_lost_in_forward_is_named[PP2-hang-0]": "DP2-die, TP2-stop",
+        "rank_lost_in_forward_is_named[TP2-hang-1]": "DP2-die, TP2-stop",
+        "rank_lost_in_grad_reduce_is_named[hang]": "stop",
+        "rank_lost_in_object_gather_is_named[stop]": "hang",
+        "rank_lost_in_save_is_named[save-hang]": "save-stop; write-hang",
+        "rank_lost_in_save_is_named[save-stop]": "a rank that stops while it writes",
+        "rank_lost_in_save_is_named[write-die]": "save-die; write-hang; a rank that stops while it writes",
+        "rank_lost_at_start_up_is_named[hang]": "die",
+        "rank_lost_at_start_up_is_named[stop]": "die",
     },
     "reliability/test_resume.py": {
-        "a_killed_run_goes_on_bit_for_bit[DP2-0]": "MoE EP2, single",
-        "a_killed_run_goes_on_bit_for_bit[PP2-0]": "MoE EP2, single",
-        "a_killed_run_goes_on_bit_for_bit[TP2-0]": "MoE EP2, single",
+        "killed_run_resumes_bit_for_bit[DP2-0]": "MoE EP2, single",
+        "killed_run_resumes_bit_for_bit[PP2-0]": "MoE EP2, single",
+        "killed_run_resumes_bit_for_bit[TP2-0]": "MoE EP2, single",
     },
     "reliability/test_under_torchrun.py": {
-        "a_rank_that_dies_before_and_one_that_dies_after_a_restart": "test_hang_and_death.py; cli/test_cli_launch.py",
+        "rank_deaths_before_and_after_a_restart_are_reported": "test_hang_and_death.py; cli/test_cli_launch.py",
     },
     "rollout/controller/test_controller_hostile.py": {
-        "requests_that_look_like_http": "chosen requests in the same file",
+        "random_http_requests_are_refused": "chosen requests in the same file",
     },
     "rollout/engines/test_guarded.py": {
         "nothing_is_left_when_the_trainer_is_killed[trainer and server-alone]": "trainer and server-forks",
@@ -267,8 +267,8 @@ NIGHTLY = {
         "lives_that_are_over_leave_nothing_behind[False]": "[True]",
     },
     "serve/test_serve_memory.py": {
-        "what_has_no_room_on_one_rank_fails_alone[DP2]": "TP2",
-        "what_has_no_room_on_one_rank_fails_alone[one rank]": "TP2",
+        "request_out_of_memory_on_one_rank_fails_alone[DP2]": "TP2",
+        "request_out_of_memory_on_one_rank_fails_alone[one rank]": "TP2",
     },
     "serve/test_serve_vllm_failures.py": {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",
@@ -290,10 +290,10 @@ NIGHTLY = {
         "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
     },
     "testing/test_distributed.py": {
-        "a_rank_stuck_in_a_collective_shows_where": "hanging ranks are named with their stacks",
+        "rank_stuck_in_a_collective_is_reported_with_its_stack": "hanging ranks are named with their stacks",
     },
     "testing/test_reference.py": {
-        "modules_are_imported_for_one_program_alone": "every program of a reference",
+        "modules_are_imported_for_one_program_only": "every program of a reference",
     },
     "weightsync/test_push.py": {
         "a_silent_engine": "an engine that does not come",
@@ -301,7 +301,7 @@ NIGHTLY = {
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",
     },
     "weightwire/test_group.py": {
-        "the_missing_member_is_named[1]": "[0]",
+        "missing_member_is_named_by_all[1]": "[0]",
     },
     "test_bad_input.py": {
         "rank_that_stops_between_steps_is_named_within_timeout": "reliability/test_hang_and_death.py",

@@ -1,4 +1,4 @@
-"""Combining the reports of all ranks: pure, so that all ranks reach the same result."""
+"""Reduction of all ranks' reports: a pure function, so that all ranks reach the same result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sums_count_every_data_parallel_rank_once():
     assert agreed.micro_batches == 4
 
 
-def test_adapters_are_counted_apart_and_have_one_order_on_all_ranks():
+def test_adapters_are_counted_separately_and_in_one_order_on_all_ranks():
     counts = {"a": TokenCounts(1.0, 0, 1, 2), "b": TokenCounts(2.0, 1, 3, 4), "c": TokenCounts(5.0, 0, 6, 7)}
     first = entry(counts={"b": counts["b"], "a": counts["a"]}, checksum=1)
     second = entry(counts={"c": counts["c"], "b": counts["b"]}, checksum=2)
@@ -60,13 +60,13 @@ def test_a_rank_without_samples_does_not_stop_the_others():
     assert (agreed.micro_batches, agreed.counts) == (2, {"": TALLY})
 
 
-def test_nothing_on_any_rank_is_an_error():
+def test_empty_batch_on_every_rank_raises_data_error():
     empty = entry(micro_batches=0, counts={}, checksum=0)
     with pytest.raises(DataError, match="the batch is empty on every rank"):
         reconcile([empty] * 2, layout(2))
 
 
-def test_the_first_problem_is_told_with_its_rank_and_the_others_are_counted():
+def test_first_problem_is_raised_with_its_rank_and_others_are_counted():
     with pytest.raises(DataError, match=r"^rank 1: sample 3 is too long$"):
         reconcile([entry(), entry(problem="sample 3 is too long")], layout(2))
     bad = entry(problem="sample 0 is odd")
@@ -74,7 +74,7 @@ def test_the_first_problem_is_told_with_its_rank_and_the_others_are_counted():
         reconcile([entry(), entry(), bad, bad], layout(4))
 
 
-def test_a_problem_is_told_before_a_mismatch_that_may_only_follow_from_it():
+def test_problem_takes_precedence_over_a_mismatch():
     with pytest.raises(DataError, match="rank 1: too long"):
         reconcile([entry(checksum=1), entry(problem="too long", checksum=0)], layout(2, tensor=2))
 
@@ -98,7 +98,7 @@ def test_replicas_may_have_different_samples():
     assert reconcile([entry(checksum=value) for value in (1, 2, 3)], layout(3)).counts[""].weight == 30.0
 
 
-def test_a_report_counts_what_is_there():
+def test_report_counts_weights_and_tokens():
     samples = [
         Sample([1, 2, 3], [2, 3, 4], [0.0, 0.5, 2.0]),
         Sample([9], [8], [1.0]),
@@ -110,14 +110,14 @@ def test_a_report_counts_what_is_there():
     assert report([], 0, [], None) == RankReport(None)
 
 
-def test_a_pair_counts_once_and_for_its_own_adapter():
+def test_pair_counts_once_for_its_adapter():
     samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
     counts = report(samples, 1, ["a", "a", "b", "b"], BUILT_IN["dpo"]).counts
     assert {name: (count_.pairs, count_.tokens) for name, count_ in counts.items()} == {"a": (1, 2), "b": (1, 2)}
 
 
-def test_a_report_does_not_lose_small_weights_beside_large_ones():
-    """Summed in float64: a million weights of 1e-3 beside one of 1e5 would lose digits in float32."""
+def test_report_sums_weights_in_float64():
+    """Sum in float64: a million weights of 1e-3 plus one of 1e5 would lose digits in float32."""
     large = Sample([1], [1], [1e5])
     small = Sample([1] * 100_000, [1] * 100_000, [1e-3] * 100_000)
     assert report([large, small], 1, ["", ""], None).counts[""].weight == pytest.approx(1e5 + 100, rel=1e-9)

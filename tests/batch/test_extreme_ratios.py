@@ -1,4 +1,4 @@
-"""Losses at extreme ratios, against float64 autograd of their formulas; and arbitrary values at tokens of weight 0."""
+"""Losses at extreme ratios, compared with float64 autograd of their formulas; any values at tokens of weight 0."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
     result = evaluate(BUILT_IN[name], new, inputs_of(len(GRID), old_logprobs=old, advantages=advantages))
     assert_same(result.scores, gradient)
-    inside = gradient.abs() <= LARGEST  # elsewhere the step is skipped, whatever the value
+    inside = gradient.abs() <= LARGEST  # otherwise the step is skipped, for any value
     assert_same(result.figures["loss"][inside], reference.detach()[inside])
     for metric, values in result.figures.items():
         assert metric == "loss" or values.isfinite().all(), metric
@@ -114,7 +114,7 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_old_probability_of_0_is_no_nan(name: str) -> None:
-    """The limit of ever smaller ones: 0 where the formula clips or the advantage is 0, else infinite with its sign."""
+    """Take the limit of ever smaller ones: 0 where the formula clips or the advantage is 0, else infinite with its sign."""
     advantages = torch.tensor([1.0, -1.0, 0.0])
     old = torch.full((3,), -math.inf)
     result = evaluate(BUILT_IN[name], torch.full((3,), -2.0), inputs_of(3, old_logprobs=old, advantages=advantages))
@@ -139,7 +139,7 @@ def test_ratio_without_an_upper_clip_is_no_nan() -> None:
 
 
 def test_token_beyond_float32_of_a_sequence_takes_part_in_its_mean() -> None:
-    """gspo: (95 + 0 + 1) / 3 = 32 is clipped for a positive advantage; for a negative one the gradient is e^32 / 3 a token."""
+    """Check gspo: (95 + 0 + 1) / 3 = 32 is clipped for a positive advantage; else the gradient is e^32 / 3 per token."""
     old = torch.tensor([-95.0, 0.0, -1.0, -95.0, 0.0, -1.0])
     advantages = torch.tensor([1.0] * 3 + [-1.0] * 3)
     sample = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -189,7 +189,7 @@ def test_losses_of_values_equal_their_formulas_in_float64(size: float) -> None:
         (gradient,) = torch.autograd.grad(reference.sum(), exact, retain_graph=True)
         result = evaluate(BUILT_IN[name], values, inputs_of(len(grid), returns=returns, old_values=old))
         if name == "clipped_value":
-            # Exclude (near) ties of the formula in float64, where float32 cannot tell old + 0.2 from old.
+            # Exclude (near) ties of the formula in float64, where float32 cannot represent old + 0.2 as different from old.
             distinct = (
                 (exact - returns.double()).abs() - (clipped - returns.double()).abs()
             ).detach().abs() > 1e-6 * size
@@ -231,7 +231,7 @@ LOSSES = {**BUILT_IN, "covariance": Loss("covariance", covariance, entropy=True)
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_token_of_weight_0_contributes_nothing_whatever_it_holds(name: str, junk: float) -> None:
+def test_token_of_weight_0_contributes_nothing(name: str, junk: float) -> None:
     loss, generator = LOSSES[name], torch.Generator().manual_seed(0)
     weights = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.0, 2.0])
     fields = ["old_logprobs", "advantages", "ref_logprobs", "returns", "old_values"]

@@ -70,7 +70,7 @@ def test_ppo_takes_the_smaller_surrogate():
 
 
 def test_ppo_is_flat_where_it_clips_and_only_there():
-    """A ratio that moved too far the way its advantage pushes gets no gradient; one that moved back does."""
+    """Give no gradient to a ratio that moved too far in its advantage's direction, but to one that moved back."""
     logprobs = tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
     values, _ = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=tensor([1.0, -1.0, 1.0, -1.0])))
     values.sum().backward()
@@ -112,15 +112,15 @@ def test_gspo_has_one_ratio_a_sequence_of_its_tokens_with_a_weight():
     assert values.tolist() == pytest.approx([-1.2 * 1.0, first * 2.0, -1.2 * 0.5, 0.9])
 
 
-def test_dro_is_flat_where_the_advantage_is_what_was_earned_by_leaving():
-    """d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
+def test_dro_gradient_is_zero_at_its_optimum():
+    """Check that d/dlogp of -A logp + beta / 2 (logp - old)^2 is 0 at logp = old + A / beta."""
     logprobs = tensor([1.0 / 0.05 - 1.5], requires_grad=True)
     dro(logprobs, inputs(1, old_logprobs=tensor([-1.5]), advantages=tensor([1.0])))[0].sum().backward()
     assert logprobs.grad.item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_stable_reinforce_is_the_policy_gradient_with_a_penalty_for_leaving_the_sampler():
-    """Over all tokens that the sampler may draw, its gradient is that of E_pi[A] - c KL(pi || sampler), by autograd."""
+    """Compare, over all tokens the sampler may draw, with the gradient of E_pi[A] - c KL(pi || sampler) by autograd."""
     logits = tensor([0.3, -1.0, 0.7, 0.1], requires_grad=True)
     sampler = torch.log_softmax(tensor([-0.2, 0.4, 0.5, -1.0]), 0)
     policy = torch.log_softmax(logits, 0)
@@ -168,7 +168,7 @@ def test_dpo_compares_the_weighted_sums_of_each_pair(beta):
     assert metrics["reward_rejected"].tolist() == pytest.approx([beta * margins[0], beta * margins[3]])
 
 
-def test_dpo_of_the_reference_itself_is_log_two():
+def test_dpo_of_the_reference_is_log_two():
     arguments = inputs(
         2, ref_logprobs=tensor([-1.0, -2.0]), sample=tensor([0, 1]), sample_count=2, pairs=tensor([[0, 1]])
     )
@@ -207,7 +207,7 @@ def test_a_loss_is_found_by_name_or_made_of_a_callable():
     assert resolve(loss) is loss
 
 
-def test_what_is_no_loss_is_refused():
+def test_invalid_loss_raises_config_error():
     with pytest.raises(
         ConfigError,
         match=r"unknown loss 'hinge'; known by name: cross_entropy, .*, ppo, cispo, gspo, dro, stable_reinforce, dpo",
@@ -217,7 +217,7 @@ def test_what_is_no_loss_is_refused():
         resolve(3)
 
 
-def test_output_is_taken_apart():
+def test_loss_output_is_split_into_values_and_metrics():
     loss = BUILT_IN["ppo"]
     values, metrics = split_output(loss, torch.ones(3), 3)
     assert (values.tolist(), metrics) == ([1.0] * 3, {})

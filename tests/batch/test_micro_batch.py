@@ -47,7 +47,7 @@ def on_every_rank(lengths, packing, context, tensor, **options):
 
 @quick
 @given(**combinations)
-def test_what_a_rank_holds_divides_as_promised(packing, context, tensor, lengths):
+def test_local_tokens_are_divisible_by_the_layout(packing, context, tensor, lengths):
     for batch in on_every_rank(lengths, packing, context, tensor):
         rows, columns = batch.input_ids.shape
         count = rows * columns
@@ -120,8 +120,8 @@ def test_unpacking_undoes_it(packing, context, tensor, lengths):
         assert torch.equal(values, sample.extra["extra"])
 
 
-def test_the_plan_counts_what_the_batch_takes():
-    """``padded_length`` is what the planner budgets with; the batch may add only the tensor ranks' remainder."""
+def test_planned_lengths_match_the_batch():
+    """Compare with ``padded_length``, which the planner budgets with; the batch may add only the tensor ranks' remainder."""
     for packing, context, tensor in ((True, 2, 1), (False, 2, 2), (False, 1, 4), (True, 1, 1)):
         layout = SequenceLayout(packing, context, 0, tensor)
         for lengths in ([5], [7, 3], [16, 16, 2]):

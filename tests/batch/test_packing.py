@@ -1,4 +1,4 @@
-"""Properties of the micro-batch plan, for any samples; the plans are those of the algorithms written out, in far fewer steps."""
+"""Properties of the micro-batch plan for any samples; plans equal those of the plain algorithms, with far fewer steps."""
 
 import random
 import sys

@@ -18,7 +18,7 @@ def test_buckets_are_few_and_at_most_a_quarter_larger():
 
 
 def test_numbers_of_keys_are_multiples_of_128():
-    """Before 9.15.1, cuDNN's attention reads beyond them when its backward pass is replayed."""
+    """Round up: before 9.15.1, cuDNN's attention reads beyond the keys when its backward pass is replayed."""
     assert all(token_bucket(tokens) % 128 == 0 for tokens in range(1, 100_000, 7))
 
 
@@ -42,7 +42,7 @@ def test_rows_stay_rows_where_nothing_is_padded():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_segments_cover_all_tokens_and_none_is_longer_than_said(seed):
+def test_segments_cover_all_tokens_within_the_longest(seed):
     generator = random.Random(seed)
     adapters = generator.choice((1, 2, 4, 8))
     lengths = [generator.randint(1, generator.choice((4, 60, 900))) for _ in range(generator.randint(2, 20))]

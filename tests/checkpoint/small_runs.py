@@ -1,4 +1,4 @@
-"""A small model under training, and what it holds to the last bit."""
+"""Training of a small model, and its exact state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megascend.testing.parity import case_checkpoint, causal_samples, token_list
 
 
 def small_model(folder):
-    """Two layers: a checkpoint of it takes a few milliseconds."""
+    """Write a model of two layers, whose checkpoint takes a few milliseconds."""
     return case_checkpoint(folder, "qwen3", num_hidden_layers=2)
 
 
@@ -26,7 +26,7 @@ def make_backend(checkpoint, **options):
 
 
 def train(backend, steps=1, adapters=()):
-    """Steps on the same samples, for each adapter if there are any."""
+    """Take optimizer steps on fixed samples, for every adapter if there are any."""
     samples = backend.shard(causal_samples(token_lists(lengths=(9, 12, 7, 10))))
     for _ in range(steps):
         for adapter in adapters or (None,):
@@ -39,27 +39,27 @@ def as_bytes(tensor):
 
 
 def exact_state(backend):
-    """Everything of this rank that a checkpoint holds, and the live parameters, as bytes."""
+    """Return this rank's checkpoint state and live parameters as bytes."""
     from megascend.engines.checkpoints import random_state
 
-    engine, found = backend.engine, {}
+    engine, state = backend.engine, {}
     for name, entry in engine.state(everything=False).items():
         if isinstance(entry, TensorSlices):
-            found |= {(name, offsets): as_bytes(values) for offsets, values in entry.slices}
+            state |= {(name, offsets): as_bytes(values) for offsets, values in entry.slices}
     for number, chunk in enumerate(engine.bare_chunks):
-        found |= {(number, name): as_bytes(parameter) for name, parameter in chunk.named_parameters()}
+        state |= {(number, name): as_bytes(parameter) for name, parameter in chunk.named_parameters()}
     for name, adapter in backend.adapters.items():
-        found[name] = [as_bytes(tensor) for tensor in (adapter.values, *adapter.moments())]
-        found[name, "counts"] = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps)
+        state[name] = [as_bytes(tensor) for tensor in (adapter.values, *adapter.moments())]
+        state[name, "counts"] = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps)
     if engine.adapters is None:
-        found["optimizer"] = (engine.optimizer.updates, engine.trainable.step_count)
-    found["step"] = backend.step_count
-    found["random"] = exactly(random_state(engine))
-    return found
+        state["optimizer"] = (engine.optimizer.updates, engine.trainable.step_count)
+    state["step"] = backend.step_count
+    state["random"] = exactly(random_state(engine))
+    return state
 
 
 def exactly(value):
-    """Something that is equal if and only if all tensors and arrays in ``value`` are."""
+    """Replace tensors and arrays in ``value`` by bytes, so that ``==`` compares every bit."""
     if isinstance(value, dict):
         return {key: exactly(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def exactly(value):
 
 
 def damages(file):
-    """Ways to damage a file that has at least a byte: (name, what does it)."""
+    """Return ways to damage a file of at least one byte: (name, action)."""
     size = file.stat().st_size
 
     def flip(offset):

@@ -1,4 +1,4 @@
-"""Saving beside training: what is written is the state of one moment, and nothing waits for ever."""
+"""Asynchronous saving: a checkpoint has the state of one moment, and nothing waits forever."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkpoint(parity_folder):
 
 
 def slow_disk(seconds):
-    """Every ``fsync`` of this process takes ``seconds`` from now on."""
+    """Delay every ``fsync`` of this process by ``seconds``."""
     fsync = os.fsync
 
     def slowly(descriptor):
@@ -42,31 +42,31 @@ def slow_disk(seconds):
     return fsync
 
 
-def held_disk():
-    """No ``fsync`` of a thread that writes comes back before the event that is returned is set."""
-    fsync, moves_on = os.fsync, threading.Event()
+def block_disk():
+    """Block every ``fsync`` of writer threads until the returned event is set."""
+    fsync, release = os.fsync, threading.Event()
 
-    def held(descriptor):
+    def wait_then_sync(descriptor):
         if threading.current_thread() is not threading.main_thread():
-            assert moves_on.wait(120)
+            assert release.wait(120)
         fsync(descriptor)
 
-    os.fsync = held
-    return moves_on
+    os.fsync = wait_then_sync
+    return release
 
 
-class DiskOfWhoWaits:
-    """Nothing is written before the main thread waits for it; it then waits for ``PAUSE_S`` at least.
+class WaitingDisk:
+    """Disk that writes only while the main thread waits for a checkpoint, after at least ``PAUSE_S`` seconds.
 
     Attributes:
-        stuck: nor then.
+        stuck: do not write even then.
     """
 
     PAUSE_S = 0.2
 
     def __init__(self, monitor):
         self.stuck = False
-        self._moves_on, self._phase = held_disk(), monitor.phase
+        self._release, self._phase = block_disk(), monitor.phase
         monitor.phase = self._watched
 
     @contextlib.contextmanager
@@ -75,10 +75,10 @@ class DiskOfWhoWaits:
         with self._phase(name, *details):
             if waits:
                 time.sleep(self.PAUSE_S)
-                self._moves_on.set()
+                self._release.set()
             yield
         if waits:
-            self._moves_on.clear()
+            self._release.clear()
 
 
 def on_two_ranks(body, checkpoint, **options):
@@ -90,12 +90,12 @@ def on_two_ranks(body, checkpoint, **options):
 
 
 def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
-    """On a disk that waits, one after the other without waiting: each checkpoint has the state in which it was taken."""
+    """Overlap saves, loads and steps on a waiting disk: each checkpoint has the state at its save call."""
 
     def body(backend):
         train(backend)
-        backend.save(tmp_path / "one", wait=True)  # the first takes memory and makes its group
-        disk = DiskOfWhoWaits(backend.groups.monitor)
+        backend.save(tmp_path / "one", wait=True)  # the first save allocates memory and creates its group
+        disk = WaitingDisk(backend.groups.monitor)
         states = {}
 
         # Two saves in a row, the second after steps during the first
@@ -149,8 +149,8 @@ def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["five", "four", "last", "one", "three", "two"]
 
 
-def test_a_checkpoint_is_on_disk_before_it_has_its_name(checkpoint, tmp_path):
-    """Each file, and each directory that holds one, is synchronised before the directory is renamed."""
+def test_files_and_directories_are_synced_before_the_rename(checkpoint, tmp_path):
+    """Sync each file, and each directory that holds one, before the directory is renamed."""
 
     def body(backend):
         synchronised, fsync, before = set(), os.fsync, []
@@ -167,11 +167,11 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(checkpoint, tmp_path):
         backend.save(tmp_path / "new", hf=True, wait=True)
         everything = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
         # Another rank's files are complete before rank 0 renames: the renaming waits for their digests.
-        known = set().union(
+        synced_inodes = set().union(
             *gather_objects(before if backend.rank == 0 else list(synchronised), "world", backend.groups)
         )
         return [
-            str(path) for path in everything if path.stat().st_ino not in known
+            str(path) for path in everything if path.stat().st_ino not in synced_inodes
         ], tmp_path.stat().st_ino in synchronised
 
     (left, parent), _ = on_two_ranks(body, checkpoint)
@@ -179,7 +179,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(checkpoint, tmp_path):
     assert parent
 
 
-def test_with_hf_there_is_a_model_for_transformers_in_it(checkpoint, tmp_path):
+def test_checkpoint_with_hf_contains_the_exported_model(checkpoint, tmp_path):
     def body(backend):
         train(backend)
         backend.save(tmp_path / "new", hf=True, wait=True)
@@ -193,7 +193,7 @@ def test_with_hf_there_is_a_model_for_transformers_in_it(checkpoint, tmp_path):
         assert (tmp_path / "new" / "hf" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
 
 
-def test_whatever_goes_wrong_is_told_to_every_rank_and_the_next_save_works(checkpoint, tmp_path):
+def test_failed_save_raises_on_every_rank_and_the_next_save_works(checkpoint, tmp_path):
     def body(backend):
         train(backend)
         backend.save(tmp_path / "last", wait=True)
@@ -206,26 +206,26 @@ def test_whatever_goes_wrong_is_told_to_every_rank_and_the_next_save_works(check
             return str(caught.value)
 
         # An error of the caller's function, of any kind, after the checkpoint is in place
-        told = [refused("ZeroDivisionError: ", after=lambda path: 1 / 0)]
-        told.append(refused("nowhere", after=lambda path: (tmp_path / "nowhere" / "x").write_text("")))
+        messages = [refused("ZeroDivisionError: ", after=lambda path: 1 / 0)]
+        messages.append(refused("nowhere", after=lambda path: (tmp_path / "nowhere" / "x").write_text("")))
 
         # A rank that cannot write
         fsync = os.fsync
         if backend.rank == 1:
             os.fsync = lambda descriptor: (_ for _ in ()).throw(OSError(5, "Input/output error"))
         train(backend)
-        told.append(refused("Input/output error"))
+        messages.append(refused("Input/output error"))
         os.fsync = fsync
-        assert len(set(gather_objects(tuple(told), "world", backend.groups))) == 1
+        assert len(set(gather_objects(tuple(messages), "world", backend.groups))) == 1
 
-        # What is no JSON is refused before anything is written
+        # Values that are not JSON are refused before anything is written
         for progress in ({"loss": torch.ones(2)}, {"path": tmp_path}, {(1, 2): 3}):
             with pytest.raises(ConfigError, match="progress must be JSON"):
                 backend.save(tmp_path / "last", progress=progress)
         backend.save(tmp_path / "keys", progress={1: "a", "1": "b", "pair": (1, 2)}, wait=True)
         assert backend.load(tmp_path / "keys") == {"1": "b", "pair": [1, 2]}
 
-        # An export that fails leaves nothing either
+        # A failed export leaves no files either
         backend.engine.export, export = (
             (lambda path, adapter: (_ for _ in ()).throw(CheckpointError("no export"))),
             backend.engine.export,
@@ -241,9 +241,9 @@ def test_whatever_goes_wrong_is_told_to_every_rank_and_the_next_save_works(check
         assert sorted(names) == ["good", "keys", "last"]
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_call_once(checkpoint, tmp_path):
+def test_unobserved_failure_is_raised_once_by_the_next_call(checkpoint, tmp_path):
     def body(backend):
-        found = []
+        reported = []
         for call in (lambda: backend.save(tmp_path / "b"), lambda: backend.load(tmp_path / "good"), backend.close):
             if not (tmp_path / "good").exists():
                 backend.save(tmp_path / "good", wait=True)
@@ -252,8 +252,8 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_call_once(checkp
                 time.sleep(0.01)
             with pytest.raises(CheckpointError, match="ZeroDivisionError"):
                 call()
-            found.append(pending.reported)
-        return found
+            reported.append(pending.reported)
+        return reported
 
     def work():
         backend = make_backend(checkpoint)
@@ -262,18 +262,18 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_call_once(checkp
     assert run_distributed(work, 2, init=False, timeout_s=180) == [[True] * 3] * 2
 
 
-def test_one_rank_that_loses_timeout_stops_the_next_call_on_all(checkpoint, tmp_path):
-    """Each rank waits by a clock of its own."""
+def test_timeout_on_one_rank_fails_the_next_call_on_all(checkpoint, tmp_path):
+    """Fail on both ranks although only one reaches its deadline: ranks have separate clocks."""
 
     def body(backend):
-        moves_on = held_disk()
+        release = block_disk()
         slow = backend.save(tmp_path / "slow")
         wait = slow._wait
         if backend.rank == 1:
             slow._timeout_s = 0.01
-            slow._wait = lambda seconds: (wait(seconds), moves_on.set())[0]
+            slow._wait = lambda seconds: (wait(seconds), release.set())[0]
         else:
-            moves_on.set()
+            release.set()
         with pytest.raises(CheckpointError, match=r"slow is not complete 0\.01 s after it was waited for"):
             backend.save(tmp_path / "next")
         slow._timeout_s = 30
@@ -283,8 +283,8 @@ def test_one_rank_that_loses_timeout_stops_the_next_call_on_all(checkpoint, tmp_
     assert on_two_ranks(body, checkpoint) == [(0, 0)] * 2
 
 
-def test_a_link_in_place_of_the_directory_is_followed(checkpoint, tmp_path):
-    """``last`` may be a link to another disk; saving over it again and again keeps it one."""
+def test_symlinked_directory_is_followed(checkpoint, tmp_path):
+    """Save through a link repeatedly: ``last`` may link to another disk, and stays a link."""
     (tmp_path / "disk").mkdir()
 
     def body(backend):
@@ -308,23 +308,23 @@ def test_a_link_in_place_of_the_directory_is_followed(checkpoint, tmp_path):
 # --- leaving while a checkpoint is being written ---
 
 
-def test_an_error_in_the_block_waits_a_moment_for_the_checkpoint(checkpoint, tmp_path):
+def test_exception_in_the_block_waits_for_the_pending_checkpoint(checkpoint, tmp_path):
     def work():
         try:
             with make_backend(checkpoint) as backend:
                 slow_disk(0.2)
                 backend.save(tmp_path / "last")
-                raise KeyError("mine")
+                raise KeyError("caller")
         except KeyError as error:
             return str(error)
 
-    assert run_distributed(work, 2, init=False, timeout_s=180) == ["'mine'"] * 2
+    assert run_distributed(work, 2, init=False, timeout_s=180) == ["'caller'"] * 2
     assert manifest.problems(tmp_path / "last", files := manifest.read(tmp_path / "last").files, files) == []
 
 
-@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monkeypatch, who):
-    """The disk hangs. The error that ended the block comes out all the same; ranks that have none are told."""
+@pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_exception_in_the_block_does_not_wait_forever(checkpoint, tmp_path, monkeypatch, failing_ranks):
+    """Hang the disk: the block's exception is still raised, and the other rank's error names rank 1."""
     from megascend import backend as module
 
     monkeypatch.setattr(module, "GRACE_S", 0.5)
@@ -338,8 +338,8 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
                 slow_disk(3600)
                 backend.save(tmp_path / "last")
                 started = time.monotonic()
-                if backend.rank in who:
-                    raise KeyError("mine")
+                if backend.rank in failing_ranks:
+                    raise KeyError("caller")
                 train(backend, 1000)
         except (KeyError, MegascendError) as error:
             return type(error), str(error), time.monotonic() - started
@@ -347,8 +347,8 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
 
     results = run_distributed(work, 2, init=False, timeout_s=120)
     for rank, (kind, message, seconds) in enumerate(results):
-        assert seconds < 100  # of a disk that takes an hour
-        if rank in who:
+        assert seconds < 100  # the disk would take an hour
+        if rank in failing_ranks:
             assert kind is KeyError
         else:
             assert issubclass(kind, MegascendError)
@@ -356,10 +356,10 @@ def test_an_error_in_the_block_does_not_wait_for_ever(checkpoint, tmp_path, monk
     assert manifest.problems(tmp_path / "last", files := manifest.read(tmp_path / "last").files, files) == []
 
 
-def test_a_forked_child_that_exits_does_not_wait_for_a_thread_that_it_has_not(checkpoint, tmp_path):
+def test_forked_child_exits_without_waiting_for_the_writer_thread(checkpoint, tmp_path):
     def work():
         with make_backend(checkpoint) as backend:
-            moves_on = held_disk()
+            release = block_disk()
             pending = backend.save(tmp_path / "last")
             child = os.fork()
             if child == 0:
@@ -367,7 +367,7 @@ def test_a_forked_child_that_exits_does_not_wait_for_a_thread_that_it_has_not(ch
                 backend._saver._at_exit()
                 os._exit(0)
             assert not pending.done
-            moves_on.set()
+            release.set()
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert run_distributed(work, 1, init=False, timeout_s=180) == [0]
@@ -395,7 +395,7 @@ if sys.argv[3] == "error":
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ends", ["normally", "error"])
-def test_a_script_that_ends_without_closing_leaves_a_complete_checkpoint(checkpoint, tmp_path, ends):
+def test_script_that_ends_without_close_leaves_a_complete_checkpoint(checkpoint, tmp_path, ends):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     environment |= {"MEGASCEND_STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
@@ -419,7 +419,7 @@ def test_a_script_that_ends_without_closing_leaves_a_complete_checkpoint(checkpo
         assert out == "pending\n", err
         assert rank.returncode == (0 if ends == "normally" else 1), err
         assert ends == "normally" or "SystemError: in the script" in err
-    found = manifest.read(tmp_path / "last")
-    assert (found.step, found.progress) == (1, {"who": "a script"})
-    assert manifest.problems(tmp_path / "last", found.files, found.files) == []
+    saved = manifest.read(tmp_path / "last")
+    assert (saved.step, saved.progress) == (1, {"who": "a script"})
+    assert manifest.problems(tmp_path / "last", saved.files, saved.files) == []
     assert json.loads((tmp_path / "last" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"

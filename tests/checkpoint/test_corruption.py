@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused on every rank, changes nothing, and the one before it is taken instead."""
+"""A damaged checkpoint is refused on every rank, changes nothing, and the previous one is loaded instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint(parity_folder):
 
 
 def two_checkpoints(backend, output, hf=False, adapters=()):
-    """Of steps 1 and 2, as a run writes them; the model is at step 3. The states at each step."""
+    """Save steps 1 and 2 as a run does, train to step 3, and return the retention and the state of every step."""
     retention, states = Retention(output / "checkpoints"), {}
     for name in adapters:
         backend.add_adapter(name, Lora(rank=4, seed=len(name)))
@@ -50,7 +50,7 @@ def two_checkpoints(backend, output, hf=False, adapters=()):
 
 
 def message_of(backend, path):
-    """The error of ``load``, the same on every rank."""
+    """Return the error message of ``load``, which must be equal on every rank."""
     with pytest.raises(CheckpointError) as caught:
         backend.load(path)
     messages = gather_objects(str(caught.value), "world", backend.groups)
@@ -59,7 +59,7 @@ def message_of(backend, path):
 
 
 def on_rank_0(action):
-    """Do it on one rank, while the other waits."""
+    """Run an action on rank 0 between two barriers."""
     dist.barrier()
     if dist.get_rank() == 0:
         action()
@@ -67,7 +67,7 @@ def on_rank_0(action):
 
 
 def in_backend(kind, checkpoint, output, body):
-    """Call ``body(backend, retention, states, event_log)`` on two ranks; rank 0's result."""
+    """Call ``body(backend, retention, states, event_log)`` on two ranks; return rank 0's result."""
     options = dict(KINDS[kind])
 
     def work():
@@ -80,10 +80,10 @@ def in_backend(kind, checkpoint, output, body):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damage_to_every_file_is_refused_and_changes_nothing(kind, checkpoint, tmp_path):
+def test_every_damaged_file_is_refused_and_changes_nothing(kind, checkpoint, tmp_path):
     def body(backend, retention, states, event_log):
         newest = retention.path(2)
-        names, tried = files_of(newest), 0
+        names, attempts = files_of(newest), 0
         for name in names:
             file = newest / name
             content = file.read_bytes()
@@ -93,28 +93,33 @@ def test_every_damage_to_every_file_is_refused_and_changes_nothing(kind, checkpo
                 assert name in message, (name, damage, message)
                 assert exact_state(backend) == states[3], (name, damage)
                 on_rank_0(lambda file=file, content=content: restore(file, content))
-                tried += 1
-        assert backend.load(newest) == {"step": 2}  # restored, it is what was saved
+                attempts += 1
+        assert backend.load(newest) == {"step": 2}  # the restored files load
         assert exact_state(backend) == states[2]
-        return names, tried
+        return names, attempts
 
-    names, tried = in_backend(kind, checkpoint, tmp_path, body)
+    names, attempts = in_backend(kind, checkpoint, tmp_path, body)
     expected = {".metadata", "common.pt", "megascend.json", "metadata.json", "__0_0.distcp"}
     expected |= {"__1_0.distcp"}
-    of_adapter = {"adapter_config.json", "adapter_model.safetensors", "megascend_adapter.json", "optimizer.safetensors"}
+    adapter_files = {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "megascend_adapter.json",
+        "optimizer.safetensors",
+    }
     if kind == "adapters":
-        expected |= {f"adapters/{adapter}/{name}" for adapter in "ab" for name in of_adapter}
+        expected |= {f"adapters/{adapter}/{name}" for adapter in "ab" for name in adapter_files}
     else:
         expected |= {"hf_parts.json"}
     if kind == "hf":
         assert {"hf/config.json", "hf/model.safetensors"} <= set(names)
         names = [name for name in names if not name.startswith("hf/")]
     assert set(names) == expected
-    assert tried >= 10 * len(expected)
+    assert attempts >= 10 * len(expected)
 
 
 @pytest.mark.parametrize("kind", ["full", "adapters"])
-def test_the_one_before_is_taken_and_said_so(kind, checkpoint, tmp_path, capfd):
+def test_previous_checkpoint_is_loaded_and_logged(kind, checkpoint, tmp_path, capfd):
     def body(backend, retention, states, event_log):
         newest = retention.path(2)
         names = files_of(newest)
@@ -137,7 +142,7 @@ def test_the_one_before_is_taken_and_said_so(kind, checkpoint, tmp_path, capfd):
         assert (resumed["step"], resumed["checkpoint"]) == (1, str(tmp_path / "checkpoints" / "step-00000001"))
 
 
-def test_if_all_are_damaged_there_is_an_error_and_nothing_has_changed(checkpoint, tmp_path):
+def test_all_checkpoints_damaged_raises_and_changes_nothing(checkpoint, tmp_path):
     def body(backend, retention, states, event_log):
         for pair in (
             ("__0_0.distcp", "megascend.json"),
@@ -157,7 +162,7 @@ def test_if_all_are_damaged_there_is_an_error_and_nothing_has_changed(checkpoint
     in_backend("full", checkpoint, tmp_path, body)
 
 
-def test_a_damaged_latest_hides_nothing(checkpoint, tmp_path):
+def test_damaged_latest_file_hides_no_checkpoint(checkpoint, tmp_path):
     def body(backend, retention, states, event_log):
         latest = retention.directory / "latest"
         content = latest.read_bytes()
@@ -172,17 +177,17 @@ def test_a_damaged_latest_hides_nothing(checkpoint, tmp_path):
 
 
 def seal(directory):
-    """Write the manifest anew, for files that were changed on purpose: what remains are the checks behind the digests."""
+    """Rewrite the manifest for files that were changed on purpose, so that only the checks after the digests can fail."""
     path = directory / manifest.NAME
-    found = manifest.read(directory)
-    files = {name: manifest.digest(directory / name) for name in found.files}
+    current = manifest.read(directory)
+    files = {name: manifest.digest(directory / name) for name in current.files}
     values = json.loads(path.read_text()) | {"files": files}
     values.pop("digest")
     path.write_text(manifest.Manifest(**values).to_text())
 
 
-def test_files_that_were_written_wrong_are_refused_on_every_rank_too(checkpoint, tmp_path):
-    """Their digests are right. The data files of a checkpoint cannot be checked before they are read."""
+def test_invalid_files_with_valid_digests_are_refused_on_every_rank(checkpoint, tmp_path):
+    """Refuse invalid content with correct digests. A data file's content is only checked while it is loaded."""
 
     def body(backend, retention, states, event_log):
         newest = retention.path(2)
@@ -204,7 +209,7 @@ def test_files_that_were_written_wrong_are_refused_on_every_rank_too(checkpoint,
     in_backend("full", checkpoint, tmp_path, body)
 
 
-def test_adapters_that_were_written_wrong_leave_the_present_ones(checkpoint, tmp_path):
+def test_invalid_adapter_files_leave_loaded_adapters_unchanged(checkpoint, tmp_path):
     def body(backend, retention, states, event_log):
         newest = retention.path(2)
         files = [Path("adapters/b") / name for name in files_of(newest / "adapters" / "b")]
@@ -225,8 +230,8 @@ def test_adapters_that_were_written_wrong_leave_the_present_ones(checkpoint, tmp
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder, tmp_path, tied):
-    """The same sizes, but the output layer is the embedding in one of them: neither has too few nor too many tensors."""
+def test_checkpoint_of_a_model_with_other_parameters_is_refused(parity_folder, tmp_path, tied):
+    """Refuse a checkpoint with equal sizes whose model ties the output layer to the embedding, or does not."""
     models = {
         is_tied: case_checkpoint(
             parity_folder, "qwen3", num_hidden_layers=2, **{"tie_word_embeddings": True} if is_tied else {}

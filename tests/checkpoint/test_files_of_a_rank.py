@@ -1,4 +1,4 @@
-"""Which files of a checkpoint each rank answers for, while rank 0 still writes in folders of its own."""
+"""Assignment of a checkpoint's files to ranks while rank 0 still writes to its folders."""
 
 import os
 from pathlib import Path
@@ -26,19 +26,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_file_has_one_rank(directory: Path) -> None:
+def test_every_file_belongs_to_one_rank(directory: Path) -> None:
     assert _files_of(directory, 0) == [".metadata", "__0_0.distcp", "adapters/a/adapter.json", "hf/x"]
     assert _files_of(directory, 1) == ["__1_0.distcp", "__1_1.distcp"]
     assert _files_of(directory, 10) == ["__10_0.distcp"]
 
 
-def test_other_ranks_do_not_see_folders_that_come_and_go(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_ignore_folders_that_are_renamed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scandir = os.scandir
 
-    def of_a_renamed_folder(path):
+    def fail_for_renamed_folders(path):
         if Path(path).name in ("adapters", "a", "hf"):
             raise FileNotFoundError(path)
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", of_a_renamed_folder)
+    monkeypatch.setattr(os, "scandir", fail_for_renamed_folders)
     assert _files_of(directory, 1) == ["__1_0.distcp", "__1_1.distcp"]

@@ -1,4 +1,4 @@
-"""Slices of one engine's tensors, in terms of Hugging Face's weights, against whole tensors put together by hand."""
+"""Slices of an engine's tensors in terms of Hugging Face weights, compared with tensors assembled by hand."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ VOCABULARY, PADDED = 7, 8
 
 
 def weights() -> dict[str, Tensor]:
-    """As Hugging Face has them: every expert by itself, q and k apart."""
-    found = {"embed": torch.randn(VOCABULARY, HIDDEN)}
+    """Build weights in Hugging Face's layout: separate experts, separate q and k."""
+    tensors = {"embed": torch.randn(VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
-        found |= {f"{layer}.{name}": torch.randn(4, HIDDEN) for name in ("q", "k")}
-        found |= {f"{layer}.{e}.{name}": torch.randn(WIDTH, HIDDEN) for e in range(EXPERTS) for name in ("gate", "up")}
-    return found
+        tensors |= {f"{layer}.{name}": torch.randn(4, HIDDEN) for name in ("q", "k")}
+        tensors |= {
+            f"{layer}.{e}.{name}": torch.randn(WIDTH, HIDDEN) for e in range(EXPERTS) for name in ("gate", "up")
+        }
+    return tensors
 
 
 def stacked() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
-    """Shapes and parts of an engine that stacks layers and experts, mixes q and k by heads, and pads the vocabulary."""
+    """Return shapes and parts of an engine that stacks layers and experts, interleaves q and k by head, and pads."""
     shapes = {
         "embedding": (PADDED, HIDDEN),
         "qk": (LAYERS, 8, HIDDEN),
@@ -38,18 +40,18 @@ def stacked() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
     parts["embedding"].append(HfSlice((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0)))
     for layer in range(LAYERS):
         for head in range(2):
-            for place, name in enumerate(("q", "k")):
-                row = 4 * head + 2 * place
+            for index, name in enumerate(("q", "k")):
+                row = 4 * head + 2 * index
                 parts["qk"].append(HfSlice((layer, row, 0), (1, 2, HIDDEN), f"{layer}.{name}", (2 * head, 0)))
         for expert in range(EXPERTS):
-            for place, name in enumerate(("gate", "up")):
-                box = ((layer, expert, place * WIDTH, 0), (1, 1, WIDTH, HIDDEN))
+            for index, name in enumerate(("gate", "up")):
+                box = ((layer, expert, index * WIDTH, 0), (1, 1, WIDTH, HIDDEN))
                 parts["experts.fc1"].append(HfSlice(*box, f"{layer}.{expert}.{name}", (0, 0)))
     return shapes, parts
 
 
 def by_layer() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
-    """Shapes and parts of an engine that fuses a layer's experts alone."""
+    """Return shapes and parts of an engine that fuses only the experts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCABULARY, HIDDEN)}
     parts = {"embed": [HfSlice((0, 0), (VOCABULARY, HIDDEN), "embed", (0, 0))]}
     for layer in range(LAYERS):
@@ -58,26 +60,26 @@ def by_layer() -> tuple[dict[str, tuple[int, ...]], HfSlices]:
             parts[f"{layer}.{name}"] = [HfSlice((0, 0), (4, HIDDEN), f"{layer}.{name}", (0, 0))]
         shapes[f"{layer}.experts"] = (EXPERTS, 2 * WIDTH, HIDDEN)
         parts[f"{layer}.experts"] = [
-            HfSlice((expert, place * WIDTH, 0), (1, WIDTH, HIDDEN), f"{layer}.{expert}.{name}", (0, 0))
+            HfSlice((expert, index * WIDTH, 0), (1, WIDTH, HIDDEN), f"{layer}.{expert}.{name}", (0, 0))
             for expert in range(EXPERTS)
-            for place, name in enumerate(("gate", "up"))
+            for index, name in enumerate(("gate", "up"))
         ]
     return shapes, parts
 
 
-def whole(shapes: dict[str, tuple[int, ...]], parts: HfSlices, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An engine's whole tensors, made of weights; padding is 0."""
-    found = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for name, of_tensor in parts.items():
-        for part in of_tensor:
+def assemble(shapes: dict[str, tuple[int, ...]], parts: HfSlices, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Assemble an engine's full tensors from weights; padding is 0."""
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, tensor_parts in parts.items():
+        for part in tensor_parts:
             box = tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))
             source = tuple(slice(a, a + n) for a, n in zip(part.weight_offsets, part.weight_sizes, strict=True))
-            found[name][box] = values[part.weight][source].view(part.sizes)
-    return found
+            tensors[name][box] = values[part.weight][source].view(part.sizes)
+    return tensors
 
 
 def cut(shape: tuple[int, ...], generator: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes that a tensor consists of, cut at random."""
+    """Cut a tensor's shape into boxes at random."""
     boxes = [((0,) * len(shape), shape)]
     for _ in range(4):
         offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
@@ -85,8 +87,8 @@ def cut(shape: tuple[int, ...], generator: random.Random) -> list[tuple[tuple[in
         at = generator.randint(0, sizes[dim])
         for start, size in ((0, at), (at, sizes[dim] - at)):
             if size:
-                place = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-                boxes.append((place, (*sizes[:dim], size, *sizes[dim + 1 :])))
+                box_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+                boxes.append((box_offsets, (*sizes[:dim], size, *sizes[dim + 1 :])))
     return boxes
 
 
@@ -95,72 +97,72 @@ def like(tensors: dict[str, Tensor]) -> dict[str, TensorSlices]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("mine", "theirs"), [(stacked, by_layer), (by_layer, stacked)])
-def test_every_number_is_found(mine, theirs, seed) -> None:
-    """Any cut of one engine's tensors, moments too, is filled from the other's; what is padding alone stays."""
+@pytest.mark.parametrize(("target_layout", "source_layout"), [(stacked, by_layer), (by_layer, stacked)])
+def test_every_element_is_read_from_the_other_layout(target_layout, source_layout, seed) -> None:
+    """Fill any cut of one engine's tensors and moments from the other's; report slices that are only padding."""
     torch.manual_seed(seed)
     generator = random.Random(seed)
     values = {kind: weights() for kind in ("", "optimizer.state.exp_avg.")}
-    (own_shapes, own), (shapes, parts) = mine(), theirs()
-    wanted, expected, stored = {}, {}, {}
-    for kind, of_kind in values.items():
-        expected |= {kind + name: tensor for name, tensor in whole(own_shapes, own, of_kind).items()}
-        stored |= {kind + name: tensor for name, tensor in whole(shapes, parts, of_kind).items()}
+    (target_shapes, target_parts), (shapes, parts) = target_layout(), source_layout()
+    requested, expected, stored = {}, {}, {}
+    for kind, kind_values in values.items():
+        expected |= {kind + name: tensor for name, tensor in assemble(target_shapes, target_parts, kind_values).items()}
+        stored |= {kind + name: tensor for name, tensor in assemble(shapes, parts, kind_values).items()}
     for name, tensor in expected.items():
-        wanted[name] = TensorSlices(tuple(tensor.shape), tensor.dtype, may_differ=name.endswith("embedding"))
+        requested[name] = TensorSlices(tuple(tensor.shape), tensor.dtype, may_differ=name.endswith("embedding"))
         for offsets, sizes in cut(tuple(tensor.shape), generator):
-            wanted[name].add(offsets, torch.full(sizes, torch.nan))
-    found = translate(wanted | {"object": 1}, own, parts, like(stored))
-    for padding in found.padding:
+            requested[name].add(offsets, torch.full(sizes, torch.nan))
+    plan = translate(requested | {"object": 1}, target_parts, parts, like(stored))
+    for padding in plan.padding:
         padding.zero_()
-    for name, chunks in found.reads.items():
+    for name, chunks in plan.reads.items():
         assert chunks.shape == tuple(stored[name].shape)
         for offsets, target in chunks.slices:
             box = tuple(slice(a, a + n) for a, n in zip(offsets, target.shape, strict=True))
             target.copy_(stored[name][box])
     for name, tensor in expected.items():
-        for offsets, part in wanted[name].slices:
+        for offsets, part in requested[name].slices:
             box = tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))
             assert torch.equal(part, tensor[box]), (name, offsets)
-    assert found.weights == set(values[""])
+    assert plan.weights == set(values[""])
 
 
-def test_an_fp32_original_is_read_where_there_is_one() -> None:
-    """16 bits and an original on one side, fp32 alone on the other."""
+def test_fp32_original_is_read_if_present() -> None:
+    """Translate between 16-bit weights with an fp32 original and fp32 weights without one."""
     parts = {"w": [HfSlice((0, 0), (2, 3), "weight", (0, 0))]}
     original = "optimizer.state.param.w"
 
-    def wanted(**dtypes: torch.dtype) -> dict[str, TensorSlices]:
-        found = {}
+    def requested(**dtypes: torch.dtype) -> dict[str, TensorSlices]:
+        slices = {}
         for name, dtype in dtypes.items():
-            found[name] = TensorSlices((2, 3), dtype)
-            found[name].add((0, 0), torch.zeros(2, 3, dtype=dtype))
-        return found
+            slices[name] = TensorSlices((2, 3), dtype)
+            slices[name].add((0, 0), torch.zeros(2, 3, dtype=dtype))
+        return slices
 
-    both = {"w": TensorSlices((2, 3), torch.bfloat16), original: TensorSlices((2, 3), torch.float32)}
-    assert list(translate(wanted(w=torch.float32), parts, parts, both).reads) == [original]
+    mixed = {"w": TensorSlices((2, 3), torch.bfloat16), original: TensorSlices((2, 3), torch.float32)}
+    assert list(translate(requested(w=torch.float32), parts, parts, mixed).reads) == [original]
     plain = {"w": TensorSlices((2, 3), torch.float32)}
-    reads = translate(wanted(w=torch.bfloat16, **{original: torch.float32}), parts, parts, plain).reads
+    reads = translate(requested(w=torch.bfloat16, **{original: torch.float32}), parts, parts, plain).reads
     assert [len(chunks.slices) for chunks in reads.values()] == [2]
     assert list(reads) == ["w"]
 
 
-def test_what_is_missing_is_named() -> None:
-    shapes, mine = by_layer()
-    wanted = {"0.q": TensorSlices(shapes["0.q"], torch.float32)}
-    wanted["0.q"].add((0, 0), torch.zeros(4, HIDDEN))
-    _, theirs = stacked()
-    without = {name: [part for part in parts if part.weight != "0.q"] for name, parts in theirs.items()}
-    stored = {name: TensorSlices((), torch.float32) for name in theirs}
+def test_missing_weight_is_named() -> None:
+    shapes, target_parts = by_layer()
+    requested = {"0.q": TensorSlices(shapes["0.q"], torch.float32)}
+    requested["0.q"].add((0, 0), torch.zeros(4, HIDDEN))
+    _, source_parts = stacked()
+    incomplete = {name: [part for part in parts if part.weight != "0.q"] for name, parts in source_parts.items()}
+    stored = {name: TensorSlices((), torch.float32) for name in source_parts}
     with pytest.raises(CheckpointError, match=r"of 0\.q it has 0 of the 20 numbers"):
-        translate(wanted, mine, without, stored)
+        translate(requested, target_parts, incomplete, stored)
     with pytest.raises(CheckpointError, match="it has no qk"):
-        translate(wanted, mine, theirs, {})
+        translate(requested, target_parts, source_parts, {})
     with pytest.raises(CheckpointError, match=r"nothing says which Hugging Face weight 0\.q is"):
-        translate(wanted, {}, theirs, stored)
+        translate(requested, {}, source_parts, stored)
 
 
-def test_the_file_holds_parts_or_a_reason(tmp_path) -> None:
+def test_file_stores_parts_or_a_reason(tmp_path) -> None:
     _, parts = stacked()
     path = tmp_path / hf_slices.NAME
     with pytest.raises(CheckpointError, match=r"it has no hf_parts\.json: a version of megascend"):

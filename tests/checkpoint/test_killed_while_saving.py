@@ -1,4 +1,4 @@
-"""A process that is killed while it saves leaves the checkpoint before, or the new one: never less, and nothing in the way."""
+"""A process killed while saving leaves the previous checkpoint or the new one, and no obstacle for the next run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megascend.testing import Lost, faults, run_distributed
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 CALLS = ("fsync", "mkdir", "replace", "rename", "unlink", "rmdir")
-"""What changes a file system, beside writing to files that nobody looks at yet."""
+"""Calls that change the file system, except writes to files that are not visible yet."""
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +34,17 @@ def checkpoint(parity_folder):
     return small_model(parity_folder)
 
 
-def whole(directory):
-    """True if a directory is a complete checkpoint with every file as it was written."""
+def is_complete(directory):
+    """Check that a directory is a complete checkpoint with intact files."""
     try:
-        found = manifest.read(directory)
+        saved = manifest.read(directory)
     except CheckpointError:
         return False
-    return manifest.problems(directory, found.files, found.files) == []
+    return manifest.problems(directory, saved.files, saved.files) == []
 
 
 def before_every_call(action, exchange=True):
-    """From now on ``action(name)`` happens before every call of :data:`CALLS`, and of the exchange of two directories."""
+    """Call ``action(name)`` before every call of :data:`CALLS` and every exchange of two directories."""
     inside = threading.local()
 
     def hooked(name, call):
@@ -61,14 +61,14 @@ def before_every_call(action, exchange=True):
 
     for name in CALLS:
         setattr(os, name, hooked(name, getattr(os, name)))
-    atomic._exchange = hooked("exchange", atomic._exchange if exchange else lambda one, other: False)
+    atomic._exchange = hooked("exchange", atomic._exchange if exchange else lambda first, second: False)
 
 
-# --- every point, by copies of what a kill would leave ---
+# --- every kill point, by copies of the directory ---
 
 
-def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoint, tmp_path):
-    """Copies of the directory before every change to it are what SIGKILL would have left: each of them is gone on from."""
+def test_every_kill_point_of_a_series_leaves_a_loadable_checkpoint(checkpoint, tmp_path):
+    """Copy the directory before every change, as SIGKILL would have left it, and resume from every copy."""
 
     def work():
         retention, points, states = Retention(tmp_path / "retention", keep_last=2), [], {}
@@ -95,25 +95,25 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
                 states[backend.step_count] = exact_state(backend)
                 save(retention)
                 complete[0] = backend.step_count
-            complete[0] = 0  # no copies any more
+            complete[0] = 0  # stop copying
 
             for folder, last, name in points:
                 left = Retention(folder, keep_last=2)
-                # Every name in the directory is a whole checkpoint, and `latest` is one of them.
-                assert all(whole(left.path(step)) for step in left.steps()), (folder, name)
+                # Every name in the directory is a complete checkpoint, and `latest` is one of them.
+                assert all(is_complete(left.path(step)) for step in left.steps()), (folder, name)
                 assert left.candidates()[0] == left.path(left.latest())
                 assert left.latest() in (last, last + 1)
                 assert set(left.steps()) >= {last - 1, last} or left.steps() == [last, last + 1]
-                # The next run there goes on from it ...
+                # The next run resumes from it ...
                 backend.load(left.candidates()[0])
                 assert exact_state(backend) == states[left.latest()]
-                # ... saves and prunes, and nothing is left behind.
+                # ... saves and prunes, and no temporary file remains.
                 train(backend)
                 save(left)
                 step = backend.step_count
                 assert (left.latest(), left.steps()[0]) == (step, step - 1)
                 names = {path.name for path in folder.iterdir()}
-                assert names == {"latest", *(left.path(found).name for found in left.steps())}, name
+                assert names == {"latest", *(left.path(left_step).name for left_step in left.steps())}, name
                 shutil.rmtree(folder)
         return [name for _, _, name in points]
 
@@ -123,8 +123,8 @@ def test_at_every_point_of_a_series_there_is_a_checkpoint_to_go_on_from(checkpoi
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
-def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tmp_path, exchange):
-    """Where the file system cannot exchange two names, there is an instant in which it is beside, as ``.last.old``."""
+def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_path, exchange):
+    """Overwrite a checkpoint; without an atomic exchange of names it is briefly only present as ``.last.old``."""
     if exchange and not can_exchange(tmp_path):
         pytest.skip("this file system cannot exchange two names (renameat2)")
 
@@ -148,7 +148,7 @@ def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tm
             states[2] = exact_state(backend)
             backend.save(last, wait=True)
             copying[0] = 0
-            beside = 0
+            old_only = 0
             for folder, before, name in points:
                 there = folder / "last"
                 if not there.exists():
@@ -157,8 +157,8 @@ def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tm
                     assert manifest.read(folder / ".last.old").step == before
                     with pytest.raises(CheckpointError, match=r"left the one before as .*\.last\.old: rename it"):
                         backend.load(there)
-                    there, beside = folder / ".last.old", beside + 1
-                assert whole(there), (folder, name)
+                    there, old_only = folder / ".last.old", old_only + 1
+                assert is_complete(there), (folder, name)
                 backend.load(there)
                 assert backend.step_count in (before, before + 1)
                 assert exact_state(backend) == states[backend.step_count]
@@ -166,15 +166,15 @@ def test_at_every_point_of_an_overwritten_checkpoint_there_is_one(checkpoint, tm
                 backend.save(folder / "last", wait=True)
                 assert [path.name for path in folder.iterdir()] == ["last"]
                 shutil.rmtree(folder)
-        return [name for _, _, name in points], beside
+        return [name for _, _, name in points], old_only
 
-    ((names, beside),) = run_distributed(work, 1, init=False, timeout_s=180)
+    ((names, old_only),) = run_distributed(work, 1, init=False, timeout_s=180)
     assert len(names) > 12
-    assert ("exchange" in names, beside) == (True, 0 if exchange else 1)
+    assert ("exchange" in names, old_only) == (True, 0 if exchange else 1)
 
 
-def gone(pid):
-    """True if no process, or only a zombie, has this id."""
+def has_ended(pid):
+    """Check that no process, or only a zombie, has this id."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -182,21 +182,21 @@ def gone(pid):
 
 
 def can_exchange(folder):
-    one, other = folder / "one", folder / "other"
-    one.mkdir()
-    other.mkdir()
+    first, second = folder / "one", folder / "other"
+    first.mkdir()
+    second.mkdir()
     try:
-        return atomic._exchange(one, other)
+        return atomic._exchange(first, second)
     finally:
-        one.rmdir()
-        other.rmdir()
+        first.rmdir()
+        second.rmdir()
 
 
-# --- real deaths ---
+# --- real kills ---
 
 
 def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
-    """Go on from the newest checkpoint of a run and save every step; what was resumed from, and the state at the end.
+    """Resume from the newest checkpoint and save every step; return (resumed step, final state or error message).
 
     Args:
         dies: (rank, n): that rank kills itself before its n-th call of :data:`CALLS`.
@@ -231,12 +231,12 @@ def run_on(checkpoint, output, until=10**6, dies=None, wait_for=None):
 
 
 def killed(body, when=None):
-    """Run ``body`` in a process of its own until it is killed: by itself, or from here after ``when()``."""
+    """Run ``body`` in a fork until it kills itself or, with ``when``, until it is killed after ``when()``."""
     child = os.fork()
     if child == 0:
         try:
             os.setpgid(0, 0)
-            faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # one that hangs says where
+            faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # shows where a hang is
             body()
         finally:
             os._exit(1)
@@ -253,25 +253,25 @@ def killed(body, when=None):
 
 
 def reached(output):
-    """The step that the next run goes on from; 0 if a kill has left nothing. Whatever has a name is whole.
+    """Return the step that the next run resumes from, 0 without a checkpoint; every visible checkpoint must be complete.
 
-    The newest is not the one to go on from yet if the kill fell between its renaming and that of ``latest``.
+    The newest step is not ``latest`` yet if the kill fell between the two renames.
     """
     retention = Retention(output / "checkpoints")
-    assert all(whole(path) for path in retention.candidates())
+    assert all(is_complete(path) for path in retention.candidates())
     steps, latest = retention.steps(), retention.latest()
     assert latest in steps[-2:] if latest is not None else len(steps) <= 1
     return latest or max(steps, default=0)
 
 
 def finished_equally(checkpoint, tmp_path, world):
-    """The run that was killed again and again ends in the state of one that was not."""
+    """Check that the repeatedly killed run ends in the state of an uninterrupted one."""
     output = tmp_path / "run"
     until = reached(output) + 3
     ends = run_distributed(run_on, world, checkpoint, output, until, init=False, timeout_s=180)
-    whole_runs = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=180)
-    for (resumed, end), (begun, expected) in zip(ends, whole_runs, strict=True):
-        assert (resumed, begun) == (until - 3, 0)
+    expected_ends = run_distributed(run_on, world, checkpoint, tmp_path / "whole", until, init=False, timeout_s=180)
+    for (resumed_step, end), (fresh_start, expected) in zip(ends, expected_ends, strict=True):
+        assert (resumed_step, fresh_start) == (until - 3, 0)
         assert end == expected
     events = (output / "events.jsonl").read_text()
     assert '"refused"' not in events
@@ -280,7 +280,7 @@ def finished_equally(checkpoint, tmp_path, world):
 
 
 @pytest.mark.nightly
-def test_one_process_killed_again_and_again(checkpoint, tmp_path):
+def test_one_process_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
     output, calls = tmp_path / "run", [5, 9, 16, 20, 24, 28, 31, 34, 37, 40, 44, 49]
     draw = random.Random(0)
     steps = []
@@ -310,8 +310,8 @@ def wait_until(condition, seconds=120):
 
 
 @pytest.mark.parametrize("waits", ["for it", "in the next save"])
-def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint, tmp_path, waits):
-    """The writer of a process that was stopped never comes back, and connections to it stay open."""
+def test_rank_stopped_while_writing_is_reported_in_time(checkpoint, tmp_path, waits):
+    """Report a stopped rank in time: its writer never returns, and connections to it stay open."""
 
     def work():
         backend = make_backend(checkpoint, timeout_s=5)
@@ -324,7 +324,7 @@ def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint
             backend.save(tmp_path / "last")
 
     fault = faults.Fault("stop", rank=1, phase="write", step=2)
-    # The next save begins with an exchange; whether rank 1 has come to it when it stops is a matter of chance.
+    # The next save begins with a collective; whether rank 1 has entered it when it stops is a race.
     ended = (
         "rank 0 exited with code 76"
         if waits == "for it"
@@ -336,7 +336,7 @@ def test_a_rank_that_stops_while_it_writes_is_not_waited_for_for_ever(checkpoint
         assert "waiting for last of step 2" in str(caught.value)
     assert "ank 1 is gone: its process is stopped" in str(caught.value)
     assert manifest.read(tmp_path / "last").step == 0
-    assert whole(tmp_path / "last")
+    assert is_complete(tmp_path / "last")
 
 
 TWO = [
@@ -352,8 +352,8 @@ TWO = [
 
 
 @pytest.mark.nightly
-def test_a_rank_of_two_killed_again_and_again(checkpoint, tmp_path):
-    """The other one ends with an error that names it, and does not wait for ever."""
+def test_one_of_two_ranks_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
+    """Kill one rank at different points; the other one raises an error instead of waiting forever."""
     output, steps = tmp_path / "run", []
     for how, rank, *number in TWO:
         if how == "calls":
@@ -373,7 +373,7 @@ def test_a_rank_of_two_killed_again_and_again(checkpoint, tmp_path):
 
 
 @pytest.mark.nightly
-def test_both_ranks_killed_at_any_moment(checkpoint, tmp_path):
+def test_both_ranks_killed_at_random_times_resume_to_the_same_state(checkpoint, tmp_path):
     output, draw = tmp_path / "run", random.Random(1)
     for number in range(4):
         pids = tmp_path / f"pids-{number}"
@@ -389,6 +389,6 @@ def test_both_ranks_killed_at_any_moment(checkpoint, tmp_path):
 
         killed(lambda work=work: run_distributed(work, 2, init=False, timeout_s=180), when)
         for pid in [path.name for path in pids.iterdir() if path.name.isdigit()]:
-            wait_until(lambda pid=pid: gone(int(pid)))
+            wait_until(lambda pid=pid: has_ended(int(pid)))
         reached(output)
     finished_equally(checkpoint, tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Nothing but what was written is read: any change to a manifest, or to a file that it lists, is found."""
+"""Any change to a manifest, or to a file that it lists, is detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.manifest import Manifest, parse, problems, read
 from megascend.testing import faults
 
-WRITTEN = Manifest(
+MANIFEST = Manifest(
     step=1200,
     precision="bf16",
     model={"layers": 2, "hidden": 64, "vocabulary": 320},
@@ -31,7 +31,7 @@ WRITTEN = Manifest(
 
 @pytest.fixture
 def directory(tmp_path):
-    """Two files and the manifest that lists them."""
+    """Write some files without a manifest."""
     contents = {"__0_0.distcp": bytes(range(256)) * 17, "adapters/a/weights": b"some weights", "empty": b""}
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def digests(directory):
 
 
 def refused(data, tmp_path):
-    """True if ``data`` as a manifest is refused; an error of any other kind is a failure."""
+    """Check that ``data`` as a manifest raises CheckpointError; any other exception fails the test."""
     (tmp_path / manifest.NAME).write_bytes(data)
     try:
         read(tmp_path)
@@ -54,25 +54,25 @@ def refused(data, tmp_path):
     return False
 
 
-def test_it_is_read_as_it_was_written(tmp_path):
-    assert parse(WRITTEN.to_text(), tmp_path) == WRITTEN
+def test_manifest_survives_writing_and_parsing(tmp_path):
+    assert parse(MANIFEST.to_text(), tmp_path) == MANIFEST
 
 
 @pytest.mark.parametrize(
     "value", [math.inf, 1e-300, 0.1, -0.0, 2**70, "\u2028 \U0001f600 \ud800", True, None, [[]], {}]
 )
-def test_values_of_progress_come_back(tmp_path, value):
+def test_progress_values_survive_writing_and_reading(tmp_path, value):
     (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"value": value}).to_text())
     assert read(tmp_path).progress == {"value": value}
 
 
-def test_a_number_that_is_none_comes_back(tmp_path):
+def test_nan_survives_writing_and_reading(tmp_path):
     (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"loss": math.nan}).to_text())
     assert math.isnan(read(tmp_path).progress["loss"])
 
 
 def test_every_flipped_bit_is_refused(tmp_path):
-    data = WRITTEN.to_text().encode()
+    data = MANIFEST.to_text().encode()
     for offset in range(len(data)):
         for bit in range(8):
             damaged = bytearray(data)
@@ -87,12 +87,12 @@ def test_every_flipped_bit_is_refused(tmp_path):
 
 
 def test_every_truncation_is_refused(tmp_path):
-    data = WRITTEN.to_text().encode()
+    data = MANIFEST.to_text().encode()
     assert all(refused(data[:length], tmp_path) for length in range(len(data)))
 
 
 def test_bytes_that_are_replaced_inserted_removed_or_exchanged_are_refused(tmp_path):
-    data, draw = WRITTEN.to_text().encode(), random.Random(0)
+    data, draw = MANIFEST.to_text().encode(), random.Random(0)
     for _ in range(3000):
         damaged, at = bytearray(data), draw.randrange(len(data) - 1)
         match draw.randrange(4):
@@ -112,26 +112,26 @@ def test_bytes_that_are_replaced_inserted_removed_or_exchanged_are_refused(tmp_p
     ["", "null", "[]", "[1]", "3", '"text"', "{}", "[" * 100_000, '{"format": 2}', "\ufeff{}", "\x00" * 64, "1" * 5000],
     ids=lambda text: repr(text[:20]),
 )
-def test_what_was_never_a_manifest_is_refused(tmp_path, text):
+def test_invalid_manifest_text_is_refused(tmp_path, text):
     assert refused(text.encode(), tmp_path)
 
 
 @pytest.mark.parametrize("form", [1, 3, "2", None, 2.5])
 def test_another_format_is_named(tmp_path, form):
-    values = json.loads(WRITTEN.to_text()) | {"format": form}
+    values = json.loads(MANIFEST.to_text()) | {"format": form}
     (tmp_path / manifest.NAME).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=rf"has format {form!r}; this version of megascend reads 2"):
         read(tmp_path)
 
 
-def test_a_file_written_in_another_style_is_refused(tmp_path):
-    """The same values, but not as megascend writes them: somebody has edited it."""
-    assert refused(json.dumps(json.loads(WRITTEN.to_text())).encode(), tmp_path)
-    assert refused(WRITTEN.to_text().encode() + b"\n", tmp_path)
-    assert refused(WRITTEN.to_text().replace("\n", "\r\n").encode(), tmp_path)
+def test_reformatted_manifest_is_refused(tmp_path):
+    """Refuse equal values in a different formatting, because the file was edited."""
+    assert refused(json.dumps(json.loads(MANIFEST.to_text())).encode(), tmp_path)
+    assert refused(MANIFEST.to_text().encode() + b"\n", tmp_path)
+    assert refused(MANIFEST.to_text().replace("\n", "\r\n").encode(), tmp_path)
 
 
-def test_no_manifest_is_no_checkpoint(tmp_path):
+def test_missing_manifest_raises_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"megascend\.json is missing; the directory is not a complete"):
         read(tmp_path)
     with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
@@ -144,8 +144,8 @@ def test_no_manifest_is_no_checkpoint(tmp_path):
         read(tmp_path / "file")
 
 
-def test_digests_are_those_of_the_reference(directory):
-    """Held against the one-shot function, for files shorter and longer than a block of reading."""
+def test_digests_match_one_shot_xxh3(directory):
+    """Compare with the one-shot function, for files shorter and longer than a read block."""
     (directory / "long").write_bytes(os.urandom(2**22 + 3))
     for name in ("__0_0.distcp", "empty", "long"):
         content = (directory / name).read_bytes()
@@ -155,14 +155,14 @@ def test_digests_are_those_of_the_reference(directory):
         }
 
 
-def test_whole_files_have_no_problems(directory):
+def test_intact_files_have_no_problems(directory):
     files = digests(directory)
     assert problems(directory, files, files) == []
-    (directory / "beside").write_text("what is not listed is nobody's concern")
+    (directory / "unlisted").write_text("unlisted files are not checked")
     assert problems(directory, files, files) == []
 
 
-def test_every_flipped_byte_of_a_file_is_found(directory):
+def test_every_flipped_byte_of_a_file_is_detected(directory):
     files = digests(directory)
     for offset in range(0, files["__0_0.distcp"]["bytes"], 7):
         faults.flip_byte(directory / "__0_0.distcp", offset)
@@ -187,19 +187,19 @@ def test_files_that_are_missing_short_long_altered_or_unreadable_are_named(direc
     assert problems(directory, files, [nested]) == [f"{nested} is damaged: its content is not what was written"]
 
 
-def test_a_directory_in_place_of_a_file_is_found_even_if_it_has_its_size(directory):
+def test_directory_in_place_of_a_file_is_detected_even_with_equal_size(directory):
     files = digests(directory)
     (directory / "empty").unlink()
     (directory / "empty").mkdir()
     assert len(problems(directory, files, ["empty"])) == 1
     files["empty"]["bytes"] = (directory / "empty").stat().st_size
-    (found,) = problems(directory, files, ["empty"])
-    assert found.startswith("empty cannot be read: ")
+    (problem,) = problems(directory, files, ["empty"])
+    assert problem.startswith("empty cannot be read: ")
 
 
 def test_a_loop_of_links_is_unreadable(directory):
     files = digests(directory)
     (directory / "empty").unlink()
     (directory / "empty").symlink_to("empty")
-    (found,) = problems(directory, files, ["empty"])
-    assert found.startswith("empty cannot be read: ")
+    (problem,) = problems(directory, files, ["empty"])
+    assert problem.startswith("empty cannot be read: ")

@@ -1,6 +1,6 @@
-"""Saved under one layout, loaded under any other: the same parameters and moments, number by number.
+"""A checkpoint of one layout loads under any other with equal parameters and moments.
 
-Each checkpoint that was loaded is saved again at once, and Megatron-Core's own reader compares the two as whole tensors.
+Each loaded checkpoint is saved again, and Megatron-Core's own reader reads both as full tensors for the comparison.
 """
 
 import functools
@@ -23,7 +23,7 @@ LAYOUTS = {
     "EP2": (2, Parallel(expert=2)),
 }
 SETS = {"three": ("single", "TP2", "EP2"), "all": tuple(LAYOUTS)}
-"""Sets of layouts each of which is loaded under every other."""
+"""Sets of layouts; within a set, every layout is loaded under every other."""
 
 over_pairs = pytest.mark.parametrize(
     ("layouts", "saved", "loaded"),
@@ -36,7 +36,7 @@ over_pairs = pytest.mark.parametrize(
 
 
 def on_layout(layout, work):
-    """``work(backend, samples)`` on every rank of ``layout``; rank 0's result."""
+    """Return a function that runs ``work(backend, samples, ...)`` on every rank of ``layout``, with rank 0's result."""
     world_size, parallel = LAYOUTS[layout]
 
     def on_rank(checkpoint, *arguments):
@@ -61,15 +61,15 @@ def step(backend, samples):
 
 
 def whole_tensors(directories):
-    """Every tensor of each checkpoint, put together by Megatron-Core."""
+    """Return the full tensors of every checkpoint, read by Megatron-Core."""
 
     def on_rank():
         from megatron.core import dist_checkpointing
 
-        found = {each: dist_checkpointing.load_plain_tensors(str(each)) for each in directories}
+        tensors = {directory: dist_checkpointing.load_plain_tensors(str(directory)) for directory in directories}
         return {
-            each: {name: value for name, value in of.items() if isinstance(value, torch.Tensor)}
-            for each, of in found.items()
+            directory: {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            for directory, entries in tensors.items()
         }
 
     return run_distributed(on_rank, 1, timeout_s=300)[0]
@@ -77,7 +77,7 @@ def whole_tensors(directories):
 
 @pytest.fixture(scope="module")
 def tables(parity_folder, tmp_path_factory):
-    """Return a function that makes the table of a set of layouts once; an indirect parameter would make it for each test."""
+    """Return a function that builds the table of a set once; an indirect parameter would build it for every test."""
     return functools.cache(lambda key: make_table(SETS[key], parity_folder, tmp_path_factory.mktemp("resharding")))
 
 
@@ -102,16 +102,16 @@ def make_table(layouts, parity_folder, folder):
 
     expected = {name: on_layout(name, train)(checkpoint, folder / name) for name in layouts}
     loaded = {name: on_layout(name, reload)(checkpoint, name) for name in layouts}
-    whole = whole_tensors(
+    tensors = whole_tensors(
         [folder / name for name in layouts] + [folder / f"{a} at {b}" for a, b in itertools.permutations(layouts, 2)]
     )
-    return folder, expected, loaded, whole
+    return folder, expected, loaded, tensors
 
 
 @over_pairs
-def test_parameters_and_moments_are_the_same(tables, layouts, saved, loaded):
-    folder, _, _, whole = tables(layouts)
-    before, after = whole[folder / saved], whole[folder / f"{saved} at {loaded}"]
+def test_parameters_and_moments_survive_resharding(tables, layouts, saved, loaded):
+    folder, _, _, tensors = tables(layouts)
+    before, after = tensors[folder / saved], tensors[folder / f"{saved} at {loaded}"]
     assert before.keys() == after.keys()
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in before) > 10
     for name, tensor in before.items():
@@ -119,9 +119,9 @@ def test_parameters_and_moments_are_the_same(tables, layouts, saved, loaded):
 
 
 @over_pairs
-def test_the_next_step_is_the_same(tables, layouts, saved, loaded, record_property):
-    _, expected, found, _ = tables(layouts)
-    steps, loss, norm = found[loaded][saved]
+def test_next_step_after_resharding_is_equal(tables, layouts, saved, loaded, record_property):
+    _, expected, figures, _ = tables(layouts)
+    steps, loss, norm = figures[loaded][saved]
     record_property("loss_difference", abs(loss - expected[saved][0]))
     record_property("norm_difference", abs(norm - expected[saved][1]))
     assert steps == 3

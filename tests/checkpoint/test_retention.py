@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is taken first, and which are removed."""
+"""Existing checkpoints, their order of preference, and their removal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention, by_preference, superseded
 
 ARABIC = "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661"
-"""A number to ``int`` and to ``\\d``."""
+"""Digits that ``int`` and ``\\d`` accept, and that must not count as a step."""
 
 
 def add(retention, *steps):
-    """Complete checkpoints, as far as a retention looks."""
+    """Write directories that a retention takes for complete checkpoints."""
     for step in steps:
         (retention.path(step) / "adapters").mkdir(parents=True)
         (retention.path(step) / manifest.NAME).write_text("{}")
@@ -28,7 +28,7 @@ def names(folder):
     return sorted(entry.name for entry in folder.iterdir())
 
 
-# --- pure ---
+# --- pure functions ---
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_by_preference(steps, latest, expected):
 
 
 @given(st.sets(st.integers(0, 30)), st.none() | st.integers(0, 30))
-def test_every_checkpoint_is_a_candidate_once(steps, latest):
-    found = by_preference(sorted(steps), latest)
-    assert sorted(found) == sorted(steps | ({latest} - {None}))
+def test_every_step_is_a_candidate_exactly_once(steps, latest):
+    candidates = by_preference(sorted(steps), latest)
+    assert sorted(candidates) == sorted(steps | ({latest} - {None}))
     if latest is not None:
-        assert found[0] == latest
-        later = [step for step in found if step > latest]
-        assert found[len(found) - len(later) :] == later  # what was gone back on comes last
+        assert candidates[0] == latest
+        later = [step for step in candidates if step > latest]
+        assert candidates[len(candidates) - len(later) :] == later  # steps after `latest` were abandoned and come last
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_every_checkpoint_is_a_candidate_once(steps, latest):
         ([3, 1, 2], 3, 1, 0, [1, 2]),
         ([10, 20, 30, 40], 40, 1, 20, [10, 30]),
         ([10, 20, 30, 40], 40, 1, 10, []),
-        ([10, 20, 30, 40], 20, 1, 0, [10]),  # the run went back: what lies ahead is not touched
+        ([10, 20, 30, 40], 20, 1, 0, [10]),  # the run resumed from an earlier step: later ones stay
         ([10, 20, 30, 40], 30, 2, 0, [10]),
         ([0, 10, 20], 20, 1, 15, [10]),
         ([], 10, 1, 0, []),
@@ -78,13 +78,13 @@ def test_superseded(steps, current, keep_last, keep_every, expected):
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 4), st.integers(0, 7), st.data())
-def test_what_is_superseded(steps, keep_last, keep_every, data):
+def test_superseded_steps_keep_the_last_and_every_nth(steps, keep_last, keep_every, data):
     current = data.draw(st.sampled_from(sorted(steps)))
-    gone = superseded(sorted(steps), current, keep_last, keep_every)
+    removed = superseded(sorted(steps), current, keep_last, keep_every)
     old = sorted(step for step in steps if step <= current)
-    assert current not in gone
-    assert set(gone) <= set(old[:-keep_last])
-    assert set(old[:-keep_last]) - set(gone) == {s for s in old[:-keep_last] if keep_every and s % keep_every == 0}
+    assert current not in removed
+    assert set(removed) <= set(old[:-keep_last])
+    assert set(old[:-keep_last]) - set(removed) == {s for s in old[:-keep_last] if keep_every and s % keep_every == 0}
 
 
 # --- on disk ---
@@ -97,7 +97,7 @@ def test_steps_are_those_of_complete_checkpoints(tmp_path):
     for name in ("step-5", "step-00000005x", "step--0000005", ".step-00000006.writing", ARABIC):
         (tmp_path / name).mkdir()
         (tmp_path / name / manifest.NAME).touch()
-    (tmp_path / "step-000000012").mkdir()  # not how step 12 is written
+    (tmp_path / "step-000000012").mkdir()  # step 12 has 8 digits
     (tmp_path / "step-000000012" / manifest.NAME).touch()
     (tmp_path / "step-00000009").write_text("a file")
     assert retention.steps() == [4, 30, 123456789]
@@ -106,7 +106,7 @@ def test_steps_are_those_of_complete_checkpoints(tmp_path):
     assert Retention(tmp_path / "step-00000009").candidates() == []
 
 
-def test_latest_is_what_was_committed(tmp_path):
+def test_latest_names_the_committed_checkpoint(tmp_path):
     retention = Retention(tmp_path)
     assert retention.latest() is None
     add(retention, 1, 2)
@@ -131,7 +131,7 @@ def test_latest_is_what_was_committed(tmp_path):
     ]
     + [b"step-00000001\nstep-00000002", b"step-000000001", b"step-0000\x000001", ARABIC.encode()],
 )
-def test_a_latest_that_names_nothing_is_passed_over(tmp_path, content):
+def test_invalid_latest_file_is_ignored(tmp_path, content):
     retention = Retention(tmp_path)
     add(retention, 1, 2, 3)
     (tmp_path / "latest").write_bytes(content)
@@ -139,16 +139,16 @@ def test_a_latest_that_names_nothing_is_passed_over(tmp_path, content):
     assert retention.candidates() == [retention.path(3), retention.path(2), retention.path(1)]
 
 
-def test_a_latest_that_was_cut_off_or_altered_never_hides_a_checkpoint(tmp_path):
+def test_truncated_or_flipped_latest_file_hides_no_checkpoint(tmp_path):
     retention = Retention(tmp_path)
     add(retention, 1, 2, 3, 12)
     retention.committed(retention.path(12))
     add(retention, *{1, 2} - set(retention.steps()))
-    written = (tmp_path / "latest").read_bytes()
-    variants = [written[:length] for length in range(len(written))]
-    for offset in range(len(written)):
+    content = (tmp_path / "latest").read_bytes()
+    variants = [content[:length] for length in range(len(content))]
+    for offset in range(len(content)):
         for bit in range(8):
-            flipped = bytearray(written)
+            flipped = bytearray(content)
             flipped[offset] ^= 1 << bit
             variants.append(bytes(flipped))
     for variant in variants:
@@ -156,7 +156,7 @@ def test_a_latest_that_was_cut_off_or_altered_never_hides_a_checkpoint(tmp_path)
         assert sorted(retention.candidates()) == [retention.path(step) for step in retention.steps()]
 
 
-def test_a_latest_that_cannot_be_read_is_passed_over(tmp_path):
+def test_unreadable_latest_file_is_ignored(tmp_path):
     retention = Retention(tmp_path)
     add(retention, 1, 2)
     (tmp_path / "latest").mkdir()
@@ -166,7 +166,7 @@ def test_a_latest_that_cannot_be_read_is_passed_over(tmp_path):
     assert retention.candidates() == [retention.path(2), retention.path(1)]
 
 
-def test_a_latest_that_was_removed(tmp_path):
+def test_removed_latest_checkpoint_is_no_candidate(tmp_path):
     retention = Retention(tmp_path)
     add(retention, 1, 2, 3)
     retention.committed(retention.path(3))
@@ -174,7 +174,7 @@ def test_a_latest_that_was_removed(tmp_path):
     assert retention.candidates() == [retention.path(step) for step in (2,)]
 
 
-def test_a_latest_without_manifest_is_a_candidate_so_that_its_refusal_is_told(tmp_path):
+def test_latest_without_manifest_is_a_candidate(tmp_path):
     retention = Retention(tmp_path, keep_last=3)
     add(retention, 1, 2, 3)
     retention.committed(retention.path(2))
@@ -182,8 +182,8 @@ def test_a_latest_without_manifest_is_a_candidate_so_that_its_refusal_is_told(tm
     assert retention.candidates() == [retention.path(2), retention.path(1), retention.path(3)]
 
 
-def test_checkpoints_without_manifest_are_candidates_after_all_others(tmp_path):
-    """So that a retention in which every one is damaged is an error, and not taken for an empty one."""
+def test_checkpoints_without_manifest_are_the_last_candidates(tmp_path):
+    """Keep damaged checkpoints as candidates, so that a folder of them raises an error instead of starting anew."""
     retention = Retention(tmp_path)
     add(retention, 1, 2, 3)
     for step in (1, 3):
@@ -205,7 +205,7 @@ def test_checkpoints_without_manifest_are_candidates_after_all_others(tmp_path):
         (9, 0, [10, 20, 30, 40, 50, 60]),
     ],
 )
-def test_committed_keeps_what_is_to_be_kept(tmp_path, keep_last, keep_every, left):
+def test_committed_keeps_the_last_and_every_nth(tmp_path, keep_last, keep_every, left):
     retention = Retention(tmp_path, keep_last, keep_every)
     for step in range(10, 70, 10):
         add(retention, step)
@@ -216,7 +216,7 @@ def test_committed_keeps_what_is_to_be_kept(tmp_path, keep_last, keep_every, lef
     assert names(tmp_path) == ["latest", *(f"step-{step:08d}" for step in left)]
 
 
-def test_a_run_that_went_back_leaves_what_lies_ahead(tmp_path):
+def test_run_resumed_from_an_earlier_step_keeps_later_checkpoints(tmp_path):
     retention = Retention(tmp_path, keep_last=1)
     add(retention, 10, 20, 30)
     retention.committed(retention.path(20))
@@ -227,17 +227,17 @@ def test_a_run_that_went_back_leaves_what_lies_ahead(tmp_path):
 def test_leftovers_of_killed_runs_are_removed(tmp_path):
     retention = Retention(tmp_path, keep_last=1)
     add(retention, 10, 20)
-    mine = [".step-00000005.writing", ".step-00000006.old", ".step-00000007.removing"]
-    others = [".step-0.writing", "step-00000001.writing", ".mine.writing", "notes.txt"]
-    for name in (*mine, *others):
+    leftovers = [".step-00000005.writing", ".step-00000006.old", ".step-00000007.removing"]
+    other_names = [".step-0.writing", "step-00000001.writing", ".notes.writing", "notes.txt"]
+    for name in (*leftovers, *other_names):
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / ".latest.writing").write_text("step-")
     retention.committed(retention.path(20))
-    assert names(tmp_path) == sorted(["latest", "step-00000020", *others])
+    assert names(tmp_path) == sorted(["latest", "step-00000020", *other_names])
 
 
-def test_an_interrupted_removal_leaves_no_broken_checkpoint(tmp_path, monkeypatch):
-    """Wherever it is cut off, each name in the retention is a whole checkpoint, and the next save goes on."""
+def test_interrupted_removal_leaves_no_broken_checkpoint(tmp_path, monkeypatch):
+    """Kill the removal at every call: all visible checkpoints are complete, and the next save finishes it."""
 
     class KilledError(BaseException):
         pass
@@ -283,7 +283,7 @@ def test_an_interrupted_removal_leaves_no_broken_checkpoint(tmp_path, monkeypatc
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch):
-    """Its data is safe, and the next save tries again."""
+    """Continue the run; the next save tries the removal again."""
     retention = Retention(tmp_path, keep_last=1)
     add(retention, 1, 2)
 
@@ -299,17 +299,17 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkey
     assert names(tmp_path) == ["latest", "step-00000002"]
 
 
-def test_latest_cannot_be_written(tmp_path):
+def test_unwritable_latest_file_raises_and_removes_nothing(tmp_path):
     retention = Retention(tmp_path, keep_last=1)
     add(retention, 1, 2)
     (tmp_path / "latest" / "occupied").mkdir(parents=True)
     with pytest.raises(OSError):
         retention.committed(retention.path(2))
-    assert retention.steps() == [1, 2]  # nothing is removed before it is known that the new one is found
+    assert retention.steps() == [1, 2]  # nothing is removed before `latest` names the new checkpoint
 
 
-def test_the_name_latest_takes_its_place_whole(tmp_path, monkeypatch):
-    """It is written beside, synchronised, and then renamed: a crash leaves the one before or the new one."""
+def test_latest_file_is_replaced_atomically(tmp_path, monkeypatch):
+    """Write a temporary file, sync it, and rename it: a crash leaves the old or the new content."""
     retention, seen = Retention(tmp_path), []
     add(retention, 1, 2)
     retention.committed(retention.path(1))

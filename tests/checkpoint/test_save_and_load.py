@@ -1,4 +1,4 @@
-"""Saved and loaded, a run goes on exactly; under another layout it goes on from the same numbers."""
+"""A resumed run continues exactly; under another layout it continues from the same numbers."""
 
 import json
 import multiprocessing
@@ -58,7 +58,7 @@ def run(
 
 
 def marks(layout, distributed):
-    """The plain optimizer where it is divided in CI, and on the second stack the layouts that have what the others have."""
+    """Mark cases as nightly: in CI the plain optimizer runs on DP2 and EP2, and the second stack on three layouts."""
     in_ci = distributed or layout in ("DP2", "EP2")
     second = distributed and layout in ("TP2", "PP2 x VPP2", "EP2")
     return [] if in_ci and (FIRST_STACK or second) else [pytest.mark.nightly]
@@ -68,43 +68,43 @@ def marks(layout, distributed):
     ("layout", "distributed"),
     [pytest.param(layout, kind, marks=marks(layout, kind)) for layout in LAYOUTS for kind in (True, False)],
 )
-def test_the_same_layout_goes_on_bit_for_bit(parity_folder, tmp_path, layout, distributed):
+def test_same_layout_resumes_bit_for_bit(parity_folder, tmp_path, layout, distributed):
     checkpoint = case_checkpoint(parity_folder, LAYOUTS[layout][2])
-    whole = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")
+    uninterrupted = run(checkpoint, layout, distributed=distributed, save_to=tmp_path / "step-3")
     rest = run(checkpoint, layout, distributed=distributed, load_from=tmp_path / "step-3", steps=range(3))
-    assert rest == whole[3:]
+    assert rest == uninterrupted[3:]
 
 
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=FIRST_STACK_ONLY)])
-def test_a_checkpoint_before_the_first_step_is_one_too(parity_folder, tmp_path, distributed):
+def test_checkpoint_before_the_first_step_resumes_bit_for_bit(parity_folder, tmp_path, distributed):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    whole = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
-    assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == whole
+    uninterrupted = run(checkpoint, "DP2", distributed=distributed, save_to=tmp_path / "step-0", save_after=None)
+    assert run(checkpoint, "DP2", distributed=distributed, load_from=tmp_path / "step-0") == uninterrupted
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=FIRST_STACK_ONLY), "fp16"])
 def test_main_parameters_are_saved(parity_folder, tmp_path, precision):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    whole = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
-    assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == whole[3:]
+    uninterrupted = run(checkpoint, "DP2", precision, save_to=tmp_path / "step-3")
+    assert run(checkpoint, "DP2", precision, load_from=tmp_path / "step-3", steps=range(3)) == uninterrupted[3:]
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("TP2", "single"), pytest.param("single", "TP2", marks=FIRST_STACK_ONLY), ("DP2", "TP2"), ("PP2", "DP2")],
 )
-def test_another_layout_goes_on_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
+def test_other_layout_resumes_from_the_same_numbers(parity_folder, tmp_path, saved, loaded):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    whole = run(checkpoint, saved, save_to=tmp_path / "step-3")
+    uninterrupted = run(checkpoint, saved, save_to=tmp_path / "step-3")
     rest = run(checkpoint, loaded, load_from=tmp_path / "step-3", steps=range(3))
-    for (loss, norm, lr), (expected_loss, expected_norm, expected_lr) in zip(rest, whole[3:], strict=True):
+    for (loss, norm, lr), (expected_loss, expected_norm, expected_lr) in zip(rest, uninterrupted[3:], strict=True):
         assert loss == pytest.approx(expected_loss, abs=2e-5)
         assert norm == pytest.approx(expected_norm, abs=2e-4)
         assert lr == expected_lr
 
 
 @first_stack_only
-def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
+def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     other = tmp_path / "other"
     other.mkdir()
@@ -136,7 +136,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(parity_folder, tmp_path):
 
 
 def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
-    """Megatron's own writer starts a manager by spawn for every save: seconds, and a hang in scripts without a guard."""
+    """Start no process: Megatron's writer spawns a manager per save, which costs seconds and hangs unguarded scripts."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def refuse(self):

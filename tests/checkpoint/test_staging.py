@@ -1,4 +1,4 @@
-"""What is staged stays as it was, whatever becomes of its source, and memory is used again."""
+"""Staged copies do not follow their source, and staging memory is reused."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DTYPES = (
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that tests cross from one to the next."""
+    """Shrink the blocks, so that tests cross block boundaries."""
     monkeypatch.setattr(staging, "BLOCK", 2**12)
 
 
 def shards(*tensors):
-    """One tensor of several parts, as far as staging looks."""
-    found = TensorSlices((1,), tensors[0].dtype if tensors else torch.float32)
+    """Build the slices of one tensor, in the form that staging reads."""
+    entry = TensorSlices((1,), tensors[0].dtype if tensors else torch.float32)
     for number, tensor in enumerate(tensors):
-        found.add((number,), tensor)
-    return found
+        entry.add((number,), tensor)
+    return entry
 
 
 def values(state):
@@ -41,47 +41,47 @@ def values(state):
 
 
 def random(shape, dtype):
-    """Any bytes at all."""
+    """Build a tensor of random bytes."""
     size = torch.empty(shape, dtype=dtype).numel() * torch.empty((), dtype=dtype).element_size()
     data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     return data.view(dtype).view(shape)
 
 
-def same(one, other):
+def same(first, second):
     return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8))
     )
 
 
 def addresses(state):
-    """Where its tensors begin and end in memory."""
+    """Return the address range of every non-empty tensor."""
     flat = [part for parts in values(state).values() for part in parts if part.numel()]
     return [(part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in flat]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (7,), (3, 5), (1, 1, 13, 1), (2, 3, 4, 5)], ids=str)
-def test_copies_are_copies(dtype, shape):
+def test_staged_copies_do_not_follow_their_source(dtype, shape):
     source = random(shape, dtype)
     before, tail = source.clone(), random((3,), torch.float32)
     copied = Staging(page_locked=False).copy({"a": shards(source, source), "b": shards(tail)})
-    kept = tail.clone()
+    tail_before = tail.clone()
     source.view(-1).view(torch.uint8).fill_(1)
     tail.zero_()
     assert all(same(part, before) for part in values(copied)["a"])
-    assert same(values(copied)["b"][0], kept)
+    assert same(values(copied)["b"][0], tail_before)
     assert copied["a"].slices[1][0] == (1,)
     assert (copied["a"].shape, copied["a"].dtype) == ((1,), dtype)
 
 
-def test_what_is_no_contiguous_tensor_is_copied_by_value():
-    whole = torch.arange(60.0).view(3, 4, 5)
-    odd = [whole.permute(2, 0, 1), whole[:, ::2], whole[1, 1:3, 2], whole.new_ones(1).expand(4, 3), whole[..., None]]
+def test_non_contiguous_tensors_are_copied_by_value():
+    base = torch.arange(60.0).view(3, 4, 5)
+    odd = [base.permute(2, 0, 1), base[:, ::2], base[1, 1:3, 2], base.new_ones(1).expand(4, 3), base[..., None]]
     before = [part.clone() for part in odd]
     copied = values(Staging(page_locked=False).copy({"a": shards(*odd)}))["a"]
-    whole.fill_(-1)
+    base.fill_(-1)
     assert all(same(part, expected) for part, expected in zip(copied, before, strict=True))
 
 
@@ -103,7 +103,7 @@ def test_objects_and_settings_pass_through():
     assert copied["a"] is not entry
 
 
-def test_memory_is_used_again():
+def test_staging_memory_is_reused():
     staged, state = Staging(page_locked=False), {"a": shards(*[torch.rand(700) for _ in range(9)])}
     first = addresses(staged.copy(state))
     for number in range(5):
@@ -113,27 +113,27 @@ def test_memory_is_used_again():
         assert values(copied)["a"][3].tolist() == [number] * 700
 
 
-def test_memory_prepared_is_what_is_used(monkeypatch):
-    made, allocate = [], Staging._allocate
-    monkeypatch.setattr(Staging, "_allocate", lambda self, size: (made.append(size), allocate(self, size))[1])
+def test_prepared_memory_is_used_by_the_copy(monkeypatch):
+    sizes, allocate = [], Staging._allocate
+    monkeypatch.setattr(Staging, "_allocate", lambda self, size: (sizes.append(size), allocate(self, size))[1])
     staged, state = Staging(page_locked=False), {"a": shards(torch.rand(1500), torch.rand(10)), "b": None}
     staged.prepare(state)
-    staged.prepare(state)  # once more, while the first may be under way
+    staged.prepare(state)  # the first call may still be running
     copied = staged.copy(state)
-    assert made == [6000, 64]  # no more than is needed, whatever a block may hold
+    assert sizes == [6000, 64]  # no more than needed, although a block may be larger
     assert same(values(copied)["a"][0], state["a"].slices[0][1])
     staged.copy(state)
-    assert made == [6000, 64]
+    assert sizes == [6000, 64]
 
 
-def test_preparing_is_never_under_way_twice(monkeypatch):
-    under_way, most, allocate = [0], [0], Staging._allocate
+def test_prepare_calls_do_not_overlap(monkeypatch):
+    active, most, allocate = [0], [0], Staging._allocate
 
     def slowly(self, size):
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
+        active[0] += 1
+        most[0] = max(most[0], active[0])
         threading.Event().wait(0.05)
-        under_way[0] -= 1
+        active[0] -= 1
         return allocate(self, size)
 
     monkeypatch.setattr(Staging, "_allocate", slowly)
@@ -153,7 +153,7 @@ def test_memory_grows_with_the_state_and_serves_a_smaller_one():
         assert all(same(a, b) for a, b in zip(values(copied)["a"], parts, strict=True))
 
 
-def test_a_state_of_no_tensors_takes_no_memory():
+def test_state_without_tensors_allocates_nothing():
     staged = Staging(page_locked=False)
     assert staged.copy({"random/0": 1}) == {"random/0": 1}
     assert staged._blocks == []
@@ -176,7 +176,7 @@ def test_no_two_tensors_share_memory(parts):
     for _ in range(2):
         copied = staged.copy(state)
         spans = sorted(addresses(copied))
-        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+        assert all(first[1] <= second[0] for first, second in pairwise(spans))
         blocks = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in staged._blocks]
         assert all(any(low <= start and stop <= high for low, high in blocks) for start, stop in spans)
         assert all(

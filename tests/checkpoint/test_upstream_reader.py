@@ -1,4 +1,4 @@
-"""Megatron-Core's own reader finds in a checkpoint what was in memory when it was taken."""
+"""Megatron-Core's own reader reads the state in memory at the save call."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ def checkpoint(parity_folder):
 
 
 def live(backend):
-    """Whole parameters and optimizer state by name, put together from what each rank holds; copies.
+    """Return copies of the full parameters and optimizer state by name, assembled from all ranks.
 
-    Runs of a distributed optimizer are laid end to end: no arithmetic of chunks.
+    Runs of a distributed optimizer are written at their flat offsets, independently of our slice arithmetic.
     """
     engine = backend.engine
     names = {id(p): name for chunk in engine.bare_chunks for name, p in chunk.named_parameters()}
-    whole = {
+    full = {
         ("param", name): parameter.detach().clone()
         for chunk in engine.bare_chunks
         for name, parameter in chunk.named_parameters()
     }
-    mine = []
-    for own in engine.optimizer.parameter_states():
-        name, values = names[id(own.parameter)], {key: entry.reshape(-1).clone() for key, entry in own.tensors.items()}
-        mine.append((name, own.start, tuple(own.parameter.shape), values))
-    for name, start, shape, tensors in [entry for rank in gather_objects(mine, "dp", backend.groups) for entry in rank]:
-        for state, values in tensors.items():
-            target = whole.setdefault((f"optimizer.{state}", name), torch.full(shape, torch.nan))
+    local = []
+    for owned in engine.optimizer.parameter_states():
+        name, values = (
+            names[id(owned.parameter)],
+            {key: entry.reshape(-1).clone() for key, entry in owned.tensors.items()},
+        )
+        local.append((name, owned.start, tuple(owned.parameter.shape), values))
+    for name, start, shape, states in [entry for rank in gather_objects(local, "dp", backend.groups) for entry in rank]:
+        for state, values in states.items():
+            target = full.setdefault((f"optimizer.{state}", name), torch.full(shape, torch.nan))
             target.view(-1)[start : start + values.numel()] = values
-    return whole
+    return full
 
 
 def read_by_megatron(directory):
-    """The tensors of a checkpoint under the names that Megatron gives parameters, each layer by itself."""
+    """Read a checkpoint's tensors under Megatron's parameter names, with separate layers."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
-    found = {}
+    tensors = {}
     for key, tensor in load_plain_tensors(str(directory)).items():
         match = re.fullmatch(r"optimizer\.state\.(\w+?)\.((?:decoder|embedding|output_layer).*)", key)
         kind, name = (f"optimizer.{match[1]}", match[2]) if match else ("param", key)
@@ -58,27 +61,25 @@ def read_by_megatron(directory):
             continue
         if name.startswith("decoder.layers."):
             for layer, values in enumerate(tensor):
-                found[kind, name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)] = values
+                tensors[kind, name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)] = values
         else:
-            found[kind, name] = tensor
-    return found
+            tensors[kind, name] = tensor
+    return tensors
 
 
-def assert_same(found, expected):
-    """Bit by bit; nothing is missing and nothing is beside."""
-    assert set(found) == set(expected)
+def assert_same(actual, expected):
+    """Compare names and every bit."""
+    assert set(actual) == set(expected)
     for name, values in expected.items():
-        read = found[name]
+        read = actual[name]
         assert (read.dtype, read.numel()) == (values.dtype, values.numel()), name
         assert torch.equal(read.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
-def test_a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken(
-    checkpoint, tmp_path, precision, distributed
-):
-    """Steps go on while it is written; it is the same as one during which everything stood still."""
+def test_asynchronous_checkpoint_has_the_state_of_the_save_call(checkpoint, tmp_path, precision, distributed):
+    """Train while the checkpoint is written; it must equal one that was written without training."""
 
     def work():
         optimizer = Adam(lr=1e-2, distributed=distributed)
@@ -90,7 +91,7 @@ def test_a_checkpoint_that_is_written_beside_training_is_the_moment_it_was_taken
             os.fsync = lambda descriptor: (time.sleep(0.2), fsync(descriptor))
             pending = backend.save(tmp_path / "beside")
             steps = 0
-            while backend.any_rank(not pending.done)[0]:  # each rank hears of the end at its own time
+            while backend.any_rank(not pending.done)[0]:  # ranks see the end at different times
                 train(backend)
                 steps += 1
             pending.wait()

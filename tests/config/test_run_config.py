@@ -35,7 +35,7 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
     assert validation == Validation(fraction=0.1, every=7)
 
 
-def test_the_schedule_ends_with_the_run_and_what_goes_beyond_it_is_said(tmp_path):
+def test_schedule_ends_with_the_run_and_excess_steps_are_reported(tmp_path):
     cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
     assert load(tmp_path, cosine, "steps=50").of_length(8).schedule_remarks() == []
     [remark] = load(tmp_path, cosine, "steps=150").of_length(8).schedule_remarks()
@@ -64,7 +64,7 @@ UNHELPFUL: dict[str, str] = {
 
 
 @pytest.mark.parametrize("override", UNHELPFUL)
-def test_override_that_cannot_be_says_what_to_write(override, tmp_path):
+def test_invalid_override_raises_with_the_remedy(override, tmp_path):
     with pytest.raises(ConfigError, match=UNHELPFUL[override]):
         load(tmp_path, "", override)
 

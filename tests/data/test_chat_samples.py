@@ -1,4 +1,4 @@
-"""Which tokens carry loss, checked token by token against conversations written out by hand."""
+"""Token weights, compared token by token with conversations written out by hand."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 
 def chat(*turns: str) -> Document:
-    """Turns as ``role: content``."""
+    """Build a conversation from turns as ``role: content``."""
     messages = [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
     return Document("chat.jsonl:4", messages=tuple(messages))
 
 
 def expected(*parts: tuple[str, float]) -> tuple[list[int], list[float]]:
-    """Token ids and weights of text written out with its weight, one token for each byte or special token."""
+    """Return ids and weights of texts with their weights; every byte or special token is one token."""
     ids, weights = [], []
     for text, weight in parts:
         while text:
@@ -75,7 +75,7 @@ def test_several_turns_and_a_system_prompt() -> None:
     )
 
 
-def test_a_template_that_writes_the_last_turn_differently() -> None:
+def test_template_with_a_different_last_turn() -> None:
     tokenizer = byte_tokenizer(256)
     tokenizer.chat_template = THINKING
     [sample] = build_samples([chat("user: a", "assistant: b", "user: c", "assistant: d")], tokenizer, 256)
@@ -88,7 +88,7 @@ def test_a_template_that_writes_the_last_turn_differently() -> None:
     )
 
 
-def test_a_turn_that_repeats_the_users_words() -> None:
+def test_answer_equal_to_the_question_is_the_only_learned_turn() -> None:
     [sample] = build_samples([chat("user: same", "assistant: same", "user: same")], byte_tokenizer(256), 256)
     ids, weights = parts_of(sample)
     assert bytes(i for i, w in zip(ids, weights, strict=True) if w and i < 256) == b"same"
@@ -121,7 +121,7 @@ def test_every_token_but_the_first_is_a_target_once(limit: int) -> None:
     assert all(1 <= len(sample) <= limit for sample in samples)
 
 
-def test_a_conversation_that_is_too_long() -> None:
+def test_too_long_conversation_raises_data_error() -> None:
     document = chat("user: a", "assistant: b")
     [sample] = build_samples([document], byte_tokenizer(256), 256)
     assert build_samples([document], byte_tokenizer(256), len(sample))
@@ -129,7 +129,7 @@ def test_a_conversation_that_is_too_long() -> None:
         build_samples([document], byte_tokenizer(256), len(sample) - 1)
 
 
-def test_nothing_to_learn() -> None:
+def test_conversation_without_an_answer_raises_data_error() -> None:
     with pytest.raises(DataError, match=r"^chat\.jsonl:4: no assistant turn .*train_on_prompt"):
         build_samples([chat("user: a")], byte_tokenizer(256), 256)
 
@@ -138,7 +138,7 @@ def test_nothing_to_learn() -> None:
     ("template", "message"),
     [(REWRITING, "rewrites earlier turns"), (REFUSING, "roles must alternate"), (None, "need a chat template")],
 )
-def test_templates_that_cannot_be_used(template: str | None, message: str) -> None:
+def test_unusable_templates_raise_data_error(template: str | None, message: str) -> None:
     tokenizer = byte_tokenizer(256)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message) as caught:
@@ -146,28 +146,28 @@ def test_templates_that_cannot_be_used(template: str | None, message: str) -> No
     assert str(caught.value).startswith("chat.jsonl:4: ")
 
 
-def test_a_token_across_the_border_belongs_to_the_prompt() -> None:
+def test_token_across_a_span_border_has_no_weight() -> None:
     offsets = [(0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (9, 10)]
     assert token_weights(offsets, [(3, 6, 1.0), (9, 10, 0.5)]) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.5]
     assert token_weights(offsets, []) == [0.0] * 6
     assert token_weights(offsets, [(3, 6, 0.0)], elsewhere=1.0) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_places_within_tokens() -> None:
+def test_positions_within_tokens() -> None:
     offsets = [(0, 0), (0, 2), (2, 5), (5, 6), (6, 6), (6, 9), (0, 0)]
-    assert [place for place in range(11) if lies_within_a_token(offsets, [place])] == [1, 3, 4, 7, 8]
+    assert [index for index in range(11) if lies_within_a_token(offsets, [index])] == [1, 3, 4, 7, 8]
     assert lies_within_a_token(offsets, [2, 8])
     assert not lies_within_a_token(offsets, [])
 
 
 def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
-    """Samples of a document, and what was said about it."""
+    """Return the samples of a document and the remarks about it."""
     findings = Findings()
     encoder = Encoder(byte_tokenizer(256), limits or Limits(256), findings, **settings)
     return encoder.encode(document, number=7), findings.lines()
 
 
-def test_each_message_counts_as_it_says() -> None:
+def test_message_weights_are_applied() -> None:
     turns = chat("user: a", "assistant: b", "user: c", "assistant: d").messages
     document = Document("f:1", messages=turns, loss_weights=(0.0, 0.0, 0.0, 0.5))
     [sample], _ = encode(document)
@@ -187,14 +187,14 @@ def test_each_message_counts_as_it_says() -> None:
         encode(Document("f:1", messages=turns, loss_weights=(0.0,) * 4))
 
 
-def test_a_completion_is_learned_and_its_prompt_is_not() -> None:
+def test_completion_carries_loss_and_prompt_does_not() -> None:
     [sample], _ = encode(Document("f:1", prompt="1 + 1 =", completion=" 2é"))
     assert parts_of(sample) == expected(("1 + 1 =", 0), (" 2é<|im_end|>", 1))
     [sample], _ = encode(Document("f:1", prompt="ab", completion="c"), train_on_prompt=True)
     assert parts_of(sample) == expected(("a", 0), ("bc<|im_end|>", 1))
 
 
-def test_a_completion_of_messages_is_learned_and_all_of_its_prompt_if_prompts_are() -> None:
+def test_completion_of_messages_carries_loss_and_prompt_if_configured() -> None:
     turns = chat("user: a", "assistant: b", "user: c", "assistant: d").messages
     before = (
         "user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -206,29 +206,29 @@ def test_a_completion_of_messages_is_learned_and_all_of_its_prompt_if_prompts_ar
     assert parts_of(sample) == expected(("<|im_start|>", 0), (before + "d<|im_end|>\n", 1))
 
 
-def test_a_token_that_prompt_and_completion_share_is_told() -> None:
-    """By a tokenizer like GPT-2's, with a token for " y"."""
+def test_token_shared_by_prompt_and_completion_is_reported() -> None:
+    """Use a tokenizer like GPT-2's, with a token for " y"."""
     vocabulary = {**{character: byte for byte, character in enumerate(byte_characters())}, "\u0120y": 256}
     words = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u0120", "y")]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    said = []
+    results = []
     for prompt, completion in (("a: ", "yes"), ("a:", " yes")):
         findings = Findings()
         [sample] = Encoder(tokenizer, Limits(256), findings).encode(
             Document("f:1", prompt=prompt, completion=completion)
         )
         assert sample.target_ids.tolist()[1:] == [256, ord("e"), ord("s")]
-        said.append((sample.weights.tolist()[1:], findings.lines()))
-    assert said[1] == ([1, 1, 1], [])
-    assert said[0][0] == [0, 1, 1]
-    assert "the beginning of the completion is not learned" in said[0][1][0]
+        results.append((sample.weights.tolist()[1:], findings.lines()))
+    assert results[1] == ([1, 1, 1], [])
+    assert results[0][0] == [0, 1, 1]
+    assert "the beginning of the completion is not learned" in results[0][1][0]
     turns = chat("user: a", "assistant: yes").messages
     for template, weights, lines in ((SPACE_BEFORE, [0, 1, 1], 2), (SPACE_WITHIN, [1, 1, 1], 1)):
         tokenizer.chat_template, findings = template, Findings()
         [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
         assert sample.weights.tolist()[-3:] == weights
-        assert len(findings.lines()) == lines  # that turns have no end is one
+        assert len(findings.lines()) == lines  # one of them: turns have no end
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ def test_a_token_that_prompt_and_completion_share_is_told() -> None:
         processors.ByteLevel(trim_offsets=True),
         processors.Sequence([processors.ByteLevel(trim_offsets=True)]),
     ],
-    ids=["alone", "one of several"],
+    ids=["single", "sequence"],
 )
-def test_spaces_belong_to_where_they_stand_whatever_a_tokenizer_says(processor) -> None:
-    """Tokenizers like GPT-NeoX's leave spaces out of a token's characters: one of spaces alone has none."""
+def test_spaces_are_part_of_tokens_despite_trimmed_offsets(processor) -> None:
+    """Handle tokenizers like GPT-NeoX's, whose offsets trim spaces: a token of spaces has an empty span."""
     trimming = byte_tokenizer(256)
     trimming.backend_tokenizer.post_processor = processor
     documents = [
@@ -250,13 +250,13 @@ def test_spaces_belong_to_where_they_stand_whatever_a_tokenizer_says(processor) 
     ]
     for document in documents:
         [sample] = Encoder(trimming, Limits(256), Findings()).encode(document)
-        [right] = Encoder(byte_tokenizer(256), Limits(256), Findings()).encode(document)
-        assert parts_of(sample) == parts_of(right)
-    given = trimming("a: b", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
-    assert given[2] == (3, 3), "the caller's tokenizer is as it was"
+        [reference] = Encoder(byte_tokenizer(256), Limits(256), Findings()).encode(document)
+        assert parts_of(sample) == parts_of(reference)
+    offset_mapping = trimming("a: b", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    assert offset_mapping[2] == (3, 3), "the caller's tokenizer is unchanged"
 
 
-def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:
+def test_pair_becomes_two_samples_whose_answers_carry_loss() -> None:
     shared = chat("user: a", "assistant: b", "user: c").messages or ()
     sides = [(*shared, {"role": "assistant", "content": answer}) for answer in ("yes", "no")]
     pairs = [
@@ -264,13 +264,13 @@ def test_a_pair_is_two_samples_whose_answers_are_learned() -> None:
         (Document("f:1", prompt="c", chosen="yes", rejected="no"), "<|im_end|>"),
     ]
     for document, end in pairs:
-        both, _ = encode(document)
-        for sample, answer in zip(both, ("yes", "no"), strict=True):
+        pair_samples, _ = encode(document)
+        for sample, answer in zip(pair_samples, ("yes", "no"), strict=True):
             ids, weights = parts_of(sample)
             learned = [token for token, weight in zip(ids, weights, strict=True) if weight]
             assert learned == expected((f"{answer}<|im_end|>", 1))[0]
             assert ids[-len(expected((f"{answer}{end}", 1))[0]) :] == expected((f"{answer}{end}", 1))[0]
-        assert [(sample.pair, sample.chosen) for sample in both] == [(7, True), (7, False)]
+        assert [(sample.pair, sample.chosen) for sample in pair_samples] == [(7, True), (7, False)]
 
 
 LONG = chat("user: a", "assistant: " + "b" * 20)
@@ -278,46 +278,46 @@ PAIR = Document("f:1", prompt="p", chosen="c" * 20, rejected="r" * 10)
 
 
 @pytest.mark.parametrize("document", [LONG, Document("f:1", prompt="a", completion="b" * 20), PAIR])
-def test_what_is_too_long(document: Document) -> None:
+def test_too_long_documents_raise_or_are_cut_or_skipped(document: Document) -> None:
     longest = max(map(len, encode(document)[0]))
     for choice in ("error", "truncate", "skip"):
-        samples, said = encode(document, Limits(longest), on_too_long=choice)
+        samples, remarks = encode(document, Limits(longest), on_too_long=choice)
         assert max(map(len, samples)) == longest
-        assert said == []
+        assert remarks == []
     limits = Limits(longest - 1, "batching.max_length: 5")
     with pytest.raises(
         DataError, match=rf"has {longest} tokens and the limit is {longest - 1} \(batching.max_length: 5\)"
     ):
         encode(document, limits)
-    samples, said = encode(document, limits, on_too_long="skip")
+    samples, remarks = encode(document, limits, on_too_long="skip")
     assert samples == []
-    assert said == [f"{document.source}: left out: more than {longest - 1} tokens (data.on_too_long: skip)"]
-    samples, said = encode(document, limits, on_too_long="truncate")
+    assert remarks == [f"{document.source}: left out: more than {longest - 1} tokens (data.on_too_long: skip)"]
+    samples, remarks = encode(document, limits, on_too_long="truncate")
     assert max(map(len, samples)) == longest - 1
-    assert said == [f"{document.source}: cut to {longest - 1} tokens (data.on_too_long: truncate)"]
-    samples, said = encode(document, Limits(1), on_too_long="truncate")
+    assert remarks == [f"{document.source}: cut to {longest - 1} tokens (data.on_too_long: truncate)"]
+    samples, remarks = encode(document, Limits(1), on_too_long="truncate")
     if document is LONG:  # the answer is cut off
         assert samples == []
-        assert said == [
+        assert remarks == [
             f"{document.source}: left out: more than 1 tokens (data.on_too_long: truncate, and nothing to learn stays)"
         ]
 
 
-def test_a_pair_that_no_micro_batch_holds() -> None:
-    both, _ = encode(PAIR)
-    assert [len(sample) for sample in both] == [21, 11]
+def test_pair_longer_than_a_micro_batch_raises_or_is_skipped() -> None:
+    pair_samples, _ = encode(PAIR)
+    assert [len(sample) for sample in pair_samples] == [21, 11]
     for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
         assert encode(PAIR, Limits(256, budget=tokens, **settings))[0]
         with pytest.raises(
             DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
         ):
             encode(PAIR, Limits(256, budget=tokens - 1, **settings))
-        samples, [said] = encode(PAIR, Limits(256, budget=tokens - 1, **settings), on_too_long="skip")
+        samples, [remark] = encode(PAIR, Limits(256, budget=tokens - 1, **settings), on_too_long="skip")
         assert samples == []
-        assert "longer than a micro batch" in said
+        assert "longer than a micro batch" in remark
 
 
-def test_what_a_tokenizer_cannot_write() -> None:
+def test_invalid_characters_and_token_ids_raise_data_error() -> None:
     with pytest.raises(DataError, match=r"^f:1: character 1 is half of a surrogate pair"):
         encode(Document("f:1", text="a\ud800b"))
     with pytest.raises(DataError, match=r"^chat.jsonl:4: character \d+ is half of a surrogate pair"):
@@ -327,7 +327,7 @@ def test_what_a_tokenizer_cannot_write() -> None:
     assert encode(Document("f:1", text="abc"), Limits(256, vocab_size=258))[0]
 
 
-def test_all_documents_that_cannot_be_trained_on_are_named_at_once() -> None:
+def test_all_unusable_documents_are_reported_at_once() -> None:
     documents = [chat("user: a"), chat("user: a", "assistant: b"), LONG]
     with pytest.raises(DataError) as caught:
         build_samples(documents, byte_tokenizer(256), 30)

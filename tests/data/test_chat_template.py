@@ -1,4 +1,4 @@
-"""What the assistant writes, by templates of several families: with generation blocks and without, tools, thoughts, parts."""
+"""Loss masks of chat templates of several families, with and without generation blocks, tools, thoughts and parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QWEN = """{%- if tools %}{{ '<|im_start|>system\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# In the style of Qwen3: thoughts stay in turns after the last question alone.
+# In the style of Qwen3: only turns after the last question keep their thoughts.
 QWEN_THINKS = """{%- set last = namespace(question=-1) %}
 {%- for message in messages %}{% if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
 
 
 def tokenizer_of(family: str, blocks: bool) -> PreTrainedTokenizerFast:
-    """A byte tokenizer with a family's template and special tokens, with generation blocks or without."""
+    """Build a byte tokenizer with a family's template and special tokens, with generation blocks or without."""
     template, special, eos = FAMILIES[family]
     tokenizer = byte_tokenizer(4096)
     tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
@@ -98,7 +98,7 @@ def encode(document: Document, tokenizer: Any, **settings: Any) -> tuple[Sample,
 
 
 def learned(sample: Sample, tokenizer: Any) -> list[str]:
-    """Runs of tokens that carry loss, as text."""
+    """Return the runs of tokens that carry loss, as text."""
     runs, before = [], 0.0
     for token, weight in zip(sample.target_ids.tolist(), sample.weights.tolist(), strict=True):
         if weight:
@@ -168,25 +168,25 @@ LEARNED = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
-def test_tokens_and_mask_are_those_of_transformers(name: str, blocks: bool) -> None:
-    """Of the template with generation blocks; the one without them must give the same by comparison."""
+def test_tokens_and_mask_match_transformers(name: str, blocks: bool) -> None:
+    """Compare both variants with transformers' mask for the template with generation blocks."""
     family, record = CASES[name]
     with_blocks = tokenizer_of(family, blocks=True)
-    wanted = with_blocks.apply_chat_template(
+    reference = with_blocks.apply_chat_template(
         record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
     )
     tokenizer = tokenizer_of(family, blocks)
-    sample, said = encode(parse_record(record, "f:1"), tokenizer)
-    assert [int(sample.input_ids[0]), *sample.target_ids.tolist()] == wanted["input_ids"]
-    assert [0, *sample.weights.tolist()] == wanted["assistant_masks"]
+    sample, remarks = encode(parse_record(record, "f:1"), tokenizer)
+    assert [int(sample.input_ids[0]), *sample.target_ids.tolist()] == reference["input_ids"]
+    assert [0, *sample.weights.tolist()] == reference["assistant_masks"]
     if name in LEARNED:
         assert learned(sample, tokenizer) == LEARNED[name]
     dropped = ["f:1: the chat template leaves out the reasoning of some of the assistant's turns"]
-    assert said == (dropped if name == "Qwen thinks, thoughts" else [])
+    assert remarks == (dropped if name == "Qwen thinks, thoughts" else [])
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
-def test_each_turn_counts_as_it_says(blocks: bool) -> None:
+def test_turn_weights_are_applied(blocks: bool) -> None:
     messages = json.loads(json.dumps(TOOLS))
     messages[1]["loss"], messages[5]["weight"] = False, 0.5
     tokenizer = tokenizer_of("Llama", blocks)
@@ -196,8 +196,8 @@ def test_each_turn_counts_as_it_says(blocks: bool) -> None:
     assert sample.weights.tolist().count(0.5) == len("Bye.") + 1
 
 
-def test_blocks_that_come_in_several_pieces_belong_to_their_message() -> None:
-    """A template that marks a message's words, a call and the end apart."""
+def test_several_generation_blocks_belong_to_one_message() -> None:
+    """Use a template with separate blocks for a message's content and its end."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -209,8 +209,8 @@ def test_blocks_that_come_in_several_pieces_belong_to_their_message() -> None:
     assert learned(sample, tokenizer) == ["drei", "<|im_end|>"]
 
 
-def test_a_turn_without_words_takes_no_block_of_another_turns() -> None:
-    """Its own is empty; thoughts and answer of the other make as many blocks as there are turns."""
+def test_empty_turn_takes_no_block_of_another_turn() -> None:
+    """Give an empty turn no block when the other turn's thoughts and answer make as many blocks as turns."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -224,13 +224,13 @@ def test_a_turn_without_words_takes_no_block_of_another_turns() -> None:
     assert learned(sample, tokenizer) == ["hm", "drei"]
 
 
-def test_text_parts_reach_templates_that_take_them_and_others_as_one_string() -> None:
+def test_text_parts_are_passed_as_list_or_as_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two?"}]
     document = parse_record({"messages": [{"role": "user", "content": parts}, CHAT[3]]}, "f:1")
     tokenizer = tokenizer_of("Qwen", blocks=False)
     sample, _ = encode(document, tokenizer)
     assert tokenizer.decode(sample.input_ids).startswith("<|im_start|>user\none\ntwo?<|im_end|>")
-    for template in ("{{ m.content }}", "{{ m.content | string }}"):  # which would write the list itself
+    for template in ("{{ m.content }}", "{{ m.content | string }}"):  # would write the list's repr
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: " + template + "<|im_end|>{% endfor %}"
         sample, _ = encode(document, tokenizer)
         assert tokenizer.decode(sample.input_ids).startswith("user: one\ntwo?<|im_end|>assistant: drei")
@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_exact_is_refused(name: str) -> None:
+def test_inexact_templates_raise_data_error(name: str) -> None:
     template, record, message = REFUSED[name]
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = template
@@ -326,10 +326,10 @@ LAST_BLOCK = (
 )
 
 
-@pytest.mark.parametrize("shown", ["m.content", "m.content | upper"], ids=["marked", "not to be marked"])
-def test_an_answer_in_a_block_is_no_proof_of_an_equal_one_outside(shown: str) -> None:
+@pytest.mark.parametrize("expression", ["m.content", "m.content | upper"], ids=["marked", "not to be marked"])
+def test_answer_outside_of_blocks_raises_despite_an_equal_one_inside(expression: str) -> None:
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = LAST_BLOCK.replace("SHOWN", shown)
+    tokenizer.chat_template = LAST_BLOCK.replace("SHOWN", expression)
     yes = {"role": "assistant", "content": "YES"}
     with pytest.raises(DataError, match=r"generation blocks .*does the template use them inside a macro"):
         encode(parse_record({"messages": [CHAT[0], yes, CHAT[0], yes]}, "f:1"), tokenizer)
@@ -355,7 +355,9 @@ FIRST_CALL = (  # as gpt-oss's template
 )
 
 
-@pytest.mark.parametrize("shown", ["''", "m.tool_calls[0].function.name | length"], ids=["marked", "not to be marked"])
+@pytest.mark.parametrize(
+    "expression", ["''", "m.tool_calls[0].function.name | length"], ids=["marked", "not to be marked"]
+)
 @pytest.mark.parametrize(
     "record",
     [
@@ -369,30 +371,30 @@ FIRST_CALL = (  # as gpt-oss's template
     ],
     ids=["tool_calls", "ShareGPT"],
 )
-def test_calls_beside_the_first_that_are_not_written_raise_data_error(record: dict[str, Any], shown: str) -> None:
+def test_omitted_parallel_calls_raise_data_error(record: dict[str, Any], expression: str) -> None:
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = FIRST_CALL.replace("SHOWN", shown)
+    tokenizer.chat_template = FIRST_CALL.replace("SHOWN", expression)
     with pytest.raises(
         DataError,
         match=r"message 1 \(assistant\): .* all of its 2 tool calls \('look', 'listen'\); .*data.chat_template",
     ):
         encode(parse_record(record, "f:1"), tokenizer)
-    alone = [CHAT[0], *({"role": "assistant", "tool_calls": [call(name)]} for name in ("look", "listen"))]
-    sample, _ = encode(parse_record({"messages": alone}, "f:1"), tokenizer, train_on_prompt=True)
+    separate_calls = [CHAT[0], *({"role": "assistant", "tool_calls": [call(name)]} for name in ("look", "listen"))]
+    sample, _ = encode(parse_record({"messages": separate_calls}, "f:1"), tokenizer, train_on_prompt=True)
     assert "look" in (text := tokenizer.decode(sample.input_ids))
     assert "listen" in text
 
 
 @pytest.mark.parametrize("family", ["Qwen", "Qwen thinks"])
-def test_an_end_of_sequence_in_the_assistants_words_is_not_taken_for_the_end_of_its_turn(family: str) -> None:
+def test_eos_within_an_answer_does_not_end_the_turn(family: str) -> None:
     messages = [CHAT[0], {"role": "assistant", "content": "say <|im_end|> now"}, *CHAT[2:]]
     tokenizer = tokenizer_of(family, blocks=False)
     sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
     assert learned(sample, tokenizer)[0] == "say <|im_end|> now<|im_end|>"
 
 
-def test_an_end_of_sequence_at_the_end_of_the_words_leaves_the_turn_its_own_end() -> None:
-    """By a template whose end of turn opens no turn, and comes before the user's words nevertheless, as OpenChat's."""
+def test_eos_at_the_end_of_an_answer_does_not_replace_the_end_of_turn() -> None:
+    """Use a template like OpenChat's, whose end of turn is a special token other than eos."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<|end_of_turn|>"]})
     tokenizer.eos_token = "</s>"
@@ -406,11 +408,11 @@ def test_an_end_of_sequence_at_the_end_of_the_words_leaves_the_turn_its_own_end(
         assert learned(sample, tokenizer) == ["fine</s><|end_of_turn|>", "drei<|end_of_turn|>"][: count // 2]
 
 
-def test_what_the_template_leaves_out_is_said() -> None:
+def test_omitted_fields_and_missing_turn_ends_are_reported() -> None:
     tokenizer = tokenizer_of("Qwen", blocks=False)
     messages = [CHAT[0] | {"timestamp": 3}, CHAT[1] | {"name": "Ada"}]
-    _, said = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
-    assert said == ["f:1: 'timestamp' of messages is not read"]
+    _, remarks = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
+    assert remarks == ["f:1: 'timestamp' of messages is not read"]
     tokenizer.chat_template = BARE.replace("m.role", "m.timestamp | default('') | string + m.role")
     assert encode(parse_record({"messages": messages}, "f:1"), tokenizer)[1] == []
 
@@ -419,8 +421,8 @@ def test_what_the_template_leaves_out_is_said() -> None:
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
-    _, said = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
-    assert said == [NO_END]
+    _, remarks = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
+    assert remarks == [NO_END]
     tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"  # as GLM's
     assert encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)[1] == [NO_END]
 
@@ -442,8 +444,8 @@ NO_END = (
 )
 
 
-def test_arguments_are_objects_or_text_as_the_template_takes_them() -> None:
-    """DeepSeek's templates put them between strings."""
+def test_call_arguments_are_passed_as_object_or_text() -> None:
+    """Pass text where the template concatenates strings, as DeepSeek's do."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
@@ -456,37 +458,39 @@ def test_arguments_are_objects_or_text_as_the_template_takes_them() -> None:
         assert learned(sample, tokenizer) == ['assistant: so look({"where": "öst"})<|im_end|>']
 
 
-def test_a_block_of_no_message_in_particular_is_learned_too() -> None:
-    """As in TRL's training template of Phi-3, which marks the end of sequence behind the last turn."""
+def test_block_outside_of_messages_carries_loss() -> None:
+    """Use a template like TRL's training template of Phi-3, which marks the eos after the last turn."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' }}"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
     )
-    wanted = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    reference = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     sample, _ = encode(parse_record({"messages": CHAT}, "f:1"), tokenizer)
-    assert [0, *sample.weights.tolist()] == wanted["assistant_masks"]
+    assert [0, *sample.weights.tolist()] == reference["assistant_masks"]
     assert learned(sample, tokenizer) == ["zwei, 二, two", "drei<|im_end|>"]
-    with pytest.raises(DataError, match="do not hold the words of message 3"):  # whose is the block in the middle?
+    with pytest.raises(
+        DataError, match="do not hold the words of message 3"
+    ):  # the owner of the middle block is ambiguous
         encode(parse_record({"messages": [CHAT[0], CHAT[1] | {"loss": 0}, *CHAT[2:]]}, "f:1"), tokenizer)
 
 
-def test_variables_of_the_template() -> None:
+def test_template_variables_of_settings_and_record() -> None:
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = "{{ mood | default('none') }}|" + BARE
     record = {"messages": CHAT}
-    for settings, own, wanted in (
+    for settings, record_options, expected in (
         ({}, {}, "none"),
         ({"mood": "calm"}, {}, "calm"),
         ({"mood": "calm"}, {"mood": "wild"}, "wild"),
     ):
-        document = parse_record(record | {"chat_template_kwargs": own}, "f:1")
+        document = parse_record(record | {"chat_template_kwargs": record_options}, "f:1")
         sample, _ = encode(document, tokenizer, template_options=settings)
-        assert tokenizer.decode(sample.input_ids).startswith(f"{wanted}|user: one?")
+        assert tokenizer.decode(sample.input_ids).startswith(f"{expected}|user: one?")
 
 
-def test_a_template_of_its_own_for_tools() -> None:
+def test_separate_tool_template_is_used() -> None:
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = {
         "default": BARE,

@@ -1,4 +1,4 @@
-"""What a record means: its columns, its messages, and what is said about those that mean nothing."""
+"""Parsing of records: columns, messages, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -246,8 +246,8 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_becomes_a_document(name: str) -> None:
-    record, wanted = RECORDS[name]
-    assert parse_record(record, "f:1") == Document("f:1", **wanted)
+    record, fields = RECORDS[name]
+    assert parse_record(record, "f:1") == Document("f:1", **fields)
 
 
 PART = {"type": "image_url", "image_url": {"url": "x"}}
@@ -367,7 +367,7 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_bad_record_is_a_sentence(name: str) -> None:
+def test_bad_record_raises_data_error(name: str) -> None:
     record, message = BAD_RECORDS[name]
     with pytest.raises(DataError, match=message) as caught:
         parse_record(record, "data.jsonl:2")
@@ -458,14 +458,14 @@ ODD: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_tools_and_roles_are_remarked(name: str) -> None:
+def test_unusual_tools_and_roles_are_reported(name: str) -> None:
     record, remarks = ODD[name]
     findings = Findings()
     parse_record(record, "f:1", None, findings)
     assert findings.lines() == [f"f:1: {remark}" for remark in remarks]
 
 
-def test_columns_of_other_names() -> None:
+def test_renamed_columns_are_read() -> None:
     record = {"dialogue": list(CHAT), "text": "not this", "tools": 3}
     findings = Findings()
     columns = {"messages": "dialogue"}
@@ -479,22 +479,22 @@ def test_columns_of_other_names() -> None:
         Data(path="x", columns={"prompt": "a", "completion": "a"})
 
 
-def test_a_column_that_is_not_read_is_named_once() -> None:
+def test_ignored_column_is_reported_once() -> None:
     findings = Findings()
     for number in range(3):
         parse_record({"text": "x", "id": number}, f"f:{number}", None, findings)
     assert findings.lines() == ["f:0 and 2 more: 'id' is not read"]
 
 
-def test_the_settings_know_every_column() -> None:
-    read = {name for must, may in FORMS.values() for name in (*must, *may)} | set(CHAT_COLUMNS)
-    assert read == set(DATA_COLUMNS)
+def test_settings_list_every_column() -> None:
+    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | set(CHAT_COLUMNS)
+    assert known_columns == set(DATA_COLUMNS)
 
 
 @pytest.mark.parametrize(
     "record", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
 )
-def test_tools_and_options_of_plain_text_are_said_to_be_unread(record: dict[str, Any]) -> None:
+def test_tools_and_options_of_plain_text_are_reported_as_ignored(record: dict[str, Any]) -> None:
     findings = Findings()
     parse_record(record | {"tools": [TOOL], "chat_template_kwargs": {"x": 1}}, "f:1", None, findings)
     reason = "is not read: only conversations of messages have a chat template"

@@ -1,4 +1,4 @@
-"""Reading data from files of every format, and what is said about files that cannot be read."""
+"""Reading of data files of every format, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def read(path: Path, **settings: object) -> tuple[list[Document], Findings]:
-    """Documents, problems and remarks."""
+    """Read documents; return them with the problems and remarks."""
     findings = Findings()
     data = Data(path=path, **settings)
     return list(iterate_documents(path, data.split, data.columns, findings)), findings
@@ -78,8 +78,8 @@ def saved(path: Path, records: list[dict]) -> None:
 
 
 def saved_splits(path: Path, records: list[dict]) -> None:
-    of = datasets.Dataset.from_list
-    datasets.DatasetDict({"test": of([{"text": "no"}]), "train": of(records)}).save_to_disk(str(path))
+    from_list = datasets.Dataset.from_list
+    datasets.DatasetDict({"test": from_list([{"text": "no"}]), "train": from_list(records)}).save_to_disk(str(path))
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path, list[dict]], None]]] = {
@@ -99,7 +99,7 @@ PLAIN = {"messages": CHAT, "tools": None}
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_every_format_says_the_same(form: str, tmp_path: Path) -> None:
+def test_every_format_gives_equal_documents(form: str, tmp_path: Path) -> None:
     name, writer = WRITERS[form]
     writer(tmp_path / name, [WITH_TOOLS, PLAIN])
     documents, findings = read(tmp_path / name)
@@ -116,11 +116,11 @@ def test_every_format_says_the_same(form: str, tmp_path: Path) -> None:
     assert documents[1].source == f"{tmp_path / name}{row}"
 
 
-def test_values_of_csv_stay_what_they_are(tmp_path: Path) -> None:
+def test_csv_values_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n007,NA\r\n"a\nb","c,""d"""\r\n1e3,true\r\n')
-    found = [(each.prompt, each.completion, each.source) for each in read_documents(path)]
-    assert found == [("007", "NA", f"{path}:2"), ("a\nb", 'c,"d"', f"{path}:3"), ("1e3", "true", f"{path}:5")]
+    rows = [(document.prompt, document.completion, document.source) for document in read_documents(path)]
+    assert rows == [("007", "NA", f"{path}:2"), ("a\nb", 'c,"d"', f"{path}:3"), ("1e3", "true", f"{path}:5")]
     assert csv.field_size_limit() == 131072
     path.write_text("text\n" + "x" * 200_000 + "\n")
     assert len(read_documents(path)[0].text or "") == 200_000
@@ -128,7 +128,7 @@ def test_values_of_csv_stay_what_they_are(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    (tmp_path / "d.jsonl").mkdir()  # a directory, whatever it is called
+    (tmp_path / "d.jsonl").mkdir()  # a directory despite its ending
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git" / "x.txt", "hidden")
     write(tmp_path / "c.txt", "third")
@@ -146,7 +146,7 @@ def test_a_folder_is_read_in_name_order(tmp_path: Path) -> None:
     ]
 
 
-def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
+def test_all_bad_lines_are_reported_at_once(tmp_path: Path) -> None:
     good, bad = {"text": "good"}, {"text": 3}
     first = write(tmp_path / "a.jsonl", good, bad, '{"text": "x"', good, {"messages": []})
     second = tmp_path / "b.jsonl"
@@ -184,18 +184,18 @@ def test_problems_of_one_kind_are_counted(tmp_path: Path) -> None:
         read_documents(kinds)
 
 
-def test_a_control_character_is_named_once(tmp_path: Path) -> None:
+def test_control_character_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not valid JSON: Invalid control character at column 14$"):
-        read_documents(put(tmp_path / "a.jsonl", b'{"text": "one\ttwo"}'))
+        read_documents(write_content(tmp_path / "a.jsonl", b'{"text": "one\ttwo"}'))
 
 
-def put(path: Path, content: bytes) -> Path:
+def write_content(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
 
 
 def unreadable(folder: Path) -> Path:
-    path = put(folder / "closed.jsonl", b"{}")
+    path = write_content(folder / "closed.jsonl", b"{}")
     path.chmod(0)
     return path
 
@@ -213,24 +213,33 @@ def folder_with_dangling(folder: Path) -> Path:
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "missing.jsonl", "neither a file nor a folder"),
     "empty folder": (lambda folder: folder, r"no training data in .* \(data.path\): no file in it ends in .jsonl"),
-    "empty file": (lambda folder: put(folder / "a.jsonl", b"\n"), "no training data"),
+    "empty file": (lambda folder: write_content(folder / "a.jsonl", b"\n"), "no training data"),
     "unknown kind": (
-        lambda folder: put(folder / "a.xlsx", b"PK"),
+        lambda folder: write_content(folder / "a.xlsx", b"PK"),
         r"'\.xlsx' are not read \(data.path\); known: .jsonl",
     ),
-    "Latin-1 text": (lambda folder: put(folder / "a.txt", b"caf\xe9"), "not UTF-8 text"),
-    "UTF-16": (lambda folder: put(folder / "a.txt", "hello".encode("utf-16")), "looks like UTF-16"),
-    "Latin-1 CSV": (lambda folder: put(folder / "a.csv", b"text\ncaf\xe9\n"), "a.csv: not UTF-8 text"),
+    "Latin-1 text": (lambda folder: write_content(folder / "a.txt", b"caf\xe9"), "not UTF-8 text"),
+    "UTF-16": (lambda folder: write_content(folder / "a.txt", "hello".encode("utf-16")), "looks like UTF-16"),
+    "Latin-1 CSV": (lambda folder: write_content(folder / "a.csv", b"text\ncaf\xe9\n"), "a.csv: not UTF-8 text"),
     "JSON of another kind": (
-        lambda folder: put(folder / "a.json", b"{}"),
+        lambda folder: write_content(folder / "a.json", b"{}"),
         "expected a JSON list of objects, found dict",
     ),
-    "JSON that is none": (lambda folder: put(folder / "a.json", b"[{},\n{]"), "not valid JSON: .* at line 2, column 2"),
-    "CSV with a short row": (lambda f: put(f / "a.csv", b"prompt,completion\nx\n"), "a.csv:2: 1 columns, .* names 2"),
-    "CSV with one name twice": (lambda f: put(f / "a.csv", b"text,text\nx,y\n"), "a.csv:1: two columns have one name"),
-    "CSV with an open quote": (lambda f: put(f / "a.csv", b'text\n"x\n'), "a.csv: not valid CSV"),
+    "JSON that is none": (
+        lambda folder: write_content(folder / "a.json", b"[{},\n{]"),
+        "not valid JSON: .* at line 2, column 2",
+    ),
+    "CSV with a short row": (
+        lambda f: write_content(f / "a.csv", b"prompt,completion\nx\n"),
+        "a.csv:2: 1 columns, .* names 2",
+    ),
+    "CSV with one name twice": (
+        lambda f: write_content(f / "a.csv", b"text,text\nx,y\n"),
+        "a.csv:1: two columns have one name",
+    ),
+    "CSV with an open quote": (lambda f: write_content(f / "a.csv", b'text\n"x\n'), "a.csv: not valid CSV"),
     "no parquet": (
-        lambda folder: put(folder / "a.parquet", b"PAR1 and nothing else"),
+        lambda folder: write_content(folder / "a.parquet", b"PAR1 and nothing else"),
         "not a parquet file that can be read",
     ),
     "dangling link": (dangling, "it is a link to nowhere.jsonl, which does not exist"),
@@ -239,7 +248,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
+def test_bad_file_raises_data_error(name: str, tmp_path: Path) -> None:
     make, message = BAD_FILES[name]
     path = make(tmp_path)
     for attempt in (lambda: read_documents(path), lambda: check_files(path, Data(path=path)).raise_problems()):
@@ -247,7 +256,7 @@ def test_a_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
             attempt()
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_without_permission_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = unreadable(tmp_path)
     if os.access(path, os.R_OK):  # as root: everything may be read
 

@@ -1,4 +1,4 @@
-"""From a run's settings to its samples: kept in files, made once, made anew when something changes, and refused as a whole."""
+"""Preparation of a run's samples: cached in files, rebuilt on changes, and refused as a whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(40, vocab_size=300)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Data, a tokenizer in ``model``, and a cache of its own."""
+    """Write data and a tokenizer (in ``model``), and use a separate cache."""
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
     byte_tokenizer(256).save_pretrained(tmp_path / "model")
     lines = [{"messages": CHAT, "id": 1}, {"text": "0123456789" * 7}, {"prompt": "a", "completion": "b"}]
@@ -49,16 +49,16 @@ def stores(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "cache" / "samples").iterdir())
 
 
-def test_stored_samples_are_those_in_memory(folder: Path) -> None:
+def test_stored_samples_equal_samples_in_memory(folder: Path) -> None:
     store = samples_of(folder)
-    wanted = build_samples(read_documents(folder / "data.jsonl"), byte_tokenizer(256), 40)
-    assert len(store) == len(wanted) == 4
-    for mine, theirs in zip(store, wanted, strict=True):
+    reference = build_samples(read_documents(folder / "data.jsonl"), byte_tokenizer(256), 40)
+    assert len(store) == len(reference) == 4
+    for stored, expected in zip(store, reference, strict=True):
         for field in ("input_ids", "target_ids", "weights"):
-            assert getattr(mine, field).dtype == getattr(theirs, field).dtype
-            assert torch.equal(getattr(mine, field), getattr(theirs, field))
-    assert store.fingerprint == fingerprint_of(wanted)
-    assert store.lengths.tolist() == [len(sample) for sample in wanted]
+            assert getattr(stored, field).dtype == getattr(expected, field).dtype
+            assert torch.equal(getattr(stored, field), getattr(expected, field))
+    assert store.fingerprint == fingerprint_of(reference)
+    assert store.lengths.tolist() == [len(sample) for sample in reference]
     assert store.documents.tolist() == [0, 1, 1, 2]
     assert [len(sample) for sample in store[1:3]] == [40, 30]
     assert store.remarks == [f"{folder}/data.jsonl:1: 'id' is not read"]
@@ -88,7 +88,7 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         again = samples_of(folder)
         assert again.fingerprint == first.fingerprint
         assert again.remarks == first.remarks
-    [kept] = stores(folder)
+    [store_name] = stores(folder)
 
     def differs(**settings: Any) -> None:
         before = stores(folder)
@@ -106,12 +106,12 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     settings = json.loads((folder / "model" / "tokenizer_config.json").read_text()) | {"model_max_length": 255}
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     differs()
-    assert kept in stores(folder)
+    assert store_name in stores(folder)
 
 
 @pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute"])
-def test_files_outside_of_a_folder_are_in_the_key(folder: Path, absolute: bool) -> None:
-    """A card may name them; and what a folder has beside the split makes no other samples, but for its names."""
+def test_files_outside_of_the_folder_are_part_of_the_key(folder: Path, absolute: bool) -> None:
+    """Key the cache by files that a card names and by the names, not the contents, of files outside the split."""
     outside = write(folder / "outside.jsonl", {"text": "first"})
     (folder / "data").mkdir()
     write(folder / "data" / "beside.jsonl", {"text": "1"})
@@ -143,7 +143,7 @@ def test_stored_samples_name_the_setting_of_their_reader(folder: Path) -> None:
     assert len(stores(folder)) == 1
 
 
-def test_all_that_is_wrong_is_said_at_once_and_nothing_is_kept(folder: Path) -> None:
+def test_all_problems_are_raised_at_once_and_nothing_is_stored(folder: Path) -> None:
     long = {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]}
     path = write(
         folder / "data.jsonl", {"text": 3}, long, {"messages": CHAT[:1]}, {"messages": CHAT}, {"text": "a\ud800"}
@@ -152,18 +152,18 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_kept(folder: Path) -> 
         samples_of(folder)
     heading, *problems = str(caught.value).split("\n  ")
     assert heading == "4 problems in the data:"
-    for number, said, problem in zip(
+    for number, expected, problem in zip(
         (1, 2, 3, 5),
         ("'text' must be a string", "the limit is 40", "no assistant turn", "surrogate pair"),
         problems,
         strict=True,
     ):
         assert problem.startswith(f"{path}:{number}: ")
-        assert said in problem
+        assert expected in problem
     assert stores(folder) == []
 
 
-def test_a_long_tokenisation_tells_how_far_it_is(
+def test_long_tokenization_prints_progress(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prepare, "PROGRESS_S", -1.0)
@@ -174,7 +174,7 @@ def test_a_long_tokenisation_tells_how_far_it_is(
     ]
 
 
-def test_data_without_a_sample(folder: Path) -> None:
+def test_data_without_samples_raises_data_error(folder: Path) -> None:
     write(folder / "data.jsonl", {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 40}]})
     with pytest.raises(DataError, match=r"no training samples: .*data.jsonl:1: left out: more than 40 tokens"):
         samples_of(folder, on_too_long="skip")
@@ -183,11 +183,11 @@ def test_data_without_a_sample(folder: Path) -> None:
         prepare_samples(folder / "missing.jsonl", Data(path="x"), byte_tokenizer(256), LIMITS, folder / "model")
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read: No such file"), (b"\xff\xfe", "not UTF-8")])
-def test_a_chat_template_that_cannot_be_read(folder: Path, content: bytes | None, said: str) -> None:
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read: No such file"), (b"\xff\xfe", "not UTF-8")])
+def test_unreadable_chat_template_raises_data_error(folder: Path, content: bytes | None, message: str) -> None:
     if content is not None:
         (folder / "own.jinja").write_bytes(content)
-    with pytest.raises(DataError, match=rf"data.chat_template: .*own.jinja.* {said}"):
+    with pytest.raises(DataError, match=rf"data.chat_template: .*own.jinja.* {message}"):
         samples_of(folder, chat_template=folder / "own.jinja")
 
 
@@ -195,7 +195,7 @@ DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.role + 
 
 
 def dated(folder: Path, day: date | None = None, *, model_template: Any = None) -> SampleStore:
-    """Samples of the folder's chats by a template that writes the date, the settings' or the tokenizer's."""
+    """Prepare chats with a template that writes the date: the settings' or, if given, the tokenizer's."""
     write(folder / "data.jsonl", {"messages": CHAT})
     (folder / "dated.jinja").write_text(DATED)
     tokenizer = byte_tokenizer(256)
@@ -208,8 +208,8 @@ def text_of(store: SampleStore) -> str:
     return str(byte_tokenizer(256).decode(store[0].input_ids))
 
 
-def test_samples_with_a_date_are_of_their_day(folder: Path) -> None:
-    """The date is in their key: a cache does not serve those of another day, and has those of one day once."""
+def test_samples_with_a_date_are_cached_by_day(folder: Path) -> None:
+    """Key the cache by the date: two dates make two entries, and an equal date hits the cache."""
     first, second = dated(folder, date(2024, 2, 29)), dated(folder, date(2024, 3, 1))
     assert text_of(first).startswith("29 Feb 2024 00:00user")
     assert text_of(second).startswith("01 Mar 2024 00:00user")
@@ -221,7 +221,7 @@ def test_samples_with_a_date_are_of_their_day(folder: Path) -> None:
     assert dated(folder, date(2024, 2, 29)).fingerprint == first.fingerprint
     assert len(stores(folder)) == 2
     assert text_of(dated(folder)).startswith(date.today().strftime("%d %b %Y 00:00user"))
-    # The tokenizer's own methods still have the clock.
+    # The tokenizer's own methods still use the clock.
     tokenizer = byte_tokenizer(256)
     now = str(tokenizer.apply_chat_template(CHAT, chat_template=DATED, tokenize=False))
     assert now.startswith(date.today().strftime("%d %b %Y "))
@@ -236,7 +236,7 @@ def test_the_date_is_not_in_the_key_of_other_samples(folder: Path) -> None:
 
 
 def test_every_template_of_a_tokenizer_is_in_the_key(folder: Path) -> None:
-    """Also those that it has for tools, from whichever file they come."""
+    """Key the cache also by the tokenizer's template for tools."""
     plain = DATED.partition("}}")[2]
     first = dated(folder, model_template={"default": plain, "tool_use": "a" + plain})
     second = dated(folder, model_template={"default": plain, "tool_use": "b" + plain})
@@ -247,7 +247,7 @@ def test_every_template_of_a_tokenizer_is_in_the_key(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("expression", ["['a', 'b'] | random", "lipsum(n=1)"])
-def test_a_template_that_draws_at_random_is_refused(folder: Path, expression: str) -> None:
+def test_random_template_raises_data_error(folder: Path, expression: str) -> None:
     template = "{{ " + expression + " }}" + DATED.partition("}}")[2]
     with pytest.raises(DataError, match="the chat template draws at random"):
         dated(folder, model_template=template)

@@ -1,4 +1,4 @@
-"""The order in which samples come, and what tells samples from others."""
+"""Order of samples, and fingerprints that distinguish them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_the_seed_decides_the_order() -> None:
     assert order(1, shuffle=False) == list(range(50))
 
 
-@pytest.mark.parametrize("done", [0, 1, 3, 7])
-def test_a_resumed_stream_goes_on_where_it_stood(done: int) -> None:
+@pytest.mark.parametrize("drawn", [0, 1, 3, 7])
+def test_resumed_stream_continues_at_its_position(drawn: int) -> None:
     stream = batches(range(10), 4, seed=3, shuffle=True)
-    for _ in range(done):
+    for _ in range(drawn):
         next(stream)
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = batches(range(10), 4, seed=3, shuffle=True)
@@ -76,25 +76,25 @@ CHANGES = {
 
 
 def changed_stream(count: int, **changes: str) -> Batches[int]:
-    """A stream of other samples than that of :data:`BEFORE`, which goes on with them."""
+    """Build a stream whose samples differ from those of :data:`BEFORE`, and which may continue with them."""
     return batches(range(count), 4, 3, True, "two", sources=BEFORE | changes, on_changed="continue")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_samples_that_changed_are_told_from_data_that_changed(change: str) -> None:
+def test_changed_samples_and_changed_data_are_distinguished(change: str) -> None:
     sources, message = CHANGES[change]
     state = json.loads(json.dumps(batches(range(10), 4, 3, True, "one", sources=BEFORE).state_dict()))
     stream = batches(range(10), 4, 3, True, "two", sources=BEFORE | sources, on_changed="error")
     with pytest.raises(DataError, match="cannot resume the data order: fingerprint was one.*" + message) as caught:
         stream.load_state_dict(state)
     assert "data.on_changed: continue" in str(caught.value)
-    del state["sources"]  # as earlier versions wrote it
+    del state["sources"]  # earlier versions did not write sources
     with pytest.raises(DataError, match=r"fingerprint was one when it was saved and is two now\. Bring back"):
         stream.load_state_dict(state)
 
 
-def test_a_stream_continues_with_samples_that_changed() -> None:
-    """At its position if there are as many, for then the order is the same; else with a new epoch."""
+def test_stream_continues_with_changed_samples() -> None:
+    """Continue at the same position if the number of samples, and so the order, is equal; else begin a new epoch."""
     stream = batches(range(10), 4, 3, True, "one", sources=BEFORE)
     for _ in range(4):
         next(stream)
@@ -112,15 +112,16 @@ def test_a_stream_continues_with_samples_that_changed() -> None:
         batches(range(10), 4, 3, False, "one", on_changed="continue").load_state_dict(state)
 
 
-def test_a_fingerprint_tells_token_ids_and_weights_apart():
-    of = [Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])]
-    others = ([of[1], of[0]], [of[0]], [of[0], Sample.causal([5, 6, 8])], [of[0], Sample.causal([5, 6, 7], 2)])
-    assert fingerprint_of(of) == fingerprint_of([Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])])
-    assert len({fingerprint_of(of), *map(fingerprint_of, others)}) == 5
+def test_fingerprint_depends_on_order_token_ids_and_weights():
+    first, second = Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])
+    variants = ([second, first], [first], [first, Sample.causal([5, 6, 8])], [first, Sample.causal([5, 6, 7], 2)])
+    expected = fingerprint_of([first, second])
+    assert expected == fingerprint_of([Sample.causal([1, 2, 3, 4]), Sample.causal([5, 6, 7])])
+    assert len({expected, *map(fingerprint_of, variants)}) == 5
 
 
-def test_other_sources_of_the_same_prompts_are_refused_where_there_is_no_choice() -> None:
-    """As of a chat template, which the prompts of reinforcement learning do not tell; checkpoints without sources are resumed."""
+def test_changed_sources_raise_without_on_changed() -> None:
+    """Refuse a changed chat template that leaves RL prompts' fingerprint equal; resume checkpoints without sources."""
     state = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "x"}).state_dict()
     same = batches(range(4), 2, seed=1, shuffle=True, fingerprint="a", sources={"chat template": "x"})
     same.load_state_dict(state)

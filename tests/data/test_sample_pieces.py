@@ -13,7 +13,7 @@ WORDS = ["▁he", "llo", "▁world", "!", "\u2581you"]
 
 
 def decode(ids) -> str:
-    """As SentencePiece does: the space before the first word is dropped."""
+    """Decode as SentencePiece does, without the space before the first word."""
     return "".join(WORDS[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
 
@@ -26,11 +26,11 @@ def test_pieces_have_the_text_and_the_weight_of_their_tokens():
     ]
 
 
-def test_a_character_of_several_tokens_and_weights_is_shown_in_both():
+def test_split_character_is_replaced_in_both_pieces():
     halves = {0: b"caf", 1: b"\xc3", 2: b"\xa9"}
     sample = Sample.causal([0, 1, 2], weights=[0, 0, 1])
-    shown = pieces(sample, lambda ids: b"".join(halves[i] for i in ids).decode(errors="replace"))
-    assert [piece.text for piece in shown] == ["caf�", "�"]
+    parts = pieces(sample, lambda ids: b"".join(halves[i] for i in ids).decode(errors="replace"))
+    assert [piece.text for piece in parts] == ["caf�", "�"]
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,16 @@ def store(tmp_path_factory) -> SampleStore:
 def test_statistics_count_tokens_with_weight(store: SampleStore):
     count = BLOCK + 10
     lengths = sorted(n % 5 + 1 for n in range(count))
-    found = SampleStatistics.of(whole(store))
-    assert found.samples == count
-    assert found.tokens == sum(lengths)
-    assert found.supervised == sum(lengths) - count // 2
-    assert (found.shortest, found.median, found.longest) == (1, 3, 5)
-    assert found.mean == pytest.approx(sum(lengths) / count)
-    assert found.p95 == 5
+    statistics = SampleStatistics.of(whole(store))
+    assert statistics.samples == count
+    assert statistics.tokens == sum(lengths)
+    assert statistics.supervised == sum(lengths) - count // 2
+    assert (statistics.shortest, statistics.median, statistics.longest) == (1, 3, 5)
+    assert statistics.mean == pytest.approx(sum(lengths) / count)
+    assert statistics.p95 == 5
 
 
-def test_statistics_of_parts_add_up(store: SampleStore):
+def test_statistics_of_parts_sum_to_the_total(store: SampleStore):
     learned, held_out = (SampleStatistics.of(part) for part in hold_out(store, 0.25, seed=3))
     every = SampleStatistics.of(whole(store))
     assert held_out.samples == round(0.25 * every.samples)

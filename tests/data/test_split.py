@@ -1,4 +1,4 @@
-"""Samples that are held out, and how long a run is."""
+"""Held-out samples, and the length of a run."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from megascend.errors import ConfigError, DataError
 RUN = {"model": "m", "output": "o", "data": {"path": "d", "global_batch_size": 4}}
 
 
-def store(path: Path, documents: int, each: int = 2) -> SampleStore:
-    """A store with so many samples of each document, whose first token is the document's number."""
-    write_store(path, ((n, [Sample.causal([n, 1, 2]) for _ in range(each)]) for n in range(documents)), Findings())
+def store(path: Path, documents: int, count: int = 2) -> SampleStore:
+    """Write a store with ``count`` samples per document, whose first token is the document's number."""
+    write_store(path, ((n, [Sample.causal([n, 1, 2]) for _ in range(count)]) for n in range(documents)), Findings())
     return SampleStore(path)
 
 
 def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     samples = store(tmp_path / "s", documents=10)
     learned, held_out = hold_out(samples, 0.3, seed=1)
-    of = [[int(sample.input_ids[0]) for sample in part] for part in (learned, held_out)]
-    assert [len(part) for part in of] == [14, 6]
-    assert [len(set(part)) for part in of] == [7, 3]
-    assert sorted(of[0] + of[1]) == sorted([*range(10)] * 2)
-    assert [int(sample.input_ids[0]) for sample in learned[2:4]] == of[0][2:4]
+    numbers = [[int(sample.input_ids[0]) for sample in part] for part in (learned, held_out)]
+    assert [len(part) for part in numbers] == [14, 6]
+    assert [len(set(part)) for part in numbers] == [7, 3]
+    assert sorted(numbers[0] + numbers[1]) == sorted([*range(10)] * 2)
+    assert [int(sample.input_ids[0]) for sample in learned[2:4]] == numbers[0][2:4]
     again, _ = hold_out(samples, 0.3, seed=1)
-    others, _ = hold_out(samples, 0.3, seed=2)
-    assert [int(sample.input_ids[0]) for sample in again] == of[0]
-    assert [int(sample.input_ids[0]) for sample in others] != of[0]
-    assert len({learned.fingerprint, held_out.fingerprint, others.fingerprint, whole(samples).fingerprint}) == 4
+    other, _ = hold_out(samples, 0.3, seed=2)
+    assert [int(sample.input_ids[0]) for sample in again] == numbers[0]
+    assert [int(sample.input_ids[0]) for sample in other] != numbers[0]
+    assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, whole(samples).fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
 
 
-def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
+def test_validation_path_within_the_data_raises_data_error(tmp_path: Path) -> None:
     (tmp_path / "v.jsonl").write_text('{"text": "one two"}\n')
     for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
         settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
@@ -53,7 +53,7 @@ def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
 
 
 def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another date, for example: before any step, on all ranks alike."""
+    """Raise on every rank, before any step, if hosts have different samples, for example of another date."""
     parts = []
     for number, day in enumerate(("2024-02-29", "2024-03-01")):
         sources = {"data (data.path)": "a", "date in the chat template": day}
@@ -75,7 +75,7 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
         samples[1].check_alike(backend)
 
 
-def test_problems_of_both_sets_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_both_sets_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for path in paths:
@@ -94,7 +94,7 @@ def test_problems_of_both_sets_are_named_at_once(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("documents", "fraction"), [(1, 0.1), (2, 0.9)])
-def test_something_must_be_left_to_learn(tmp_path: Path, documents: int, fraction: float) -> None:
+def test_fraction_that_leaves_nothing_raises_data_error(tmp_path: Path, documents: int, fraction: float) -> None:
     with pytest.raises(DataError, match=r"validation\.fraction: .* leaves nothing to learn"):
         hold_out(store(tmp_path / "s", documents), fraction, seed=1)
 
@@ -103,16 +103,16 @@ def test_something_must_be_left_to_learn(tmp_path: Path, documents: int, fractio
     ("settings", "samples", "steps"),
     [({}, 40, 100), ({"steps": 7}, 40, 7), ({"epochs": 2}, 40, 20), ({"epochs": 0.5}, 10, 2), ({"epochs": 0.01}, 4, 1)],
 )
-def test_epochs_are_steps(settings: dict, samples: int, steps: int) -> None:
+def test_epochs_are_converted_to_steps(settings: dict, samples: int, steps: int) -> None:
     config = RunConfig.model_validate(RUN | settings | {"schedule": {"kind": "linear"}})
-    assert RunConfig(**config.model_dump()) == config  # what show-config prints can be read
+    assert RunConfig(**config.model_dump()) == config  # the output of show-config can be read
     resolved = config.of_length(samples)
     assert resolved.steps == steps
     assert resolved.schedule.total_steps == steps
     assert resolved.epochs == config.epochs
 
 
-def test_a_schedule_ends_with_the_run_unless_it_says_when() -> None:
+def test_schedule_ends_with_the_run_by_default() -> None:
     lora = {"schedule": {"kind": "cosine"}}
     resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).of_length(1)
     assert resolved.lora == Lora(schedule=Schedule(kind="cosine", total_steps=9))
@@ -141,13 +141,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_settings_that_no_run_can_have(name: str) -> None:
+def test_impossible_settings_raise_config_error(name: str) -> None:
     settings, message = BAD[name]
     with pytest.raises(ConfigError, match=message):
         RunConfig(**RUN | settings)
 
 
-def test_a_warm_up_that_epochs_are_too_short_for() -> None:
+def test_warmup_longer_than_the_epochs_raises_config_error() -> None:
     config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
     assert config.of_length(24).schedule.total_steps == 6
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps: 5 takes all of the 5 steps"):

@@ -1,4 +1,4 @@
-"""Which files of a folder a split has: what datasets.load_dataset reads of it, in every layout."""
+"""Files of a split, compared with datasets.load_dataset in every folder layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def fill(folder: Path, files: dict[str, str]) -> Path:
-    """Write files; each has two rows that name it, a card is its value."""
+    """Write files with two rows that name the file; a card is written as its text."""
     for name, card in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,13 +118,13 @@ COVERING = (
     "names with more in them",
     "a card with a default",
 )
-"""Others are nightly."""
+"""Layouts that run in CI; the others are nightly."""
 
 
 @pytest.mark.parametrize(
     "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
 )
-def test_splits_are_those_of_datasets(name: str, tmp_path: Path) -> None:
+def test_splits_match_datasets(name: str, tmp_path: Path) -> None:
     folder = fill(tmp_path / "folder", LAYOUTS[name])
     reference = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "datasets"))
     texts = {str(split): sorted({row["text"] for row in rows}) for split, rows in reference.items()}
@@ -139,10 +139,10 @@ def test_splits_are_those_of_datasets(name: str, tmp_path: Path) -> None:
             read_documents(folder)
 
 
-def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+def test_ignored_files_are_reported(tmp_path: Path) -> None:
     folder = fill(tmp_path, named("train.jsonl", "test.jsonl", "extra.jsonl", ".x.jsonl", "a.docx"))
     findings = Findings()
-    [source] = {each.source.rpartition(":")[0] for each in iterate_documents(folder, "train", None, findings)}
+    [source] = {document.source.rpartition(":")[0] for document in iterate_documents(folder, "train", None, findings)}
     assert source == f"{folder}/train.jsonl"
     assert findings.lines() == [
         f"{folder}/.x.jsonl: hidden files are not read",
@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_folder_that_is_not_clear_raises_data_error(name: str, tmp_path: Path) -> None:
+def test_ambiguous_folder_raises_data_error(name: str, tmp_path: Path) -> None:
     files, settings, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         read_documents(fill(tmp_path, files), **settings)
@@ -190,11 +190,11 @@ def test_a_folder_that_is_not_clear_raises_data_error(name: str, tmp_path: Path)
 
 def test_a_config_is_chosen_by_name(tmp_path: Path) -> None:
     folder = fill(tmp_path, named("x.jsonl", "y.jsonl", README__md=TWO))
-    assert [each.text for each in read_documents(folder, config_name="de")] == ["y.jsonl 0", "y.jsonl 1"]
+    assert [document.text for document in read_documents(folder, config_name="de")] == ["y.jsonl 0", "y.jsonl 1"]
 
 
 @pytest.mark.parametrize("split", ["train", "all"])
-def test_linked_folders_are_said_to_be_unread(split: str, tmp_path: Path) -> None:
+def test_linked_folders_are_reported_as_ignored(split: str, tmp_path: Path) -> None:
     folder, findings = fill(tmp_path / "f", named("train.jsonl")), Findings()
     (folder / "more").symlink_to(fill(tmp_path / "other", named("train.jsonl")))
     assert len(list(iterate_documents(folder, split, None, findings))) == 2
@@ -202,9 +202,9 @@ def test_linked_folders_are_said_to_be_unread(split: str, tmp_path: Path) -> Non
 
 
 def test_all_splits_of_a_config_leave_other_configs_out(tmp_path: Path) -> None:
-    both = card(config("en", train="x.jsonl", test="z.jsonl"), config("de", train="y.jsonl"))
-    folder, findings = fill(tmp_path, named("x.jsonl", "y.jsonl", "z.jsonl", README__md=both)), Findings()
-    texts = [each.text for each in iterate_documents(folder, "all", None, findings, "en")]
+    english_and_german = card(config("en", train="x.jsonl", test="z.jsonl"), config("de", train="y.jsonl"))
+    folder, findings = fill(tmp_path, named("x.jsonl", "y.jsonl", "z.jsonl", README__md=english_and_german)), Findings()
+    texts = [document.text for document in iterate_documents(folder, "all", None, findings, "en")]
     assert texts == ["x.jsonl 0", "x.jsonl 1", "z.jsonl 0", "z.jsonl 1"]
     assert f"{folder}/y.jsonl: is not read: datasets counts it to no split" in findings.lines()
     assert len(read_documents(folder, "all")) == 6
@@ -216,13 +216,13 @@ def test_files_and_saved_folders_have_no_configs_or_other_splits(read: Callable[
     rows = datasets.Dataset.from_list([{"text": "one two"}])
     rows.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "splits"))
-    for each, kind in (
+    for dataset, kind in (
         (path, "one file"),
         *((tmp_path / name, "a folder that datasets") for name in ("saved", "splits")),
     ):
         with pytest.raises(DataError, match=rf"is {kind}.* has no configs \(data.config_name: en\)"):
-            read(each, config_name="en")
-        read(each)
+            read(dataset, config_name="en")
+        read(dataset)
     with pytest.raises(DataError, match=r"is one saved dataset and has no split 'test' \(data.split\)"):
         read(tmp_path / "saved", split="test")
     read(tmp_path / "saved", split="all")
@@ -230,11 +230,11 @@ def test_files_and_saved_folders_have_no_configs_or_other_splits(read: Callable[
 
 def test_texts_of_all_endings_are_split_by_name(tmp_path: Path) -> None:
     folder = fill(tmp_path, named("train/a.md", "train/b.rst", "train/c.txt", "test/d.rst"))
-    assert [each.text for each in read_documents(folder)] == ["train/a.md 0", "train/b.rst 0", "train/c.txt 0"]
+    assert [document.text for document in read_documents(folder)] == ["train/a.md 0", "train/b.rst 0", "train/c.txt 0"]
 
 
 def held_out(folder: Path, data: dict[str, object], validation: dict[str, object]) -> tuple[int, int]:
-    """Samples that are learned, and those held out."""
+    """Return the numbers of training samples and of held-out samples."""
     run = RunConfig(model=folder, output=folder / "o", data={"path": folder, **data}, validation=validation, steps=1)
     samples = RunSamples.prepare(run, byte_tokenizer(256), Limits(60))
     assert samples.held_out is not None
@@ -247,14 +247,14 @@ def test_validation_takes_its_split_of_the_same_folder(make: Callable[[Path], di
     assert held_out(folder, {}, make(folder)) == (4, 2)
 
 
-def test_validation_takes_the_split_that_is_named(tmp_path: Path) -> None:
+def test_validation_takes_the_named_split(tmp_path: Path) -> None:
     folder = fill(tmp_path / "f", named("train.jsonl", "dev.jsonl", "test.jsonl", "test-2.jsonl"))
     assert held_out(folder, {}, {"split": "test"}) == (2, 4)
     other = fill(tmp_path / "other", named("a.jsonl"))
     assert held_out(folder, {}, {"path": other}) == (2, 2)
-    both = fill(tmp_path / "both", named("x.jsonl", "y.jsonl", README__md=TWO))
-    for path in (other, other / "a.jsonl"):  # which have no config of that name
-        assert held_out(both, {"config_name": "en"}, {"path": path}) == (2, 2)
+    two_configs = fill(tmp_path / "both", named("x.jsonl", "y.jsonl", README__md=TWO))
+    for path in (other, other / "a.jsonl"):  # without a config of that name
+        assert held_out(two_configs, {"config_name": "en"}, {"path": path}) == (2, 2)
     with pytest.raises(DataError, match=r"no split 'dev' \(validation.split\); it has train, validation, test$"):
         held_out(folder, {}, {"split": "dev"})
     with pytest.raises(DataError, match=r"validation.split: .* so the run would train on .*train.jsonl"):

@@ -1,4 +1,4 @@
-"""What the assistant writes in templates without generation blocks, by the structure of many families' own templates."""
+"""Loss masks of templates without generation blocks, with the structure of many families' templates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megascend.errors import DataError
 
 @dataclass
 class Family:
-    """A chat template built of what its roles write.
+    """A chat template composed of expressions for its roles.
 
     Attributes:
         system, user, assistant: Jinja expressions over ``c``, the content; None: the role is refused.
-        prompt: the generation prompt; ``always``: it is written whatever is asked for.
+        prompt: the generation prompt; with ``always`` it is written even if not requested.
         begin, end: written once; ``end`` not together with a generation prompt.
-        learned: of an answer, ``@``, in earlier turns and in the last one; None: refused.
+        learned: text that carries loss for an answer ``@``, in earlier turns and in the last one; None: refused.
     """
 
     user: str
@@ -38,11 +38,11 @@ class Family:
     bos: str | None = None
     special: tuple[str, ...] = ()
     last: str | None = None
-    """As ``assistant``, in the last message."""
+    """Like ``assistant``, for the last message."""
     refused: str = ""
 
     def template(self) -> str:
-        """The template's text."""
+        """Return the template's text."""
         system = "{{ raise_exception('no system') }}" if self.system is None else "{{ " + self.system + " }}"
         answer = "{{ " + self.assistant + " }}"
         if self.last is not None:
@@ -65,7 +65,7 @@ class Family:
         )
 
     def tokenizer(self) -> Any:
-        """A byte tokenizer with the template and its special tokens."""
+        """Build a byte tokenizer with the template and its special tokens."""
         tokenizer = byte_tokenizer(4096)
         special = [*self.special, self.eos, *([self.bos] if self.bos else [])]
         tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
@@ -75,10 +75,10 @@ class Family:
 
 
 def tagged(system: str | None, user: str, assistant: str, close: str, **more: Any) -> Family:
-    """Roles by tags before their words, all closed alike."""
-    written = {"system": None if system is None else f"{system!r} + c + {close!r}"}
+    """Build a family whose roles are tags before the content, with one closing tag."""
+    system_field = {"system": None if system is None else f"{system!r} + c + {close!r}"}
     return Family(
-        **written,
+        **system_field,
         user=f"{user!r} + c + {close!r}",
         assistant=f"{assistant!r} + c + {close!r}",
         prompt=assistant,
@@ -87,7 +87,7 @@ def tagged(system: str | None, user: str, assistant: str, close: str, **more: An
 
 
 def chatml(**more: Any) -> Family:
-    """ChatML, with what a family has beside it."""
+    """Build a ChatML family with further settings."""
     head = "<|im_start|>{}\n"
     settings = {"eos": "<|im_end|>", "special": ("<|im_start|>",), "learned": ("@<|im_end|>", "@<|im_end|>")} | more
     return tagged(head.format("system"), head.format("user"), head.format("assistant"), "<|im_end|>\n", **settings)
@@ -248,7 +248,7 @@ def encode(record: dict[str, Any], tokenizer: Any) -> tuple[Sample, list[str]]:
 
 
 def learned(sample: Sample, tokenizer: Any) -> list[str]:
-    """Runs of tokens that carry loss, as text."""
+    """Return the runs of tokens that carry loss, as text."""
     runs, before = [], 0.0
     for token, weight in zip(sample.target_ids.tolist(), sample.weights.tolist(), strict=True):
         if weight:
@@ -258,7 +258,7 @@ def learned(sample: Sample, tokenizer: Any) -> list[str]:
 
 
 def conversation(*answers: str, system: bool = False, last_question: bool = False) -> list[dict[str, Any]]:
-    """Questions that have the words of answers, too, and their answers; an empty one is not learned."""
+    """Build questions that repeat the words of their answers, and the answers; an empty answer carries no loss."""
     messages = [{"role": "system", "content": "system, first second"}] if system else []
     for answer in answers:
         turn = {"role": "assistant", "content": answer} | ({} if answer else {"loss": False})
@@ -267,7 +267,7 @@ def conversation(*answers: str, system: bool = False, last_question: bool = Fals
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_turns_are_the_assistants_words_and_their_end(name: str) -> None:
+def test_answers_and_their_ends_carry_loss(name: str) -> None:
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
     if family.learned is None:
@@ -295,8 +295,8 @@ def call(**arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "arguments": arguments}}
 
 
-def test_a_call_in_a_template_that_closes_once_is_learned_to_its_end() -> None:
-    """Its name comes again in the tool's message; arguments may hold words of the user and what looks like a token."""
+def test_call_carries_loss_to_its_end_if_the_template_closes_once() -> None:
+    """Repeat the call's name in the tool's message, and the user's words and a special token in its arguments."""
     tokenizer = FAMILIES["Phi-3"].tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'tool' %}{{ messages[loop.index0 - 1].tool_calls[0]"
@@ -312,17 +312,17 @@ def test_a_call_in_a_template_that_closes_once_is_learned_to_its_end() -> None:
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "look"},
     ]
-    sample, said = encode({"messages": messages}, tokenizer)
+    sample, remarks = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == [
         '<call>look {"where": "up?", "how": "<|end|>"}</call><|end|>',
         "Blue, look.<|end|>",
         "look<|end|>\n<|endoftext|>",
     ]
-    assert said == []
+    assert remarks == []
 
 
 def test_a_system_message_that_moves_to_the_last_question_keeps_turns_exact() -> None:
-    """As Mistral's templates do."""
+    """Move the system message to the last question, as Mistral's templates do."""
     family = FAMILIES["Mistral"]
     tokenizer = family.tokenizer()
     tokenizer.chat_template = (
@@ -336,11 +336,11 @@ def test_a_system_message_that_moves_to_the_last_question_keeps_turns_exact() ->
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["think tags", "reasoning_content"])
-@pytest.mark.parametrize("kept", ["none", "last", "all"])
-def test_thoughts_that_the_template_leaves_out_are_reported(kept: str, inline: bool) -> None:
-    """Even where the words of a thought come in the text for another reason."""
+@pytest.mark.parametrize("scope", ["none", "last", "all"])
+def test_omitted_thoughts_are_reported(scope: str, inline: bool) -> None:
+    """Report omitted thoughts even if their words occur elsewhere in the text."""
     tokenizer = chatml().tokenizer()
-    keeps = {"none": "false", "last": "loop.last", "all": "true"}[kept]
+    keeps = {"none": "false", "last": "loop.last", "all": "true"}[scope]
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set c = m.content %}"
         "{% set t = m.reasoning_content or '' %}{% if '</think>' in c %}"
@@ -354,14 +354,14 @@ def test_thoughts_that_the_template_leaves_out_are_reported(kept: str, inline: b
             message["content"] = f"<think>\nwhat\n</think>\n\n{message['content']}"
         else:
             message["reasoning_content"] = "what"
-    sample, said = encode({"messages": messages}, tokenizer)
+    sample, remarks = encode({"messages": messages}, tokenizer)
     thought = "<think>\nwhat\n</think>\n\n"
     assert learned(sample, tokenizer) == [
-        (thought if kept == "all" else "") + "first<|im_end|>",
-        ("" if kept == "none" else thought) + "second<|im_end|>",
+        (thought if scope == "all" else "") + "first<|im_end|>",
+        ("" if scope == "none" else thought) + "second<|im_end|>",
     ]
     dropped = ["f:1: the chat template leaves out the reasoning of some of the assistant's turns"]
-    assert said == ([] if kept == "all" else dropped)
+    assert remarks == ([] if scope == "all" else dropped)
 
 
 BY_ROLE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
@@ -379,8 +379,8 @@ TOOL_ROLES = {
 
 @pytest.mark.parametrize("sharegpt", [False, True], ids=["messages", "ShareGPT"])
 @pytest.mark.parametrize("name", TOOL_ROLES)
-def test_answers_of_tools_have_the_role_that_the_template_knows(name: str, sharegpt: bool) -> None:
-    template, special, written = TOOL_ROLES[name]
+def test_tool_answers_get_the_role_that_the_template_supports(name: str, sharegpt: bool) -> None:
+    template, special, expected_role = TOOL_ROLES[name]
     tokenizer = byte_tokenizer(4096)
     tokenizer.add_special_tokens({"additional_special_tokens": [*special, "<|end|>"]})
     tokenizer.chat_template = template
@@ -388,21 +388,21 @@ def test_answers_of_tools_have_the_role_that_the_template_knows(name: str, share
     messages.append({"role": "assistant", "content": "Blue."})
     speakers = {"user": "human", "assistant": "gpt"}
     turns = [{"from": speakers.get(m["role"], m["role"]), "value": m["content"]} for m in messages]
-    sample, said = encode({"conversations": turns} if sharegpt else {"messages": messages}, tokenizer)
-    assert f"<|user|>up?<|end|><|{written}|>blue" in tokenizer.decode(
+    sample, remarks = encode({"conversations": turns} if sharegpt else {"messages": messages}, tokenizer)
+    assert f"<|user|>up?<|end|><|{expected_role}|>blue" in tokenizer.decode(
         [int(sample.input_ids[0]), *sample.target_ids.tolist()]
     )
     assert learned(sample, tokenizer)[0].endswith("Blue.<|end|>")
     renamed = ["f:1: messages of the role 'observation' are written as those of the role 'tool'"]
-    assert said == (renamed if name not in ("a token of the role", "the role by name") else [])
+    assert remarks == (renamed if name not in ("a token of the role", "the role by name") else [])
 
 
 CUT = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('[/THINK]')[-1] + '<|im_end|>\n' }}{% endfor %}"
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "developer"])
-def test_words_whose_beginning_is_left_out_are_reported(role: str) -> None:
-    """Of the assistant it is what it thought; by tags that only the template knows."""
+def test_content_with_an_omitted_beginning_is_reported(role: str) -> None:
+    """Cut content at tags that only the template knows; an assistant's omitted beginning counts as reasoning."""
     tokenizer = chatml().tokenizer()
     tokenizer.chat_template = CUT + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     messages = [{"role": "developer", "content": "d"}, *conversation("first", "second")]
@@ -417,12 +417,12 @@ def test_words_whose_beginning_is_left_out_are_reported(role: str) -> None:
         ):
             encode({"messages": messages}, tokenizer)
         return
-    sample, [said] = encode({"messages": messages}, tokenizer)
+    sample, [remark] = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>"]
     kind = (
         "the reasoning of some of the assistant's turns" if role == "assistant" else "messages of the role 'developer'"
     )
-    assert kind in said
+    assert kind in remark
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_words_whose_beginning_is_left_out_are_reported(role: str) -> None:
     ids=["empty last part", "parts", "closed thought"],
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_messages_without_last_words_that_are_left_out_are_reported(role: str, content: Any) -> None:
+def test_omitted_messages_without_a_last_word_are_reported(role: str, content: Any) -> None:
     tokenizer = chatml().tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("m.role == 'system'", "m.role == 'system' and false")
     messages = [{"role": role, "content": content}, *conversation("first")]
@@ -449,23 +449,25 @@ def test_messages_without_last_words_that_are_left_out_are_reported(role: str, c
 
 
 @pytest.mark.parametrize("role", ["developer", "tool", "function"])
-def test_roles_that_the_template_leaves_out_are_reported(role: str) -> None:
+def test_omitted_roles_are_reported(role: str) -> None:
     tokenizer = chatml().tokenizer()
     findings = Findings()
     encoder = Encoder(tokenizer, Limits(4096), findings)
     messages = conversation("first", "second")
-    # Its words are those of another message, which is written.
+    # The omitted message has the same content as another one, which is written.
     silent = [*messages[:2], {"role": role, "content": "first"}, *messages[2:]]
     for number, record in enumerate((messages, silent, silent)):
         [sample] = encoder.encode(parse_record({"messages": record}, f"f:{number}", None, findings))
         assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>"]
-    assert findings.lines()[role == "function" :] == [  # no role of OpenAI's form, which is a remark of its own
+    assert findings.lines()[
+        role == "function" :
+    ] == [  # function is not a role of OpenAI's format, which is a separate remark
         f"f:1 and 1 more: messages of the role {role!r} are left out: the chat template does not write them, so the model does "
         "not see them; rename the role, or name another template with data.chat_template"
     ]
 
 
-def test_words_of_a_known_role_that_come_only_in_another_message_are_refused() -> None:
+def test_omitted_content_present_in_another_message_raises() -> None:
     tokenizer = chatml().tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("m.role == 'system'", "m.role == 'system' and false")
     messages = [{"role": "system", "content": "first"}, *conversation("first")]
@@ -473,8 +475,8 @@ def test_words_of_a_known_role_that_come_only_in_another_message_are_refused() -
         encode({"messages": messages}, tokenizer)
 
 
-def test_templates_that_look_at_their_words_are_marked_less() -> None:
-    """One that leaves out an empty system message, and looks at what a question begins with."""
+def test_templates_that_inspect_content_get_fewer_marks() -> None:
+    """Use a template that omits an empty system message and tests the beginning of a question."""
     tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
     plain = tokenizer.chat_template
     tokenizer.chat_template = plain.replace("m.role == 'system'", "m.role == 'system' and not c").replace(
@@ -490,8 +492,8 @@ def test_templates_that_look_at_their_words_are_marked_less() -> None:
 
 
 @pytest.mark.parametrize("icon", ["\ue000", "\ue001", "\ue0000\ue001", "\ue000\ue001\ue002\ue003", "\ue3a00\ue3a1"])
-def test_private_characters_in_the_data_do_not_switch_the_proof_off(icon: str) -> None:
-    """Icons of fonts are such characters; marks are delimited by others."""
+def test_private_use_characters_in_the_data_do_not_disable_the_check(icon: str) -> None:
+    """Put private-use characters, such as font icons, into answers: the marks use delimiters that do not occur."""
     tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
     sample, _ = encode({"messages": conversation(icon, "second")}, tokenizer)
     assert learned(sample, tokenizer) == [f"{icon}<|im_end|>", "second<|im_end|>\n</s>"]
@@ -500,8 +502,8 @@ def test_private_characters_in_the_data_do_not_switch_the_proof_off(icon: str) -
         encode({"messages": conversation(icon)}, tokenizer)
 
 
-def test_words_in_tags_that_the_template_looks_for_are_marked_within() -> None:
-    """As Qwen3's template looks for ``<tool_response>`` in a question."""
+def test_content_in_tags_that_the_template_matches_is_marked_inside() -> None:
+    """Use a template like Qwen3's, which tests a question for ``<tool_response>``."""
     tokenizer = FAMILIES["ChatML, closed once"].tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% elif m.role == 'user' %}",
@@ -510,6 +512,6 @@ def test_words_in_tags_that_the_template_looks_for_are_marked_within() -> None:
     )
     messages = conversation("first", "second", "third")
     messages[2]["content"] = "<tool_response>\nfirst, blue\n</tool_response>"
-    sample, said = encode({"messages": messages}, tokenizer)
+    sample, remarks = encode({"messages": messages}, tokenizer)
     assert learned(sample, tokenizer) == ["first<|im_end|>", "second<|im_end|>", "third<|im_end|>\n</s>"]
-    assert said == []
+    assert remarks == []

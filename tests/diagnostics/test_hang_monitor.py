@@ -1,4 +1,4 @@
-"""Who is blamed for what, the thread that tells the ranks about each other, and what becomes of a rank that is stuck."""
+"""Diagnosis of hangs, the heartbeat thread that publishes each rank's state, and the end of a stuck rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 from weightwire.liveness import Identity
 
-# --- the diagnosis: pure ---
+# --- the diagnosis (pure functions) ---
 
 REDUCING = RankRecord(
     heartbeat=7,
@@ -73,7 +73,7 @@ FINE = PeerStatus(REDUCING)
 
 
 @pytest.mark.parametrize(
-    ("seen", "kind", "reason"),
+    ("status", "kind", "reason"),
     [
         (PeerStatus(FAILED), PeerVerdict.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
         (PeerStatus(FAILED, silent=9.0), PeerVerdict.FAILED, "rank 1 failed in forward of step 3 with DataError: bad"),
@@ -121,12 +121,12 @@ FINE = PeerStatus(REDUCING)
         (PeerStatus(GAVE_UP), PeerVerdict.GAVE_UP, "rank 1 failed in grad reduce of step 3 with PeerLostError: x"),
     ],
 )
-def test_what_is_wrong_with_one_peer(seen: PeerStatus | None, kind: PeerVerdict, reason: str) -> None:
-    found = diagnose(0, REDUCING, {1: seen, 2: FINE})
-    assert (found.kind, found.culprits, found.reasons) == (kind, (1,), (reason,))
+def test_diagnosis_of_one_peer(status: PeerStatus | None, kind: PeerVerdict, reason: str) -> None:
+    diagnosis = diagnose(0, REDUCING, {1: status, 2: FINE})
+    assert (diagnosis.kind, diagnosis.culprits, diagnosis.reasons) == (kind, (1,), (reason,))
 
 
-def test_the_first_cause_is_blamed_and_what_follows_from_it_is_not() -> None:
+def test_first_cause_is_blamed_and_its_consequences_are_not() -> None:
     peers = {1: PeerStatus(GAVE_UP), 2: PeerStatus(UPDATING), 3: PeerStatus(IN_FORWARD), 4: PeerStatus(REDUCING, 4.0)}
     assert diagnose(0, REDUCING, peers).culprits == (4,)
     assert diagnose(0, REDUCING, peers | {5: PeerStatus(FAILED)}).culprits == (5,)
@@ -134,93 +134,95 @@ def test_the_first_cause_is_blamed_and_what_follows_from_it_is_not() -> None:
     assert diagnose(0, REDUCING, {1: peers[1], 2: peers[2]}).culprits == (2,)
 
 
-def test_nobody_to_blame() -> None:
-    found = diagnose(0, REDUCING, {1: FINE, 2: FINE})
-    assert (found.kind, found.culprits, found.reasons) == (PeerVerdict.FINE, (), ())
+def test_healthy_peers_are_not_blamed() -> None:
+    diagnosis = diagnose(0, REDUCING, {1: FINE, 2: FINE})
+    assert (diagnosis.kind, diagnosis.culprits, diagnosis.reasons) == (PeerVerdict.FINE, (), ())
     assert diagnose(0, REDUCING, {}).kind is PeerVerdict.FINE
 
 
-def test_where_nobody_is_to_blame_positions_go_down_to_the_line() -> None:
+def test_positions_include_lines_if_no_rank_is_blamed() -> None:
     fetching = PeerStatus(replace(REDUCING, frame="fetch (data.py:7)", seconds=9.0))
     positions = diagnose(0, REDUCING, {1: fetching}).positions
-    place = "in grad reduce of step 3 for"
+    phase = "in grad reduce of step 3 for"
     assert (
-        positions == f"Ranks: 0 {place} 8 s, at all_reduce (distributed_c10d.py:1); 1 {place} 9 s, at fetch (data.py:7)"
+        positions == f"Ranks: 0 {phase} 8 s, at all_reduce (distributed_c10d.py:1); 1 {phase} 9 s, at fetch (data.py:7)"
     )
     assert "data.py" not in diagnose(0, REDUCING, {1: fetching, 2: PeerStatus(REDUCING, 4.0)}).positions
 
 
-def test_who_is_known_not_to_have_come_is_blamed_whatever_the_records_say() -> None:
-    found = diagnose(0, REDUCING, {1: FINE, 2: FINE}, suspects=[2])
-    assert (found.kind, found.culprits) == (PeerVerdict.LATE, (2,))
-    assert found.reasons[0].startswith("rank 2 has not come: in grad reduce of step 3 for 8 s")
+def test_suspects_are_blamed_unless_a_rank_is_gone() -> None:
+    diagnosis = diagnose(0, REDUCING, {1: FINE, 2: FINE}, suspects=[2])
+    assert (diagnosis.kind, diagnosis.culprits) == (PeerVerdict.LATE, (2,))
+    assert diagnosis.reasons[0].startswith("rank 2 has not come: in grad reduce of step 3 for 8 s")
     assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
 
 
-def test_whose_number_is_behind_has_not_arrived() -> None:
-    came = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 3, "world": 1}, "dp")))
+def test_rank_with_a_lower_collective_count_has_not_arrived() -> None:
+    arrived = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 3, "world": 1}, "dp")))
     late = PeerStatus(replace(REDUCING, collectives=CollectiveCounts({"dp": 2, "world": 9}, "world")))
-    assert not_arrived("dp", 3, {1: came, 2: late, 3: None}) == [2, 3]
-    assert not_arrived("tp", 1, {1: came}) == [1]
+    assert not_arrived("dp", 3, {1: arrived, 2: late, 3: None}) == [2, 3]
+    assert not_arrived("tp", 1, {1: arrived}) == [1]
 
 
-def test_a_device_that_waits_shows_nothing_in_python() -> None:
-    """There this rank cannot say that it waits itself, so that frames are no evidence."""
-    mine = replace(REDUCING, waiting=False)
-    assert diagnose(0, mine, {1: PeerStatus(replace(REDUCING, waiting=False, frame="item"))}).kind is PeerVerdict.FINE
+def test_frames_are_no_evidence_if_this_rank_does_not_wait_in_python() -> None:
+    """Blame no rank by its frame if this rank's own wait is on the device, where Python frames do not show it."""
+    local = replace(REDUCING, waiting=False)
+    assert diagnose(0, local, {1: PeerStatus(replace(REDUCING, waiting=False, frame="item"))}).kind is PeerVerdict.FINE
 
 
-def test_a_thread_in_the_background_is_in_its_phase_beside_the_main_one() -> None:
-    mine = replace(REDUCING, label="write", outer="write", counts={"write": 1}, open=["grad reduce", "write"])
+def test_background_phase_is_compared_with_open_phases_of_peers() -> None:
+    local = replace(REDUCING, label="write", outer="write", counts={"write": 1}, open=["grad reduce", "write"])
     writing = replace(UPDATING, counts=UPDATING.counts | {"write": 1}, open=["update", "write"], waiting=True)
-    assert diagnose(0, mine, {1: PeerStatus(writing)}).kind is PeerVerdict.FINE
-    assert diagnose(0, mine, {1: PeerStatus(UPDATING)}).kind is PeerVerdict.LATE
+    assert diagnose(0, local, {1: PeerStatus(writing)}).kind is PeerVerdict.FINE
+    assert diagnose(0, local, {1: PeerStatus(UPDATING)}).kind is PeerVerdict.LATE
 
 
-def test_positions_are_a_short_list_with_the_culprits_in_it() -> None:
+def test_positions_are_a_short_list_that_includes_the_culprits() -> None:
     peers = dict.fromkeys(range(1, 1000), FINE) | {700: PeerStatus(REDUCING, 5.0)}
-    found = diagnose(0, REDUCING, peers)
-    assert found.culprits == (700,)
-    assert found.positions.startswith("Ranks: 0 in grad reduce of step 3 for 8 s; 1 in grad reduce of step 3 for 8 s; ")
-    assert found.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - LISTED} more")
-    assert found.positions.count(";") == LISTED
+    diagnosis = diagnose(0, REDUCING, peers)
+    assert diagnosis.culprits == (700,)
+    assert diagnosis.positions.startswith(
+        "Ranks: 0 in grad reduce of step 3 for 8 s; 1 in grad reduce of step 3 for 8 s; "
+    )
+    assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - LISTED} more")
+    assert diagnosis.positions.count(";") == LISTED
 
 
-def test_a_record_survives_the_store() -> None:
+def test_record_survives_encoding() -> None:
     record = replace(FAILED, process=Identity.current(), collectives=CollectiveCounts({"dp": 2}, "dp"))
     assert RankRecord.decode(record.encode()) == record
     assert shorten("a\n  b" + "c" * 1000) == "a b" + "c" * 394 + "..."
 
 
-def test_errors_can_be_pickled_and_caught_by_their_kin() -> None:
+def test_errors_can_be_pickled_and_caught_by_base_classes() -> None:
     error = pickle.loads(pickle.dumps(PeerLostError("rank 1 is gone")))
     assert str(error) == "rank 1 is gone"
     assert isinstance(error, CollectiveTimeoutError)
     assert isinstance(error, ConnectionError)
 
 
-# --- the observer: a clock that is passed in ---
+# --- the observer, with an explicit clock ---
 
 
-def test_silence_is_what_the_reader_has_seen() -> None:
-    observer, own = Observer(), RankRecord(heartbeat=1, clock=100.0)
-    observer.update({1: own, 2: None}, now=10.0, clock=100.5, timeout_s=5)
-    assert observer.statuses([1, 2]) == {1: PeerStatus(own, 0.0, 0.5), 2: None}
-    assert observer.undecided(since=9.0), "one poll proves nothing"
-    observer.update({1: own, 2: None}, now=12.0, clock=102.5, timeout_s=5)
-    assert observer.statuses([1])[1] == PeerStatus(own, 2.0, 2.5)
-    observer.update({1: own}, now=13.5, clock=104.0, timeout_s=5)
+def test_silence_is_measured_by_the_observer() -> None:
+    observer, record = Observer(), RankRecord(heartbeat=1, clock=100.0)
+    observer.update({1: record, 2: None}, now=10.0, clock=100.5, timeout_s=5)
+    assert observer.statuses([1, 2]) == {1: PeerStatus(record, 0.0, 0.5), 2: None}
+    assert observer.undecided(since=9.0), "one poll is not enough"
+    observer.update({1: record, 2: None}, now=12.0, clock=102.5, timeout_s=5)
+    assert observer.statuses([1])[1] == PeerStatus(record, 2.0, 2.5)
+    observer.update({1: record}, now=13.5, clock=104.0, timeout_s=5)
     assert observer.statuses([1])[1].gone  # type: ignore[union-attr]
     assert not observer.undecided(since=9.0)
-    observer.update({1: replace(own, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
+    observer.update({1: replace(record, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
     assert not observer.statuses([1])[1].gone  # type: ignore[union-attr]
     assert not observer.undecided(since=9.0), "its heartbeat has advanced"
 
 
-def test_a_reader_that_was_stopped_itself_blames_nobody() -> None:
-    observer, own = Observer(), RankRecord(heartbeat=1)
+def test_observer_that_was_stopped_blames_no_rank() -> None:
+    observer, record = Observer(), RankRecord(heartbeat=1)
     for now in (10.0, 11.0, 500.0):
-        observer.update({1: own}, now, clock=0.0, timeout_s=5)
+        observer.update({1: record}, now, clock=0.0, timeout_s=5)
     assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]
 
 
@@ -240,12 +242,12 @@ def test_a_reader_that_was_stopped_itself_blames_nobody() -> None:
         (RuntimeError("EI0002: The wait execution of the Notify register times out."), "hccl"),
         (RuntimeError("my loss met gloo"), None),
         (RuntimeError("connection to the reward model refused"), None),
-        (type("Mine", (RuntimeError,), {})("[gloo/a.cc:1] Timed out"), None),
+        (type("UserError", (RuntimeError,), {})("[gloo/a.cc:1] Timed out"), None),
         (ValueError("NCCL error"), None),
         (ConnectionError("Connection closed by peer"), None),
     ],
 )
-def test_whose_error_it_is(error: BaseException, library: str | None) -> None:
+def test_library_of_an_error(error: BaseException, library: str | None) -> None:
     assert library_of(error) == library
     assert is_secondary(error) == (library is not None)
 
@@ -256,20 +258,20 @@ def test_whose_error_it_is(error: BaseException, library: str | None) -> None:
 def wait_until(condition, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "in vain"
+        assert time.monotonic() < until, f"the condition did not hold within {seconds} s"
         time.sleep(0.02)
 
 
-def of_two(tmp_path, timeout_s: float = 30.0):
-    """Two ranks' monitors in one process, and a store to read what they say."""
+def two_monitors(tmp_path, timeout_s: float = 30.0):
+    """Build the monitors of two ranks in one process, and a function that reads a rank's published record."""
     launches = [Launch(rank=rank, world_size=2, store_path=str(tmp_path / "store")) for rank in range(2)]
     monitors = [HangMonitor(rank, 2, timeout_s, launch.store(5)) for rank, launch in enumerate(launches)]
     store = launches[0].store(5)
     return monitors, lambda rank: RankRecord.decode(store.get(f"monitor/{rank}"))
 
 
-def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path) -> None:
-    (monitor, other), read = of_two(tmp_path)
+def test_innermost_phase_is_published_and_outer_phase_restored(tmp_path) -> None:
+    (monitor, other), read = two_monitors(tmp_path)
     try:
         with monitor.phase("forward and backward"):
             with monitor.phase("object gather", "gather_objects on group 'tp'"):
@@ -286,12 +288,12 @@ def test_the_innermost_phase_is_published_and_the_outer_one_comes_back(tmp_path)
         monitor.close()
         other.close()
     assert read(0).ended
-    with monitor.phase("after the end"):  # costs nothing, tells nobody
+    with monitor.phase("after the end"):  # has no effect after close
         pass
 
 
-def test_an_exception_passes_unchanged_and_is_published_until_the_rank_goes_on(tmp_path) -> None:
-    (monitor, other), read = of_two(tmp_path)
+def test_exception_is_published_until_the_rank_continues(tmp_path) -> None:
+    (monitor, other), read = two_monitors(tmp_path)
     error = DataError("no such\ntoken")
     try:
         with pytest.raises(DataError) as caught, monitor.phase("forward and backward"), monitor.phase("forward"):
@@ -314,7 +316,7 @@ def test_an_exception_passes_unchanged_and_is_published_until_the_rank_goes_on(t
 
 
 class Frozen(Exception):
-    """An exception whose class forbids attributes and slots new ones away."""
+    """An exception whose class forbids new attributes by slots and by ``__setattr__``."""
 
     __slots__ = ("number",)
 
@@ -329,8 +331,8 @@ ERRORS = [DataError, KeyError, RuntimeError, Frozen, KeyboardInterrupt, SystemEx
 
 @pytest.fixture
 def monitored(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """Return (a monitor, phases and texts of its published failures in order, a reader of its record)."""
-    (monitor, other), read = of_two(tmp_path)
+    """Return (a monitor, the list of published (phase, error), a function that reads the published failure)."""
+    (monitor, other), read = two_monitors(tmp_path)
     published: list[tuple[str, str]] = []
     publish = monitor._publish_failure
 
@@ -368,7 +370,7 @@ def test_error_at_the_address_of_a_handled_one_is_published(monitored, second: s
             assert published == [("forward", "RuntimeError: first"), ("step", f"ValueError: second {turn}")]
             assert failure().error == f"ValueError: second {turn}"
         del caught, fresh
-    assert reused, "no address was used again: the test has shown nothing"
+    assert reused, "no address was reused: the test is inconclusive"
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -381,7 +383,7 @@ def test_error_is_published_once_on_its_way_out(monitored, kind: type[BaseExcept
         finally:
             with monitor.phase("clean up"):
                 pass
-    assert [place for place, _ in published] == ["gather"], "not again after another phase on its way"
+    assert [phase for phase, _ in published] == ["gather"], "it must not be published again by outer phases"
     assert failure().place == "gather of step 1"
 
 
@@ -396,7 +398,7 @@ def test_error_raised_again_is_published_again(monitored) -> None:
             raise error
         with monitor.phase("write"):
             raise error
-    assert [place for place, _ in published] == ["update", "update", "read", "write"]
+    assert [phase for phase, _ in published] == ["update", "update", "read", "write"]
     assert failure().place == "write of step 1"
 
 
@@ -480,7 +482,7 @@ def test_exception_group_is_published_with_its_members(monitored) -> None:
                 raise DataError("a")
         except DataError as error:
             raise ExceptionGroup("two", [error, KeyError("b")]) from None
-    assert [place for place, _ in published] == ["forward", "step"]
+    assert [phase for phase, _ in published] == ["forward", "step"]
     assert failure().error == "ExceptionGroup: two (2 sub-exceptions): DataError: a; KeyError: 'b'"
     closed = RuntimeError(GLOO)
     with pytest.raises(ProcessGroupError), monitor.phase("step"):
@@ -491,22 +493,22 @@ def test_exception_group_is_published_with_its_members(monitored) -> None:
 def test_published_error_keeps_nothing_alive(monitored) -> None:
     monitor, _, _ = monitored
 
-    class Held:
+    class Payload:
         pass
 
-    def fail() -> weakref.ref[Held]:
-        held = Held()
+    def fail() -> weakref.ref[Payload]:
+        payload = Payload()
         try:
             with monitor.phase("step"):
-                raise DataError(held)
+                raise DataError(payload)
         except DataError:
-            return weakref.ref(held)
+            return weakref.ref(payload)
 
     assert fail()() is None
 
 
-def test_communication_that_fails_though_all_are_there(tmp_path) -> None:
-    (monitor, other), _ = of_two(tmp_path)
+def test_communication_error_without_a_lost_rank_raises_process_group_error(tmp_path) -> None:
+    (monitor, other), _ = two_monitors(tmp_path)
     try:
         with pytest.raises(ProcessGroupError, match="No rank is missing, and none has failed"), other.phase("update"):  # noqa: SIM117
             with monitor.phase("update"):
@@ -516,14 +518,14 @@ def test_communication_that_fails_though_all_are_there(tmp_path) -> None:
         other.close()
 
 
-def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
+def test_lost_store_raises_peer_lost_error() -> None:
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     monitor = HangMonitor(0, 2, 600.0, dist.PrefixStore("start", store))
     assert monitor._heartbeat is not None
     wait_until(lambda: server.check(["start/monitor/0"]))
     port = server.port
-    server = None  # which ends it
+    server = None  # ends the server
     wait_until(lambda: not monitor._heartbeat.alive)  # type: ignore[union-attr]
     start = time.monotonic()
     with pytest.raises(PeerLostError, match=f"store for the ranks' records does not answer.*:{port} is gone"):  # noqa: SIM117
@@ -533,7 +535,7 @@ def test_a_store_that_has_gone_is_said_to_be_gone() -> None:
     monitor.close()
 
 
-def test_a_process_alone_starts_no_thread(runtime: Runtime) -> None:
+def test_single_process_starts_no_thread(runtime: Runtime) -> None:
     def work() -> bool:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
         with pytest.raises(RuntimeError, match="gloo"), groups.monitor.phase("forward"):
@@ -544,7 +546,7 @@ def test_a_process_alone_starts_no_thread(runtime: Runtime) -> None:
     assert run_distributed(work, 1, init=False) == [True]
 
 
-def test_a_fork_of_a_rank_has_no_part_in_it(runtime: Runtime) -> None:
+def test_forked_child_of_a_rank_is_not_monitored(runtime: Runtime) -> None:
     def work() -> int:
         groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
         child = os.fork()
@@ -561,7 +563,7 @@ def test_a_fork_of_a_rank_has_no_part_in_it(runtime: Runtime) -> None:
     assert run_distributed(work, 2, init=False) == [0, 0]
 
 
-def test_an_adopted_group_is_monitored_too(runtime: Runtime) -> None:
+def test_adopted_group_is_monitored(runtime: Runtime) -> None:
     def work() -> str:
         for _ in range(2):
             groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
@@ -581,13 +583,13 @@ def test_an_adopted_group_is_monitored_too(runtime: Runtime) -> None:
 
 
 def impatient(groups, timeout_s: float) -> None:
-    """Let the monitor count with a shorter timeout than the start had, which on a busy machine needs a longer one."""
+    """Shorten the monitor's timeout after start-up, which needs a longer one on a busy machine."""
     watchdog = groups.monitor._watchdog
     watchdog._timeout_s, watchdog.look_after_s = timeout_s, 0.5 * timeout_s
 
 
-def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tmp_path) -> None:
-    """Simulate a wait for a device, which no exception can end, by a sleep in plain Python."""
+def test_rank_that_waits_for_a_dead_peer_exits(runtime: Runtime, tmp_path) -> None:
+    """End a rank whose wait no exception can interrupt, as a wait for a device; here it sleeps in Python."""
     error_file, output = tmp_path / "error.json", tmp_path / "stderr"
 
     def work() -> None:
@@ -605,35 +607,35 @@ def test_a_rank_that_waits_for_one_that_is_gone_ends_itself(runtime: Runtime, tm
         wait_until(error_file.exists, 150)
         stuck = pickle.loads((tmp_path / "process").read_bytes())
         wait_until(lambda: stuck.state() is not None)
-        time.sleep(1)  # its main thread has ended; the others of the process may take a moment
+        time.sleep(1)  # its main thread has ended; its other threads may take a moment
 
     results = run_distributed(work, 3, init=False, timeout_s=180, expect_lost={0, 1})
     assert results == [Lost(EXIT_PEER_LOST), Lost(-signal.SIGKILL), None]
-    said = output.read_text().splitlines()
-    assert len(said) == 2, said
-    assert said[0].startswith("rank 0: forward of step 3 has taken ")
-    assert "rank 1 is gone: its process has ended, last heard of" in said[0]
-    assert said[1].endswith(f"exiting with code {EXIT_PEER_LOST}")
+    lines = output.read_text().splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("rank 0: forward of step 3 has taken ")
+    assert "rank 1 is gone: its process has ended, last heard of" in lines[0]
+    assert lines[1].endswith(f"exiting with code {EXIT_PEER_LOST}")
     error = json.loads(error_file.read_text())["message"]
     assert error["message"].startswith("PeerLostError: rank 0: forward of step 3 has taken ")
     assert "time.sleep(3600)" in error["extraInfo"]["py_callstack"]
 
 
-def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> None:
-    """One line on stderr, and no more."""
-    output, enough = tmp_path / "stderr", tmp_path / "enough"
+def test_slow_rank_is_waited_for_with_one_warning(runtime: Runtime, tmp_path) -> None:
+    """Write exactly one line to stderr."""
+    output, finished = tmp_path / "stderr", tmp_path / "enough"
 
     def work() -> str:
         groups = initialize(plan(Parallel(), 2), runtime.platform, 60.0)
         impatient(groups, 0.5)
         if groups.rank == 1:
-            wait_until(enough.exists, 150)
+            wait_until(finished.exists, 150)
             return "slow"
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
         with groups.monitor.phase("forward"):
             wait_until(lambda: output.stat().st_size > 0, 150)
             time.sleep(4)  # eight times the timeout, for a second line
-        enough.touch()
+        finished.touch()
         return "waited"
 
     assert run_distributed(work, 2, init=False) == ["waited", "slow"]
@@ -642,14 +644,14 @@ def test_a_rank_that_is_only_slow_is_waited_for(runtime: Runtime, tmp_path) -> N
     assert "rank 1 has not come: after start-up" in line
 
 
-def test_ranks_that_stand_in_the_same_phase_are_told_apart_by_their_lines(runtime: Runtime, tmp_path) -> None:
-    """All that can be said where a device waits: one of them hangs in Python, and NCCL's own timeout ends the other."""
+def test_ranks_in_the_same_phase_are_distinguished_by_their_lines(runtime: Runtime, tmp_path) -> None:
+    """List the ranks' lines, the only evidence if one rank hangs in Python and the other waits for a device."""
     output, entered, release = tmp_path / "stderr", tmp_path / "entered", tmp_path / "release"
     os.mkfifo(release)
 
     def hang() -> None:
         entered.touch()
-        os.close(os.open(release, os.O_RDONLY))  # until somebody opens the other end
+        os.close(os.open(release, os.O_RDONLY))  # blocks until the other end is opened
 
     def work() -> None:
         groups = initialize(plan(Parallel(), 2), runtime.platform, 60.0)

@@ -1,4 +1,4 @@
-"""A child process that is not a rank sees nothing of the launcher, wherever it is started."""
+"""Child processes that are not ranks inherit no variable of the launcher."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ RANK = {
     "MV2_COMM_WORLD_RANK": "0",
     "MEGASCEND_STORE": "/none",
 }
-"""Of torchrun (torch.distributed.elastic, ``LocalElasticAgent``), of MPI's launchers and of ``run_distributed``."""
+"""Variables of torchrun (torch.distributed.elastic, ``LocalElasticAgent``), MPI launchers and ``run_distributed``."""
 REPORT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
-def of_guarded(folder: Path) -> dict[str, str]:
+def guarded_environment(folder: Path) -> dict[str, str]:
     with (folder / "out").open("wb") as output:
         guarded = GuardedProcess([sys.executable, "-c", REPORT], output=output)
         assert guarded.process.wait(60) == 0
@@ -56,23 +56,23 @@ def of_guarded(folder: Path) -> dict[str, str]:
     return json.loads((folder / "out").read_text())
 
 
-def of_acceptance(folder: Path) -> dict[str, str]:
+def acceptance_environment(folder: Path) -> dict[str, str]:
     return json.loads(processes.run([sys.executable, "-c", REPORT], folder / "log", 60.0).tail)
 
 
-def of_doctor(folder: Path) -> dict[str, str]:
+def doctor_environment(folder: Path) -> dict[str, str]:
     answer = run_python(["-c", REPORT], 60.0).answer
     assert answer is not None
     return answer
 
 
 CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
-    "local engine and whatever is guarded": of_guarded,
+    "local engine and other guarded processes": guarded_environment,
     "vLLM": lambda folder: engine_environment(sys.executable),
     "self-check and reference programs": lambda folder: plain_environment(),
     "compiler of kernels": lambda folder: ahead.compiler_environment(),
-    "acceptance": of_acceptance,
-    "doctor": of_doctor,
+    "acceptance": acceptance_environment,
+    "doctor": doctor_environment,
 }
 
 
@@ -80,37 +80,37 @@ CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
 def test_child_process_sees_no_variable_of_the_launcher(
     child: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**RANK, "OF_THE_USER": "1"}.items():
+    for name, value in {**RANK, "USER_VARIABLE": "1"}.items():
         monkeypatch.setenv(name, value)
-    found = CHILDREN[child](tmp_path)
-    assert sorted(RANK.keys() & found.keys()) == []
-    assert found["OF_THE_USER"] == "1"
+    variables = CHILDREN[child](tmp_path)
+    assert sorted(RANK.keys() & variables.keys()) == []
+    assert variables["USER_VARIABLE"] == "1"
 
 
 def test_trial_of_products_sees_no_variable_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
+    passed = {}
 
     def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        seen.update(env)
+        passed.update(env)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(cpu_products.subprocess, "run", run)
     assert cpu_products._trial({**RANK, "PATH": "/bin"}) == ""
-    assert seen == {"PATH": "/bin"}
+    assert passed == {"PATH": "/bin"}
 
 
-def test_child_environment_is_a_world_of_one() -> None:
+def test_child_environment_has_world_size_one() -> None:
     assert Launch.from_environment(child_environment({**RANK, "PATH": os.defpath})) == Launch()
 
 
 @pytest.mark.nightly
-def test_torchrun_tells_its_ranks_nothing_else(tmp_path: Path) -> None:
-    """Whatever a rank of the installed torch has beyond its parent is dropped, but for what is the user's to set."""
+def test_torchrun_sets_no_further_variables(tmp_path: Path) -> None:
+    """Drop every variable that the installed torchrun adds to a rank, except those that users set."""
     program = tmp_path / "rank.py"
     program.write_text(REPORT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(program)]
     parent = child_environment()
-    done = subprocess.run(command, env=parent, capture_output=True, text=True, timeout=120, check=True)
-    rank = json.loads(done.stdout.strip().splitlines()[-1])
+    completed = subprocess.run(command, env=parent, capture_output=True, text=True, timeout=120, check=True)
+    rank = json.loads(completed.stdout.strip().splitlines()[-1])
     assert "RANK" in rank.keys() - parent.keys()
     assert child_environment(rank).keys() - parent.keys() <= {"OMP_NUM_THREADS"}

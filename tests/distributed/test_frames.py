@@ -1,4 +1,4 @@
-"""Frames: what is compared, what travels in them, and the words for ranks that are out of step. No processes."""
+"""Frames of object collectives: comparison, content, and messages for ranks that are out of step. No processes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ from megascend.errors import CheckpointError, MegascendError, OutOfStepError
 HERE = Position("gather_objects", "world", 12, 3, "save('a')", "save")
 
 
-def test_a_frame_comes_back_with_what_fits_into_it() -> None:
+def test_frame_decodes_to_its_position_and_content() -> None:
     for content in (b"", b"abc", b"\0" * 300):
         frame = encode(HERE, content)
         assert len(frame) == SIZE
-        found = decode(frame)
-        assert found is not None
-        assert (found.position, found.length, found.content, found.complete) == (HERE, len(content), content, True)
-    found = decode(encode(HERE, b"x" * SIZE))
-    assert found is not None
-    assert (found.length, found.content, found.complete) == (SIZE, b"", False)
+        decoded = decode(frame)
+        assert decoded is not None
+        assert (decoded.position, decoded.length, decoded.content, decoded.complete) == (
+            HERE,
+            len(content),
+            content,
+            True,
+        )
+    decoded = decode(encode(HERE, b"x" * SIZE))
+    assert decoded is not None
+    assert (decoded.length, decoded.content, decoded.complete) == (SIZE, b"", False)
 
 
-def test_long_texts_are_cut_but_compared_whole() -> None:
-    one, other = (Position("agree", "world", 1, 1, "ü" * 5000 + end) for end in "ab")
-    assert len(encode(one, b"content")) == SIZE
-    assert contents([encode(one, b"1"), encode(one, b"2")], [0, 1], 0)[1].length == 1
+def test_long_texts_are_cut_but_compared_completely() -> None:
+    first, second = (Position("agree", "world", 1, 1, "ü" * 5000 + end) for end in "ab")
+    assert len(encode(first, b"content")) == SIZE
+    assert contents([encode(first, b"1"), encode(first, b"2")], [0, 1], 0)[1].length == 1
     with pytest.raises(OutOfStepError):
-        contents([encode(one, b""), encode(other, b"")], [0, 1], 0)
+        contents([encode(first, b""), encode(second, b"")], [0, 1], 0)
 
 
 @pytest.mark.parametrize(
-    "there",
+    "position",
     [
         Position("barrier", "world", 12, 3, "save('a')"),
         Position("gather_objects", "tp", 12, 3, "save('a')"),
@@ -40,9 +45,9 @@ def test_long_texts_are_cut_but_compared_whole() -> None:
         Position("gather_objects", "world", 12, 3, "save('b')"),
     ],
 )
-def test_every_part_of_a_position_counts_but_its_place(there: Position) -> None:
+def test_positions_must_be_equal_except_for_the_phase(position: Position) -> None:
     with pytest.raises(OutOfStepError) as caught:
-        contents([encode(HERE, b""), encode(there, b"")], [4, 7], 7)
+        contents([encode(HERE, b""), encode(position, b"")], [4, 7], 7)
     assert str(caught.value).startswith(
         "rank 7: the ranks are out of step: rank 4 is in save('a') (gather_objects, collective 12 of world, step 3); rank 7 is"
     )
@@ -50,15 +55,15 @@ def test_every_part_of_a_position_counts_but_its_place(there: Position) -> None:
     assert len(contents([encode(HERE, b""), encode(elsewhere, b"")], [4, 7], 7)) == 2
 
 
-def test_bytes_of_something_else_are_no_frame() -> None:
+def test_foreign_bytes_raise_out_of_step_error() -> None:
     with pytest.raises(OutOfStepError, match="rank 1: what came from rank 0 is not of an object collective"):
         contents([b"\1" * SIZE, encode(HERE, b"")], [0, 1], 1)
 
 
-def test_a_refusal_is_raised_by_all_in_its_own_class() -> None:
+def test_refusal_is_raised_on_all_ranks_with_its_class() -> None:
     refused = Position("agree", "world", 12, 3, "save('a')", "save", ("CheckpointError", "no room"))
     with pytest.raises(CheckpointError, match=r"^rank 0: no room$"):
-        contents([encode(refused, b""), encode(HERE, b"")], [0, 1], 1)  # the kinds may differ then
+        contents([encode(refused, b""), encode(HERE, b"")], [0, 1], 1)  # the collectives need not match for a refusal
     strange = Position("agree", "world", 12, 3, "save('a')", "save", ("annotations", "rank 9: no class"))
     with pytest.raises(MegascendError, match=r"^rank 9: no class$"):
         contents([encode(strange, b""), encode(HERE, b"")], [0, 1], 1)
@@ -69,9 +74,9 @@ def test_a_refusal_is_raised_by_all_in_its_own_class() -> None:
         contents([encode(other, b""), encode(HERE, b"")], [0, 1], 1)
 
 
-def test_ranks_in_the_same_place_are_listed_together() -> None:
-    there = Position("barrier", "world", 2, 1, "", "export")
-    assert describe({0: HERE, 1: there, 2: HERE}) == (
+def test_ranks_at_the_same_position_are_listed_together() -> None:
+    barrier = Position("barrier", "world", 2, 1, "", "export")
+    assert describe({0: HERE, 1: barrier, 2: HERE}) == (
         "ranks 0, 2 are in save('a') (gather_objects, collective 12 of world, step 3); "
         "rank 1 is in export (barrier, collective 2 of world, step 1)"
     )

@@ -1,6 +1,6 @@
-"""Real ranks in different object collectives: all of them raise at once, and say where each one is.
+"""Real ranks in different object collectives: all of them raise at once and name every rank's position.
 
-The groups' timeout is 240 s and a test's deadline a quarter of it: nobody has waited it out.
+The groups' timeout is 240 s and a test's deadline a quarter of it, so no rank can have waited for the timeout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[str, Call]] = {
 }
 
 
-def test_every_pair_of_collectives(runtime: Runtime) -> None:
+def test_every_pair_of_collectives_raises_on_both_ranks(runtime: Runtime) -> None:
     pairs = list(itertools.permutations(CALLS, 2))
 
     def work() -> list[str]:
@@ -63,11 +63,11 @@ def test_every_pair_of_collectives(runtime: Runtime) -> None:
             with pytest.raises(OutOfStepError) as caught:
                 CALLS[pair[groups.rank]][1](groups)
             messages.append(str(caught.value))
-            assert gather_objects(groups.rank, "world", groups) == [0, 1]  # the group is of use afterwards
+            assert gather_objects(groups.rank, "world", groups) == [0, 1]  # the group still works
         return messages
 
-    of_0, of_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
-    for pair, *messages in zip(pairs, of_0, of_1, strict=True):
+    from_0, from_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
+    for pair, *messages in zip(pairs, from_0, from_1, strict=True):
         for rank, message in enumerate(messages):
             first, second = message.split("; rank 1 is in ")
             assert first.startswith(f"rank {rank}: the ranks are out of step: rank 0 is in "), message
@@ -75,7 +75,7 @@ def test_every_pair_of_collectives(runtime: Runtime) -> None:
             assert CALLS[pair[1]][0] in second, message
 
 
-def test_one_rank_of_four_is_elsewhere(runtime: Runtime) -> None:
+def test_one_mismatched_rank_of_four_is_named(runtime: Runtime) -> None:
     def work() -> str:
         groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
         groups.monitor.step = 7
@@ -102,18 +102,18 @@ def test_one_rank_of_four_is_elsewhere(runtime: Runtime) -> None:
 
 
 PLANS = (("world", "tp", "world", "world"), ("world", "tp", "world", "tp"), ("tp", "dp", "dp", "tp"))
-"""The group that each of four ranks calls on; tp is ranks 0, 1 and 2, 3, dp is 0, 2 and 1, 3."""
+"""Groups that the four ranks call collectives on; tp is ranks 0, 1 and 2, 3, dp is 0, 2 and 1, 3."""
 
 
-def test_groups_of_different_ranks(runtime: Runtime) -> None:
-    """Rank 0 waits for rank 1 in one group, rank 1 for rank 0 in another: neither exchange would end."""
+def test_deadlock_over_several_groups_raises_on_all_ranks(runtime: Runtime) -> None:
+    """Let rank 0 wait for rank 1 in one group and rank 1 for rank 0 in another, which would deadlock."""
 
     def work() -> list[str]:
         groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
         messages = []
         for number, names in enumerate(PLANS):
             if number == 2 and groups.rank == 3:
-                time.sleep(1.5)  # comes to what was given up long ago
+                time.sleep(1.5)  # enters a collective that the others abandoned
             with pytest.raises(OutOfStepError) as caught:
                 gather_objects(number, names[groups.rank], groups, f"from {groups.rank}")
             messages.append(str(caught.value))
@@ -123,38 +123,40 @@ def test_groups_of_different_ranks(runtime: Runtime) -> None:
 
     messages = run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)
     for number, names in enumerate(PLANS):
-        for rank, of_rank in enumerate(messages):
-            # What a rank did not wait for, another one has told it of.
-            named = [other for other in range(4) if f"is in from {other} (gather_objects, " in of_rank[number]]
-            assert rank in named, of_rank[number]
-            assert len(named) > 1, of_rank[number]
-            assert any(f"of {name}, step 1)" in of_rank[number] for name in {*names} - {names[rank]}), of_rank[number]
+        for rank, rank_messages in enumerate(messages):
+            # A rank learns of collectives that it did not enter from other ranks.
+            named = [other for other in range(4) if f"is in from {other} (gather_objects, " in rank_messages[number]]
+            assert rank in named, rank_messages[number]
+            assert len(named) > 1, rank_messages[number]
+            assert any(f"of {name}, step 1)" in rank_messages[number] for name in {*names} - {names[rank]}), (
+                rank_messages[number]
+            )
 
 
-def test_a_rank_that_goes_on_alone_is_told_again(runtime: Runtime) -> None:
+def test_rank_that_continues_after_a_mismatch_raises_again(runtime: Runtime) -> None:
     def work() -> list[str]:
         groups = initialize(plan(Parallel(), 2), runtime.platform, TIMEOUT_S)
         order = ["load", "step", "save"] if groups.rank == 0 else ["step", "save", "step"]
         messages = []
-        for what in order:
+        for purpose in order:
             with pytest.raises(OutOfStepError) as caught:
-                broadcast_object(what, "world", groups, what=what)
+                broadcast_object(purpose, "world", groups, what=purpose)
             messages.append(str(caught.value))
         return messages
 
     for messages in run_distributed(work, 2, init=False, timeout_s=DEADLINE_S):
-        for number, (of_0, of_1) in enumerate([("load", "step"), ("step", "save"), ("save", "step")], 1):
+        for number, (on_0, on_1) in enumerate([("load", "step"), ("step", "save"), ("save", "step")], 1):
             assert (
-                f"rank 0 is in {of_0} (broadcast_object from its rank 0, collective {number} of world"
+                f"rank 0 is in {on_0} (broadcast_object from its rank 0, collective {number} of world"
                 in messages[number - 1]
             )
             assert (
-                f"rank 1 is in {of_1} (broadcast_object from its rank 0, collective {number} of world"
+                f"rank 1 is in {on_1} (broadcast_object from its rank 0, collective {number} of world"
                 in messages[number - 1]
             )
 
 
-def test_what_one_rank_cannot_do_no_rank_does(runtime: Runtime) -> None:
+def test_refusal_of_one_rank_raises_on_all(runtime: Runtime) -> None:
     def work() -> list[str]:
         groups = initialize(plan(Parallel(), 2), runtime.platform, TIMEOUT_S)
         messages = []
@@ -169,10 +171,10 @@ def test_what_one_rank_cannot_do_no_rank_does(runtime: Runtime) -> None:
         assert gather_objects("y" * groups.rank, "world", groups) == ["", "y"]
         return messages
 
-    of_0, of_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
-    assert (of_0[0], of_1[0]) == ("rank 1: no", "no")
-    assert of_0[1] == of_1[1]
-    assert of_0[1].startswith("rank 1: an object for gather_objects for x cannot be pickled: ")
+    from_0, from_1 = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
+    assert (from_0[0], from_1[0]) == ("rank 1: no", "no")
+    assert from_0[1] == from_1[1]
+    assert from_0[1].startswith("rank 1: an object for gather_objects for x cannot be pickled: ")
 
 
 def test_one_process_needs_no_exchange(runtime: Runtime) -> None:
@@ -191,12 +193,12 @@ def test_one_process_needs_no_exchange(runtime: Runtime) -> None:
 def test_objects_of_every_size(runtime: Runtime, size: int) -> None:
     def work() -> tuple[object, ...]:
         groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
-        mine = bytes([groups.rank]) * (size * (groups.rank + 1))
+        payload = bytes([groups.rank]) * (size * (groups.rank + 1))
         return (
-            gather_objects(mine, "world", groups) == [bytes([r]) * (size * (r + 1)) for r in range(4)],
-            broadcast_object(mine, "dp", groups, source=1)
+            gather_objects(payload, "world", groups) == [bytes([r]) * (size * (r + 1)) for r in range(4)],
+            broadcast_object(payload, "dp", groups, source=1)
             == bytes([2 + groups.rank % 2]) * (size * (3 + groups.rank % 2)),
-            [len(part) for part in collect_objects(mine, "tp", groups) or []],
+            [len(part) for part in collect_objects(payload, "tp", groups) or []],
             all_reduce_numbers([0.5 + groups.rank] * size, "world", groups) == [8.0] * size,
         )
 
@@ -205,20 +207,20 @@ def test_objects_of_every_size(runtime: Runtime, size: int) -> None:
     assert [result[2] for result in results] == [[size, 2 * size], [], [3 * size, 4 * size], []]
 
 
-def test_every_collective_of_the_package_says_what_it_is_for() -> None:
-    places = {"gather_objects": 3, "collect_objects": 3, "broadcast_object": 4, "all_reduce_numbers": 4}
-    found = 0
+def test_every_collective_of_the_package_names_its_purpose() -> None:
+    positions = {"gather_objects": 3, "collect_objects": 3, "broadcast_object": 4, "all_reduce_numbers": 4}
+    count = 0
     for path in Path(megascend.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places:
-                found += 1
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in positions:
+                count += 1
                 named = any(keyword.arg == "what" for keyword in node.keywords)
-                assert named or len(node.args) > places[node.func.id], f"{path}:{node.lineno}"
-    assert found > 10
+                assert named or len(node.args) > positions[node.func.id], f"{path}:{node.lineno}"
+    assert count > 10
 
 
-def test_no_object_travels_past_the_frames() -> None:
-    """torch's own object collectives are called by torch, in groups of their own, and where they are what is tested."""
+def test_package_calls_no_object_collective_of_torch() -> None:
+    """Search the package for torch's object collectives, which would bypass the frames."""
     names = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     package = Path(megascend.__file__).parent
     for path in package.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Object collectives: values, refusals off Gloo, and errors that name who did not come."""
+"""Object collectives: values, refusal of other backends than Gloo, and errors that name missing ranks."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 
 NEVER_S = 3600.0
-"""Longer than any deadline here: what waits so long fails the test."""
+"""Longer than any deadline here: a wait of this length fails the test."""
 
 
 @pytest.fixture
 def groups_of_two_by_two(runtime: Runtime):
-    """Makes them with a timeout of their own: on a busy machine, the start may take longer."""
+    """Return a function that opens groups with a timeout; start-up gets at least 60 s for busy machines."""
     topology = plan(Parallel(tensor=2, context=2), 4)
 
-    def made(timeout_s: float = 30.0) -> ProcessGroups:
+    def make_groups(timeout_s: float = 30.0) -> ProcessGroups:
         groups = initialize(topology, runtime.platform, max(timeout_s, 60.0))
         for name in groups.carriers:
             groups.channel(name).timeout_s = timeout_s
         return groups
 
-    return made
+    return make_groups
 
 
-def test_values(groups_of_two_by_two) -> None:
+def test_collectives_return_expected_values(groups_of_two_by_two) -> None:
     def work() -> tuple[object, ...]:
         groups: ProcessGroups = groups_of_two_by_two()
         barrier(groups)
@@ -73,7 +73,7 @@ def test_values(groups_of_two_by_two) -> None:
     assert results[2][5] == [2.0**53 + 4]
 
 
-def test_one_process(runtime: Runtime) -> None:
+def test_collectives_of_one_process(runtime: Runtime) -> None:
     def work() -> None:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
         barrier(groups)
@@ -84,7 +84,7 @@ def test_one_process(runtime: Runtime) -> None:
     run_distributed(work, 1, init=False)
 
 
-def test_ranks_that_do_not_come_are_named(groups_of_two_by_two) -> None:
+def test_missing_ranks_are_named(groups_of_two_by_two) -> None:
     def work() -> str:
         groups: ProcessGroups = groups_of_two_by_two(4.0)
         assert gather_objects(groups.rank, "world", groups) == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ def test_a_group_error_names_the_group(groups_of_two_by_two) -> None:
     assert "1 of 2 ranks did not arrive at all_reduce_numbers on group 'tp' within 2 s: rank 3." in message
 
 
-def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
+def test_missing_rank_is_reported_with_the_call(groups_of_two_by_two) -> None:
     def work() -> list[str]:
         groups: ProcessGroups = groups_of_two_by_two(3.0)
         if groups.rank == 1:
@@ -137,14 +137,14 @@ def test_who_misses_a_call_is_missed_at_the_call(groups_of_two_by_two) -> None:
     assert " did not arrive at gather_objects for forward_backward within 3 s: rank" in second
 
 
-def test_what_one_rank_cannot_do_is_raised_on_all(groups_of_two_by_two) -> None:
+def test_error_of_one_rank_is_raised_on_all(groups_of_two_by_two) -> None:
     def work() -> list[str]:
         groups: ProcessGroups = groups_of_two_by_two()
         raise_on_all_ranks(None, groups, "whether it works")
-        own = DataError(f"rank {groups.rank} has no data") if groups.rank in (1, 3) else None
+        error = DataError(f"rank {groups.rank} has no data") if groups.rank in (1, 3) else None
         with pytest.raises(DataError) as caught:
-            raise_on_all_ranks(own, groups, "whether there is data")
-        assert (caught.value is own) == (groups.rank == 1)
+            raise_on_all_ranks(error, groups, "whether there is data")
+        assert (caught.value is error) == (groups.rank == 1)
         assert from_rank_0(lambda: groups.rank + 7, groups, "seven") == 7
 
         def refuse() -> int:
@@ -194,7 +194,7 @@ def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
     assert results[1] == Lost(-signal.SIGKILL)
 
 
-def test_nothing_travels_over_a_device_group(runtime: Runtime) -> None:
+def test_objects_over_a_device_group_raise_process_group_error(runtime: Runtime) -> None:
     def work() -> None:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
         with pytest.raises(ProcessGroupError, match="group 'mp' has no channel for objects"):
@@ -206,7 +206,7 @@ def test_nothing_travels_over_a_device_group(runtime: Runtime) -> None:
     run_distributed(work, 1, init=False)
 
 
-def test_wrong_arguments(runtime: Runtime) -> None:
+def test_invalid_arguments_raise_process_group_error(runtime: Runtime) -> None:
     def work() -> None:
         groups = initialize(plan(Parallel(), 1), runtime.platform, 10)
         with pytest.raises(ProcessGroupError, match="source 1 is not a rank of group 'tp', which has 1"):

@@ -1,4 +1,4 @@
-"""Groups of real ranks: the ranks they hold, who owns them, and what happens when somebody is missing."""
+"""Process groups of real ranks: members, ownership, and missing ranks."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel:
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
-def test_every_group_adds_up_over_the_ranks_of_the_topology(runtime: Runtime, parallel: dict[str, Any]) -> None:
+def test_every_group_reduces_over_the_ranks_of_the_topology(runtime: Runtime, parallel: dict[str, Any]) -> None:
     topology = plan(Parallel(**parallel), 4)
 
     def sums() -> dict[str, float]:
         groups = initialize(topology, runtime.platform, 30)
-        found = {}
+        totals = {}
         assert "megatron" not in sys.modules or not sys.modules["megatron.core.parallel_state"].is_initialized()
         for name in GROUP_AXES:
             value = torch.tensor(2.0**groups.rank)
             dist.all_reduce(value, group=groups.device_group(name))
-            found[name] = value.item()
+            totals[name] = value.item()
             if name in CARRIERS:
-                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [found[name]]
+                assert all_reduce_numbers([2.0**groups.rank], name, groups) == [totals[name]]
                 assert groups.channel(name).group is not groups.device_group(name)
         groups.destroy()
         assert not dist.is_initialized()
-        return found
+        return totals
 
-    for rank, found in enumerate(run_distributed(sums, 4, init=False)):
-        for name, total in found.items():
+    for rank, totals in enumerate(run_distributed(sums, 4, init=False)):
+        for name, total in totals.items():
             assert total == sum(2.0**member for member in topology.group_of(rank, *GROUP_AXES[name])), name
 
 
-def test_one_process_needs_no_variables_and_can_do_it_again(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_needs_no_variables_and_can_initialize_again(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGASCEND_STORE"):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
@@ -69,8 +71,8 @@ def test_one_process_needs_no_variables_and_can_do_it_again(runtime: Runtime, mo
             groups.channel("dp")
 
 
-def test_one_process_makes_no_communicator_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch connects a group that is given its device at once, and every group made after it."""
+def test_one_process_creates_no_communicator_eagerly(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bind no device for one process: torch connects bound groups, and all groups after them, eagerly."""
 
     class Bound(type(runtime.platform)):  # type: ignore[misc]
         bind_device = True
@@ -84,20 +86,20 @@ def test_one_process_makes_no_communicator_ahead(runtime: Runtime, monkeypatch: 
         groups.destroy()
 
 
-def test_several_ranks_can_do_it_again_with_another_layout(runtime: Runtime) -> None:
+def test_ranks_can_initialize_again_with_another_layout(runtime: Runtime) -> None:
     def twice() -> list[list[int]]:
-        found = []
+        results = []
         for parallel in ({"tensor": 2}, {"pipeline": 2}):
             groups = open_groups(runtime, 2, **parallel)
             (value,) = all_reduce_numbers([1.0], "tp", groups)
-            found.append([int(value), groups.ranks("dp")[0]])
+            results.append([int(value), groups.ranks("dp")[0]])
             groups.destroy()
-        return found
+        return results
 
     assert run_distributed(twice, 2, init=False) == [[[2, 0], [1, 0]], [[2, 1], [1, 1]]]
 
 
-def test_a_default_group_of_the_trainer_is_used_and_left_alone(runtime: Runtime) -> None:
+def test_existing_default_group_is_adopted_and_not_destroyed(runtime: Runtime) -> None:
     def adopt() -> tuple[list[int], bool]:
         groups = open_groups(runtime, 2)
         ranks = groups.ranks("dp")
@@ -107,7 +109,7 @@ def test_a_default_group_of_the_trainer_is_used_and_left_alone(runtime: Runtime)
     assert run_distributed(adopt, 2) == [([0, 1], True)] * 2
 
 
-def test_names(runtime: Runtime) -> None:
+def test_unknown_groups_raise_process_group_error(runtime: Runtime) -> None:
     def names() -> None:
         groups = open_groups(runtime, 1)
         with pytest.raises(
@@ -121,7 +123,7 @@ def test_names(runtime: Runtime) -> None:
     run_distributed(names, 1, init=False)
 
 
-def test_another_world_size_is_refused_before_anything_is_created(runtime: Runtime) -> None:
+def test_wrong_world_size_raises_before_groups_are_created(runtime: Runtime) -> None:
     def start() -> None:
         with pytest.raises(TopologyError, match=r"for 4 ranks, but 2 were started \(WORLD_SIZE\); start 4 processes"):
             open_groups(runtime, 4)
@@ -130,8 +132,8 @@ def test_another_world_size_is_refused_before_anything_is_created(runtime: Runti
     run_distributed(start, 2, init=False)
 
 
-def test_waiting_for_a_rank_writes_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    """torch's store says of each wait that ends early that its socket has timed out, which reads like a failure."""
+def test_waiting_for_a_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Suppress the message of torch's store that its socket timed out, which reads like a failure."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
     assert wait_for_all(stores[0], 0, 2, timeout_s=1.2) == [1]
@@ -160,7 +162,7 @@ def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:
 
 
 def test_a_device_backend_carries_no_objects(runtime: Runtime) -> None:
-    """A second name for gloo stands in for NCCL or HCCL: what is not called gloo needs a group beside it."""
+    """Open extra Gloo groups for objects if the backend, here an alias of Gloo in place of NCCL, is not named gloo."""
 
     class DevicePlatform(type(runtime.platform)):
         backend = "pretend"
@@ -205,7 +207,7 @@ def test_an_existing_group_on_another_backend_is_refused(runtime: Runtime) -> No
     ],
 )
 def test_the_backend_of_an_existing_group_for_a_device(backend: str, device: str, expected: str | None) -> None:
-    """verl's groups are on ``cpu:gloo,cuda:nccl``."""
+    """Select the backend for a device from strings such as verl's ``cpu:gloo,cuda:nccl``."""
     assert backend_for(backend, device) == expected
 
 
@@ -235,12 +237,12 @@ def test_an_existing_group_with_a_backend_for_each_device_is_adopted(runtime: Ru
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "without MASTER_PORT"),
     ],
 )
-def test_half_a_launcher(environment: dict[str, str], message: str) -> None:
+def test_incomplete_launcher_variables_raise_process_group_error(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ProcessGroupError, match=message):
         Launch.from_environment(environment)
 
 
-def test_launchers() -> None:
+def test_launch_from_environment() -> None:
     assert Launch.from_environment({}) == Launch()
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
     assert Launch.from_environment(torchrun) == Launch(3, 1, 4, None, ("h", 5), False, local_size=4)
@@ -250,7 +252,7 @@ def test_launchers() -> None:
     assert Launch.from_environment(torchrun | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
 
 
-def test_an_attempt_does_not_see_what_the_one_before_left_in_the_store(tmp_path: Any) -> None:
+def test_attempts_have_separate_store_keys(tmp_path: Any) -> None:
     first, second = (Launch(world_size=2, store_path=str(tmp_path / "store"), attempt=attempt) for attempt in (0, 1))
     assert [first.store(5).add("times", 1), first.store(5).add("times", 1), second.store(5).add("times", 1)] == [
         1,
@@ -259,19 +261,19 @@ def test_an_attempt_does_not_see_what_the_one_before_left_in_the_store(tmp_path:
     ]
 
 
-def test_a_store_that_nobody_serves_is_a_timeout() -> None:
+def test_unreachable_store_raises_collective_timeout_error() -> None:
     import socket
 
-    with socket.socket() as taken:  # bound, not listening: connections are refused
-        taken.bind(("127.0.0.1", 0))
-        launch = Launch(rank=1, local_rank=1, world_size=2, master=("127.0.0.1", taken.getsockname()[1]))
+    with socket.socket() as bound:  # bound, not listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        launch = Launch(rank=1, local_rank=1, world_size=2, master=("127.0.0.1", bound.getsockname()[1]))
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1: no store answers at .*rank 0 has not started"):
             launch.store(1.0)
 
 
 @pytest.mark.nightly
 @pytest.mark.torchrun
-def test_under_torchrun(tmp_path: Any) -> None:
+def test_process_groups_under_torchrun(tmp_path: Any) -> None:
     script = tmp_path / "program.py"
     script.write_text("""
 import os
@@ -287,12 +289,12 @@ for _ in range(2):
     groups.destroy()
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gathered [0, 1];") == 4
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("gathered [0, 1];") == 4
 
 
-def test_a_failure_inside_is_reported_with_its_rank(runtime: Runtime) -> None:
+def test_exception_of_a_rank_is_reported(runtime: Runtime) -> None:
     def start() -> None:
         open_groups(runtime, 2, tensor=2)
         raise ValueError(f"on {dist.get_rank()}")

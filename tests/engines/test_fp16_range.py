@@ -1,4 +1,4 @@
-"""A number beyond 65,504 is refused by its name and value where fp16 would make it infinite."""
+"""Numbers beyond 65,504 are refused by name and value where fp16 would overflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.forked_programs import run_forked
         (1e30, torch.float32, False),
     ],
 )
-def test_to_dtype_refuses_what_would_become_infinite(value, dtype, refused):
+def test_to_dtype_raises_on_overflow(value, dtype, refused):
     tensor = torch.tensor([1.0, value, 2.0])
     if not refused:
         assert to_dtype("w", tensor, dtype).isfinite().all()
@@ -35,7 +35,7 @@ def test_to_dtype_refuses_what_would_become_infinite(value, dtype, refused):
         to_dtype("w", tensor, dtype)
 
 
-def test_out_of_range_passes_over_what_has_no_numbers():
+def test_out_of_range_ignores_empty_meta_and_integer_tensors():
     assert out_of_range("w", torch.empty(0), torch.float16) is None
     assert out_of_range("w", torch.empty(3, device="meta"), torch.float16) is None
     assert out_of_range("w", torch.tensor([70_000]), torch.float16) is None

@@ -69,7 +69,7 @@ def largest_difference(first, second) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", marked(name for name in LAYOUTS if name not in REFUSED))
-def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layout):
+def test_engine_loads_and_exports_like_transformers(table_of, engine, layout):
     table = table_of(layout)
     expected, actual = table["transformers"][layout], table[engine][layout]
     assert not isinstance(expected, str), expected
@@ -87,7 +87,7 @@ def test_engine_loads_and_exports_what_transformers_loads(table_of, engine, layo
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", marked(REFUSED))
-def test_engine_refuses_what_it_would_load_otherwise_than_transformers(table_of, engine, layout):
+def test_engine_refuses_files_that_it_would_load_differently(table_of, engine, layout):
     message = table_of(layout)[engine][layout]
     assert isinstance(message, str), "it was loaded"
     assert REFUSED[layout] in message

@@ -72,7 +72,7 @@ def by_hand(checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> tu
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_it_trains_saves_loads_and_exports_as_any_engine(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
+def test_registered_engine_trains_saves_loads_and_exports(world_size: int, checkpoint: Path, tmp_path: Path) -> None:
     completed = run_forked(Path(__file__).with_name("bigram_ranks.py"), checkpoint, tmp_path, world_size)
     assert completed.returncode == 0, completed.stderr
     wanted_losses, wanted_norms = by_hand(checkpoint, TOKENS)
@@ -139,7 +139,7 @@ def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path:
     assert exported["lm_head.weight"].shape == (VOCABULARY, HIDDEN)
 
 
-def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_backends", dict(backends._backends))
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
 

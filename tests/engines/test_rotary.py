@@ -1,4 +1,4 @@
-"""Length-dependent rotary embeddings: each sample of a micro batch is rotated as by transformers on its own."""
+"""Length-dependent rotary embeddings: each sample of a micro batch is rotated as transformers rotates it separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reference(kind: str, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
-def test_packed_samples_have_the_frequencies_of_their_own_length(kind: str) -> None:
+def test_packed_samples_get_the_frequencies_of_their_length(kind: str) -> None:
     lengths = [LONG, SHORT, LONGER, SHORT]
     model = nn.Sequential(rotary(kind))
     by_length = RotaryByLength(model)
@@ -62,7 +62,7 @@ def test_dynamic_frequencies_are_set_without_waiting_for_the_device() -> None:
 
 
 def test_dynamic_border_is_max_position_embeddings() -> None:
-    """``original_max_position_embeddings`` beside it changes nothing in transformers."""
+    """Ignore ``original_max_position_embeddings``, as transformers does."""
     lengths = [10, 14]  # above the one, below the other
     model = nn.Sequential(rotary("dynamic"))
     model[0].config.rope_parameters["original_max_position_embeddings"] = 8
@@ -85,7 +85,7 @@ def test_padding_behind_a_sample_does_not_make_it_longer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_part_of_a_sample_has_the_frequencies_of_all_of_it(kind: str) -> None:
-    """Two ranks hold halves of each sample."""
+    """Give two ranks halves of each sample."""
     lengths = [LONG, SHORT + 1]
     for rank in range(2):
         model = nn.Sequential(rotary(kind))

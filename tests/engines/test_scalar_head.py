@@ -78,7 +78,7 @@ RESUMED = {name: LAYOUTS[name] for name in ("single", "TP2 + SP", "engine single
     "layout", [pytest.param(name, marks=[] if name == "TP2 + SP" else pytest.mark.nightly) for name in RESUMED]
 )
 def test_a_critic_resumes_exactly(parity_folder, tmp_path, layout):
-    """Saved after a step and loaded by another backend: still transformers' trajectory."""
+    """Save after a step and load in another backend: the trajectory is still transformers'."""
     checkpoint, chosen = checkpoint_of(parity_folder, "critic"), LAYOUTS[layout]
     ranks = on_ranks(tmp_path, "trained", chosen, checkpoint, chosen, "critic", tmp_path / "saved")
     assert_equal_to_transformers(ranks, expected(parity_folder, checkpoint, "critic"), "critic")
@@ -134,7 +134,7 @@ def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
         assert values[-len(expected_values) :] == pytest.approx(expected_values, abs=1e-5)
 
 
-def test_what_a_scalar_head_does_not_go_with_is_refused_by_name(parity_folder):
+def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
     lm, critic = case_checkpoint(parity_folder, "qwen3"), checkpoint_of(parity_folder, "critic")
     several = case_checkpoint(parity_folder / "several", "qwen3", **(TOKEN | {"num_labels": 3}))
     plain = LAYOUTS["single"]
@@ -181,8 +181,8 @@ def test_adapters_on_a_scalar_head_are_refused_by_name(parity_folder, tmp_path, 
     assert "LoRA on a model with a scalar head is not supported" in message
 
 
-def test_a_token_classifiers_dropout_acts_in_training_alone(parity_folder):
-    """With probability 0.5, the mean of many passes is the value, and passes differ; evaluation has no dropout."""
+def test_token_classifier_dropout_acts_only_in_training(parity_folder):
+    """Check with probability 0.5 that the mean of many passes is the value, that passes differ, and that evaluation does not."""
     arch, overrides, _ = MODELS["critic"]
     dropping = case_checkpoint(parity_folder / "dropping", arch, **overrides | {"classifier_dropout": 0.5})
 

@@ -1,4 +1,4 @@
-"""Which tensors an export must hold, on plain data."""
+"""Required tensors of an export, on plain data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SOURCE = {
 
 
 def exported(**changes: TensorHeader | None) -> dict[str, TensorHeader]:
-    found = {name: TensorHeader(header.dtype, header.shape) for name, header in SOURCE.items()}
+    headers = {name: TensorHeader(header.dtype, header.shape) for name, header in SOURCE.items()}
     for name, header in changes.items():
-        full = next((each for each in found if name in each), name)
-        found.pop(full, None)
+        full = next((candidate for candidate in headers if name in candidate), name)
+        headers.pop(full, None)
         if header is not None:
-            found[full] = header
-    return found
+            headers[full] = header
+    return headers
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def exported(**changes: TensorHeader | None) -> dict[str, TensorHeader]:
     ],
 )
 def test_differences_are_named(changes, dtype, expected):
-    found = differences(SOURCE, exported(**changes), dtype)
-    assert not found if expected is None else expected in "; ".join(found)
+    messages = differences(SOURCE, exported(**changes), dtype)
+    assert not messages if expected is None else expected in "; ".join(messages)
 
 
 @pytest.mark.parametrize(
@@ -56,26 +56,26 @@ def test_differences_are_named(changes, dtype, expected):
         ("model.embed_tokens.weight", False),
     ],
 )
-def test_what_no_layer_here_has(name, extra):
+def test_extra_tensors_belong_to_no_layer_of_the_model(name, extra):
     sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
     for config in (sizes, {"text_config": sizes}):
         assert extra_tensors(config, [name]) == ([name] if extra else [])
 
 
-def test_fused_part_is_found_only_where_the_source_has_the_whole():
-    fused, apart = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
-    assert fused_part(apart, {fused}) == FusedPart(fused, None, "gate")
-    assert fused_part(apart.replace("gate", "up"), {fused}) == FusedPart(fused, None, "up")
-    assert fused_part(apart, {apart}) is None
-    assert fused_part(apart, {"model.layers.1.mlp.gate_up_proj.weight"}) is None
+def test_fused_part_requires_the_fused_tensor_in_the_source():
+    fused, separate = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+    assert fused_part(separate, {fused}) == FusedPart(fused, None, "gate")
+    assert fused_part(separate.replace("gate", "up"), {fused}) == FusedPart(fused, None, "up")
+    assert fused_part(separate, {separate}) is None
+    assert fused_part(separate, {"model.layers.1.mlp.gate_up_proj.weight"}) is None
     assert fused_part("model.layers.0.mlp.gate.weight", {fused}) is None
 
 
 def test_fused_part_of_an_expert_names_its_number_and_half():
     experts = "model.layers.0.mlp.experts"
-    whole = {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
-    assert fused_part(f"{experts}.3.gate_proj.weight", whole) == FusedPart(f"{experts}.gate_up_proj", 3, "gate")
-    assert fused_part(f"{experts}.12.up_proj.weight", whole) == FusedPart(f"{experts}.gate_up_proj", 12, "up")
-    assert fused_part(f"{experts}.0.down_proj.weight", whole) == FusedPart(f"{experts}.down_proj", 0, None)
+    fused = {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+    assert fused_part(f"{experts}.3.gate_proj.weight", fused) == FusedPart(f"{experts}.gate_up_proj", 3, "gate")
+    assert fused_part(f"{experts}.12.up_proj.weight", fused) == FusedPart(f"{experts}.gate_up_proj", 12, "up")
+    assert fused_part(f"{experts}.0.down_proj.weight", fused) == FusedPart(f"{experts}.down_proj", 0, None)
     assert fused_part(f"{experts}.0.down_proj.weight", {f"{experts}.0.down_proj.weight"}) is None
     assert fused_part(f"{experts}.0.down_proj.weight", {f"{experts}.gate_up_proj"}) is None

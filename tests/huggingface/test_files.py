@@ -1,4 +1,4 @@
-"""Checkpoint directories: what is wrong with one is found from a few bytes, and a new one appears only whole."""
+"""Checkpoint directories: problems are detected from a few bytes, and copies are complete."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def test_config_is_read(folder):
         ("{}", r"config\.json names no model_type"),
     ],
 )
-def test_a_config_that_is_none_is_refused(folder, text, message):
+def test_invalid_config_raises_checkpoint_error(folder, text, message):
     (folder / "config.json").unlink() if text is None else (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=message):
         read_config(folder)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "config.json"])
-def test_a_directory_that_is_none_is_refused(folder, name):
+def test_missing_directory_raises_checkpoint_error(folder, name):
     with pytest.raises(CheckpointError, match=rf"{name} is not a directory"):
         read_config(folder / name)
 
 
-def test_shapes_come_from_the_header_alone(folder):
+def test_shapes_are_read_from_the_header(folder):
     assert {name: header.shape for name, header in tensor_headers(folder).items()} == SHAPES
 
 
-def test_shapes_of_several_files_are_put_together(folder):
+def test_shapes_of_several_files_are_merged(folder):
     (folder / "model.safetensors").unlink()
     names = {"a.weight": "one.safetensors", "b.bias": "two.safetensors", "c": "two.safetensors"}
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
@@ -76,38 +76,38 @@ def test_shapes_of_several_files_are_put_together(folder):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
-def test_an_index_that_is_none_is_refused(folder, text):
+def test_invalid_index_raises_checkpoint_error(folder, text):
     (folder / WEIGHT_INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=rf"{WEIGHT_INDEX}.*(not valid JSON|JSON object|weight_map)"):
         tensor_headers(folder)
 
 
-def test_every_truncation_is_noticed(folder):
+def test_every_truncation_raises_checkpoint_error(folder):
     path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
+    content = path.read_bytes()
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
             tensor_headers(folder)
-    path.write_bytes(whole + b"x")
-    with pytest.raises(CheckpointError, match=rf"{len(whole) + 1} bytes on disk, {len(whole)} expected"):
+    path.write_bytes(content + b"x")
+    with pytest.raises(CheckpointError, match=rf"{len(content) + 1} bytes on disk, {len(content)} expected"):
         tensor_headers(folder)
 
 
 @pytest.mark.parametrize("header", [b"not json", b"[1, 2]  ", b"\xff" * 8])
-def test_what_is_not_safetensors_is_refused(folder, header):
+def test_invalid_safetensors_header_raises_checkpoint_error(folder, header):
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="is not safetensors"):
         tensor_headers(folder)
 
 
-def test_other_formats_are_told_to_be_converted(folder):
+def test_other_formats_raise_checkpoint_error(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* converted first"):
         tensor_headers(folder)
 
 
-def test_embedding_and_output_must_have_the_configs_sizes():
+def test_embedding_and_output_must_match_the_config():
     sizes = ModelShape(4, num_layers=1, num_heads=1, num_query_groups=1, vocab_size=10, ffn_hidden_size=8)
     good = {
         "model.embed_tokens.weight": (10, 4),
@@ -154,25 +154,25 @@ def test_companions_are_copied_without_indexes_of_weights(folder, tmp_path):
 TEMPLATE = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
 
 
-@pytest.mark.parametrize("kept", ["in a file", "in the configuration", "one for tools", "none"])
+@pytest.mark.parametrize("storage", ["in a file", "in the configuration", "one for tools", "none"])
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["trained with another", "trained with its own"])
-def test_a_copied_tokenizer_has_the_template_that_was_trained_with(tmp_path, kept, template):
+def test_copied_tokenizer_has_the_training_template(tmp_path, storage, template):
     source, target = tmp_path / "model", tmp_path / "adapter"
     tokenizer = byte_tokenizer(256)
-    tokenizer.chat_template = {"none": None, "one for tools": {"default": "a", "tool_use": "b"}}.get(kept, "a")
+    tokenizer.chat_template = {"none": None, "one for tools": {"default": "a", "tool_use": "b"}}.get(storage, "a")
     tokenizer.save_pretrained(source)
-    if kept == "in the configuration":
+    if storage == "in the configuration":
         (source / "chat_template.jinja").unlink()
         path = source / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "a"}))
-    own = AutoTokenizer.from_pretrained(source).chat_template
-    assert own == tokenizer.chat_template
+    source_template = AutoTokenizer.from_pretrained(source).chat_template
+    assert source_template == tokenizer.chat_template
     target.mkdir()
     copy_tokenizer(source, target, template)
     copy = AutoTokenizer.from_pretrained(target)
-    assert copy.chat_template == (own if template is None else TEMPLATE)
+    assert copy.chat_template == (source_template if template is None else TEMPLATE)
     assert copy("abc") == tokenizer("abc")
-    if template is not None and kept == "in the configuration":  # for readers that know no other place
+    if template is not None and storage == "in the configuration":  # for readers that only read tokenizer_config.json
         assert json.loads((target / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint tells about its model: counts against transformers' own, FLOPs against a calculation by hand."""
+"""Information on a checkpoint's model: counts compared with transformers, FLOPs with a calculation by hand."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ print(json.dumps([AutoModelForCausalLM.from_pretrained(path).num_parameters() fo
 """
 
 
-def test_parameters_are_counted_as_transformers_counts_them(parity_folder):
+def test_parameter_counts_match_transformers(parity_folder):
     paths = [case_checkpoint(parity_folder, arch, **overrides) for arch, overrides in MODELS.values()]
-    done = run_reference(COUNT, *paths)
-    assert done.returncode == 0, done.stderr
-    counted = json.loads(done.stdout.splitlines()[-1])
+    completed = run_reference(COUNT, *paths)
+    assert completed.returncode == 0, completed.stderr
+    counted = json.loads(completed.stdout.splitlines()[-1])
     assert [inspect_checkpoint(path).parameter_count for path in paths] == counted
 
 
-def expected_flops(length: int, layer: int, of_weights: int = 3) -> float:
-    """2 FLOPs a weight, token and product; attention scores and values, forward and backward, over half of ``length``."""
-    projections = of_weights * 2 * (LAYERS * layer + VOCABULARY * HIDDEN)
+def expected_flops(length: int, layer: int, products: int = 3) -> float:
+    """Compute 2 FLOPs per weight, token and product, plus attention scores and values over half of ``length``."""
+    projections = products * 2 * (LAYERS * layer + VOCABULARY * HIDDEN)
     attention = 3 * LAYERS * 2 * (2 * QUERY) * length / 2
     return projections + attention
 
@@ -58,7 +58,7 @@ def test_flops_of_a_dense_model(parity_folder, tied, length):
     assert inspect_checkpoint(path).flops_per_token(length) == expected_flops(length, ATTENTION + 3 * HIDDEN * MLP)
 
 
-def test_flops_of_experts_count_those_that_a_token_visits(parity_folder):
+def test_flops_count_active_experts(parity_folder):
     path = case_checkpoint(parity_folder, "qwen3_moe")
     layer = ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * EXPERT  # router, and 2 of 4 experts
     assert inspect_checkpoint(path).flops_per_token(128) == expected_flops(128, layer)
@@ -67,10 +67,10 @@ def test_flops_of_experts_count_those_that_a_token_visits(parity_folder):
 def test_frozen_weights_need_two_products_instead_of_three(parity_folder):
     info = inspect_checkpoint(case_checkpoint(parity_folder, "qwen3"))
     layer = ATTENTION + 3 * HIDDEN * MLP
-    assert info.flops_per_token(512, frozen=True) == expected_flops(512, layer, of_weights=2)
+    assert info.flops_per_token(512, frozen=True) == expected_flops(512, layer, products=2)
 
 
-def test_linear_layers_are_those_that_transformers_has(parity_folder):
+def test_linear_layers_match_transformers(parity_folder):
     attention = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"]
     for arch, mlp in (
         ("qwen3", ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),
@@ -87,7 +87,7 @@ def test_linear_layers_are_those_that_transformers_has(parity_folder):
         )
 
 
-def test_shape_and_names_are_the_checkpoints(parity_folder):
+def test_shape_and_tensor_names_match_the_checkpoint(parity_folder):
     path = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
     info = inspect_checkpoint(path)
     assert (info.shape.num_layers, info.shape.num_heads, info.shape.num_query_groups) == (2, 4, 2)
@@ -107,8 +107,8 @@ def test_head_dim_defaults_to_the_hidden_size_over_the_heads(parity_folder, tmp_
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_of_a_reward_model_is_refused_by_name(parity_folder, tmp_path, tied):
-    """With a tied embedding, engine single trained such a model without its head."""
+def test_head_of_a_reward_model_raises_checkpoint_error(parity_folder, tmp_path, tied):
+    """Refuse reward models: with a tied embedding, engine single used to train them without their head."""
     source = case_checkpoint(parity_folder, "qwen3", **({"tie_word_embeddings": True} if tied else {}))
     target = Path(shutil.copytree(source, tmp_path / "reward-model"))
     (target / "model.safetensors").rename(target / "model-layers.safetensors")
@@ -125,7 +125,7 @@ def tensor_headers_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "head", "expected"),
+    ("kind", "setting", "head", "expected"),
     [
         ("llama", True, "other", False),
         ("llama", True, "equal", True),
@@ -136,14 +136,14 @@ def tensor_headers_of(path: Path) -> list[str]:
         ("llama", None, "equal", False),
     ],
 )
-def test_is_tied_follows_the_files(tmp_path, kind, said, head, expected):
-    config = {"model_type": kind} | ({} if said is None else {"tie_word_embeddings": said})
+def test_is_tied_follows_the_files(tmp_path, kind, setting, head, expected):
+    config = {"model_type": kind} | ({} if setting is None else {"tie_word_embeddings": setting})
     (tmp_path / "config.json").write_text(json.dumps(config))
     embedding = numpy.arange(12, dtype=numpy.float32).reshape(4, 3)
     other = embedding.copy()
-    other[3, 2] = numpy.nextafter(other[3, 2], 0)  # the last of the bytes
+    other[3, 2] = numpy.nextafter(other[3, 2], 0)  # differs in the last bytes only
     heads = {"equal": embedding, "near": other, "other": -embedding}
-    found = {"model.embed_tokens.weight": embedding} | ({"lm_head.weight": heads[head]} if head in heads else {})
-    save_file(found, tmp_path / "model.safetensors")
+    tensors = {"model.embed_tokens.weight": embedding} | ({"lm_head.weight": heads[head]} if head in heads else {})
+    save_file(tensors, tmp_path / "model.safetensors")
     shape = ModelShape(3, num_layers=1, num_heads=1, num_query_groups=1, vocab_size=4, ffn_hidden_size=8)
     assert is_tied(config, shape, tensor_headers(tmp_path), tmp_path) is expected

@@ -1,4 +1,4 @@
-"""Sizes read from the config.json of every family."""
+"""Model sizes read from the config.json of every family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shape(**config: Any) -> ModelShape:
     return ModelShape.from_hf_config(BASE | config)
 
 
-def test_dense() -> None:
+def test_shape_of_a_dense_model() -> None:
     assert ModelShape.from_hf_config(tiny_config("qwen3", tie_word_embeddings=True)) == ModelShape(
         hidden_size=64,
         num_layers=4,
@@ -36,19 +36,19 @@ def test_without_grouped_queries_every_head_is_a_group() -> None:
 
 
 def test_qwen3_moe_has_no_dense_mlp() -> None:
-    found = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
-    assert (found.num_experts, found.moe_ffn_hidden_size, found.ffn_hidden_size) == (4, 64, None)
+    sizes = ModelShape.from_hf_config(tiny_config("qwen3_moe"))
+    assert (sizes.num_experts, sizes.moe_ffn_hidden_size, sizes.ffn_hidden_size) == (4, 64, None)
     assert ModelShape.from_hf_config(tiny_config("qwen3_moe", mlp_only_layers=[0])).ffn_hidden_size == 128
     assert ModelShape.from_hf_config(tiny_config("qwen3_moe", decoder_sparse_step=2)).ffn_hidden_size == 128
 
 
-def test_mixtral() -> None:
-    found = shape(intermediate_size=128, num_local_experts=8, num_key_value_heads=2)
-    assert (found.num_experts, found.moe_ffn_hidden_size, found.ffn_hidden_size) == (8, 128, None)
+def test_shape_of_mixtral() -> None:
+    sizes = shape(intermediate_size=128, num_local_experts=8, num_key_value_heads=2)
+    assert (sizes.num_experts, sizes.moe_ffn_hidden_size, sizes.ffn_hidden_size) == (8, 128, None)
 
 
-def test_deepseek() -> None:
-    found = shape(
+def test_shape_of_deepseek() -> None:
+    sizes = shape(
         intermediate_size=256,
         n_routed_experts=16,
         moe_intermediate_size=32,
@@ -57,24 +57,24 @@ def test_deepseek() -> None:
         kv_lora_rank=16,
         num_key_value_heads=4,
     )
-    assert (found.num_experts, found.moe_ffn_hidden_size, found.ffn_hidden_size) == (16, 32, 256)
-    assert found.shared_expert_ffn_hidden_size == 64
-    assert found.num_query_groups == 8
+    assert (sizes.num_experts, sizes.moe_ffn_hidden_size, sizes.ffn_hidden_size) == (16, 32, 256)
+    assert sizes.shared_expert_ffn_hidden_size == 64
+    assert sizes.num_query_groups == 8
 
 
 def test_qwen2_moe_shared_expert() -> None:
-    found = shape(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=96, intermediate_size=128)
-    assert found.shared_expert_ffn_hidden_size == 96
+    sizes = shape(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=96, intermediate_size=128)
+    assert sizes.shared_expert_ffn_hidden_size == 96
 
 
 def test_text_part_of_a_multimodal_model() -> None:
-    found = ModelShape.from_hf_config({"text_config": BASE | {"intermediate_size": 128}, "tie_word_embeddings": True})
-    assert (found.hidden_size, found.tied) == (64, True)
+    sizes = ModelShape.from_hf_config({"text_config": BASE | {"intermediate_size": 128}, "tie_word_embeddings": True})
+    assert (sizes.hidden_size, sizes.tied) == (64, True)
 
 
-def test_gpt2() -> None:
-    found = ModelShape.from_hf_config({"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64})
-    assert (found.hidden_size, found.num_layers, found.ffn_hidden_size, found.max_position) == (32, 3, 128, 64)
+def test_shape_of_gpt2() -> None:
+    sizes = ModelShape.from_hf_config({"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64})
+    assert (sizes.hidden_size, sizes.num_layers, sizes.ffn_hidden_size, sizes.max_position) == (32, 3, 128, 64)
 
 
 def test_zero_experts_is_a_dense_model() -> None:
@@ -90,6 +90,6 @@ def test_zero_experts_is_a_dense_model() -> None:
         (BASE | {"intermediate_size": 128, "vocab_size": -1}, "vocab_size must be a positive whole number, found -1"),
     ],
 )
-def test_unusable_configs(config: dict[str, Any], message: str) -> None:
+def test_unusable_configs_raise_config_error(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_hf_config(config)

@@ -1,4 +1,4 @@
-"""Padding rows of embeddings: what the files hold, also where transformers clears them while it loads."""
+"""Padding rows of embeddings have the files' values, also if transformers clears them while loading."""
 
 from __future__ import annotations
 

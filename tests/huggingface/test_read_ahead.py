@@ -1,4 +1,4 @@
-"""Reading ahead brings files into the page cache, and never gets in anybody's way."""
+"""Prefetch of files into the page cache, which never raises or blocks."""
 
 import os
 import threading
@@ -12,8 +12,8 @@ from megascend.huggingface.read_ahead import CHUNK, chunks, read_ahead
 
 @pytest.fixture
 def files(tmp_path):
-    """Two files of several chunks, on the disk and not in the page cache."""
-    found = []
+    """Write two files of several chunks and evict them from the page cache."""
+    paths = []
     for name, size in (("a", 3 * CHUNK + 5), ("b", CHUNK)):
         path = tmp_path / name
         path.write_bytes(os.urandom(1024) * (size // 1024) + bytes(size % 1024))
@@ -21,28 +21,28 @@ def files(tmp_path):
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def cached(path):
-    """Places, one a MiB, that can be read without waiting for the disk."""
+    """Return for one byte per MiB whether it can be read without waiting for the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        places = range(0, path.stat().st_size, 2**20)
-        return [_answers(descriptor, place) for place in places]
+        offsets = range(0, path.stat().st_size, 2**20)
+        return [_answers(descriptor, offset) for offset in offsets]
     finally:
         os.close(descriptor)
 
 
-def _answers(descriptor, place):
+def _answers(descriptor, offset):
     try:
-        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
         return False
 
 
-def test_files_come_into_the_page_cache(files):
+def test_files_are_read_into_the_page_cache(files):
     if all(cached(files[0])):
         pytest.skip("this file system keeps its files in memory")
     with read_ahead(files):
@@ -50,30 +50,30 @@ def test_files_come_into_the_page_cache(files):
     _wait_until(lambda: not _threads())
 
 
-def test_processes_share_the_work(files):
+def test_chunks_are_divided_among_processes(files):
     sizes = {path: path.stat().st_size for path in files}
-    whole = chunks(sizes)
-    assert [sum(length for file, _, length in whole if file == path) for path in files] == list(sizes.values())
-    shares = [whole[index::3] for index in range(3)]
-    assert sorted(shares[0] + shares[1] + shares[2]) == sorted(whole)
+    all_chunks = chunks(sizes)
+    assert [sum(length for file, _, length in all_chunks if file == path) for path in files] == list(sizes.values())
+    shares = [all_chunks[index::3] for index in range(3)]
+    assert sorted(shares[0] + shares[1] + shares[2]) == sorted(all_chunks)
 
 
-def test_what_would_not_fit_into_memory_is_left_alone(files, monkeypatch):
+def test_files_larger_than_available_memory_are_not_read(files, monkeypatch):
     monkeypatch.setattr(module, "available_memory", lambda: 2 * CHUNK)
     with read_ahead(files):
         assert not _threads()
 
 
-def test_files_that_go_away_are_no_error(tmp_path):
+def test_vanished_files_raise_no_error(tmp_path):
     (tmp_path / "b").write_bytes(b"x")
     with read_ahead([tmp_path / "never was", tmp_path / "b", tmp_path]):
         (tmp_path / "b").unlink()
     _wait_until(lambda: not _threads())
 
 
-def test_an_error_in_the_block_passes(files):
-    with pytest.raises(ValueError, match="mine"), read_ahead(files):
-        raise ValueError("mine")
+def test_exception_in_the_block_propagates(files):
+    with pytest.raises(ValueError, match="caller"), read_ahead(files):
+        raise ValueError("caller")
     _wait_until(lambda: not _threads())
 
 

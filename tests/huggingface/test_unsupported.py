@@ -1,4 +1,4 @@
-"""Configurations that are refused, and many that are not, with the defaults that transformers fills in."""
+"""Refused and supported configurations, with the defaults that transformers fills in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES = (
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_architectures_as_they_come_are_not_refused(arch):
+def test_default_configurations_are_supported(arch):
     assert unsupported_settings(full(arch)) == []
 
 
@@ -49,19 +49,19 @@ HONOURED = [
 @pytest.mark.parametrize(
     ("starts", "settings", "arch"), [(starts, settings, arch) for starts, settings, archs in REFUSED for arch in archs]
 )
-def test_a_refusal_names_the_setting_and_what_to_do(starts, settings, arch):
-    [found] = unsupported_settings(full(arch, **settings))
-    assert starts in found
-    assert any(remedy in found for remedy in ("train another checkpoint", "correct config.json"))
-    assert unsupported_settings({"text_config": full(arch, **settings)}) == [found]
+def test_refusal_names_the_setting_and_the_remedy(starts, settings, arch):
+    [reason] = unsupported_settings(full(arch, **settings))
+    assert starts in reason
+    assert any(remedy in reason for remedy in ("train another checkpoint", "correct config.json"))
+    assert unsupported_settings({"text_config": full(arch, **settings)}) == [reason]
 
 
 @pytest.mark.parametrize(("settings", "arch"), [(settings, arch) for settings, archs in HONOURED for arch in archs])
-def test_what_can_be_honoured_is_not_refused(settings, arch):
+def test_supported_settings_are_not_refused(settings, arch):
     assert unsupported_settings(full(arch, **settings)) == []
 
 
-def test_several_reasons_are_all_told():
+def test_all_reasons_are_reported():
     assert len(unsupported_settings(full("llama", attention_bias=True, mlp_bias=True))) == 2
 
 
@@ -70,8 +70,8 @@ def test_several_reasons_are_all_told():
     [{}, {"decoder_sparse_step": 2}, {"decoder_sparse_step": 3, "mlp_only_layers": [5]}, {"mlp_only_layers": [0]}],
 )
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
-def test_layers_with_experts_are_those_of_transformers(settings, arch):
-    """Asked of the Hugging Face model's own layers."""
+def test_expert_layers_match_transformers(settings, arch):
+    """Compare with the layers of the Hugging Face model."""
     import torch
     from transformers import AutoModelForCausalLM
 

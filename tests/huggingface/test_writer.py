@@ -1,4 +1,4 @@
-"""Directories written tensor by tensor: what safetensors reads from them, and what is left when something fails."""
+"""Directories written tensor by tensor: what safetensors reads from them, and cleanup after failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megascend.testing import faults
 
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(7, 3).bfloat16(),
-    "model.layers.0.odd": torch.randn(3).bfloat16(),  # 6 bytes: what follows would not be aligned
+    "model.layers.0.odd": torch.randn(3).bfloat16(),  # 6 bytes: the next tensor would not be aligned
     "model.layers.0.bias": torch.randn(5),
     "model.layers.0.ünicode": torch.arange(4, dtype=torch.int64),
     "model.layers.0.scalar": torch.tensor(2.5),
@@ -53,21 +53,21 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("file_bytes", [10**9, 100, 1], ids=lambda size: f"{size} bytes a file")
 @pytest.mark.parametrize("seed", range(5))
-def test_tensors_come_back_as_they_were_in_any_order(tmp_path, file_bytes, seed):
+def test_tensors_written_in_any_order_are_read_unchanged(tmp_path, file_bytes, seed):
     names = random.Random(seed).sample(list(TENSORS), len(TENSORS))
     writer = SafetensorsWriter(tmp_path, TENSORS, file_bytes)
     for name in names:
         writer.add(name, TENSORS[name])
     writer.finish()
-    found = read(tmp_path)
-    assert set(found) == set(TENSORS)
+    tensors = read(tmp_path)
+    assert set(tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor)
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor)
 
 
-def test_the_index_says_which_file_holds_what(tmp_path):
+def test_index_maps_tensors_to_files(tmp_path):
     tensors = {f"t{number}": torch.full((10,), float(number)) for number in range(5)}
     writer = SafetensorsWriter(tmp_path, tensors, file_bytes=80)
     for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def test_the_index_says_which_file_holds_what(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*index["weight_map"].values(), WEIGHT_INDEX})
 
 
-def test_one_tensor_comes_once(tmp_path):
+def test_repeated_and_unexpected_tensors_raise_checkpoint_error(tmp_path):
     writer = SafetensorsWriter(tmp_path, ["a"])
     writer.add("a", torch.zeros(2))
     with pytest.raises(CheckpointError, match="a came twice"):
@@ -99,22 +99,22 @@ def test_one_tensor_comes_once(tmp_path):
     writer.abandon()
 
 
-def test_tensors_of_many_pieces_are_written_from_a_few(tmp_path, monkeypatch):
+def test_large_tensors_are_written_from_few_buffers(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_writer, "PIECE", 64)
     monkeypatch.setattr(safetensors_writer, "PIECES", 2)
     tensors = {f"t{number}": torch.randn(100 + number) for number in range(20)}
     writer = SafetensorsWriter(tmp_path, tensors)
     for name, tensor in tensors.items():
-        given = tensor.clone()
-        writer.add(name, given)
-        given.zero_()  # its memory is free
+        source = tensor.clone()
+        writer.add(name, source)
+        source.zero_()  # the writer must not need it any more
     writer.finish()
-    assert all(torch.equal(found, tensors[name]) for name, found in read(tmp_path).items())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(tmp_path).items())
     assert len(read(tmp_path)) == 20
 
 
 @pytest.mark.parametrize("failing", [1, 5, 39])
-def test_what_fails_in_the_background_is_raised(tmp_path, monkeypatch, failing):
+def test_background_write_error_is_raised(tmp_path, monkeypatch, failing):
     monkeypatch.setattr(safetensors_writer, "PIECE", 64)
     monkeypatch.setattr(safetensors_writer, "PIECES", 2)
     calls, pwrite = itertools.count(), os.pwrite
@@ -145,7 +145,7 @@ WEIGHTS = {
 
 
 def info_of(source: Path) -> ModelInfo:
-    """Return what an engine knows of a checkpoint with layers of these names only."""
+    """Build the ModelInfo that an engine has for a checkpoint with these layers."""
     headers = tensor_headers(source)
     extra = {name: headers.pop(name) for name in extra_tensors(read_config(source), headers)}
     shape = ModelShape(4, num_layers=2, num_heads=1, num_query_groups=1, vocab_size=8, ffn_hidden_size=8)
@@ -159,34 +159,34 @@ def write(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> None:
         writer.finish()
 
 
-def test_a_directory_is_complete_and_carries_what_is_not_trained(tmp_path):
+def test_export_is_complete_and_includes_untrained_tensors(tmp_path):
     head = {"model.layers.2.eh_proj.weight": torch.randn(3, 3).half()}
     source = make_source(tmp_path / "source", WEIGHTS | head, num_nextn_predict_layers=1)
     new = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
     write(source, tmp_path / "a" / "out", new)
-    found = read(tmp_path / "a" / "out")
-    assert set(found) == set(WEIGHTS | head)
-    assert all(torch.equal(found[name], tensor) for name, tensor in (new | head).items())
+    tensors = read(tmp_path / "a" / "out")
+    assert set(tensors) == set(WEIGHTS | head)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in (new | head).items())
     assert (tmp_path / "a" / "out" / "tokenizer.json").is_file()
     assert json.loads((tmp_path / "a" / "out" / "config.json").read_text())["torch_dtype"] == "float32"
     assert not list((tmp_path / "a").glob(".*"))
 
 
-def test_a_source_may_be_written_over(tmp_path):
+def test_source_may_be_overwritten(tmp_path):
     source = make_source(tmp_path / "source", WEIGHTS)
     write(source, source, {name: -tensor for name, tensor in WEIGHTS.items()})
     assert all(torch.equal(read(source)[name], -tensor) for name, tensor in WEIGHTS.items())
 
 
 @pytest.mark.parametrize("where", ["top", "text_config", "nowhere"])
-def test_config_of_an_untied_export_says_so(tmp_path, where):
-    """Readers that believe the setting would make the output layer of the embedding."""
-    said = {"tie_word_embeddings": True}
-    config = {"top": said, "text_config": {"text_config": said}, "nowhere": {}}[where]
+def test_config_of_an_untied_export_disables_tying(tmp_path, where):
+    """Disable the setting: readers that trust it would use the embedding as output layer."""
+    setting = {"tie_word_embeddings": True}
+    config = {"top": setting, "text_config": {"text_config": setting}, "nowhere": {}}[where]
     source = make_source(tmp_path / "source", WEIGHTS, **config)
     write(source, tmp_path / "out", WEIGHTS)
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    part = found["text_config"] if where == "text_config" else found
+    config_file = json.loads((tmp_path / "out" / "config.json").read_text())
+    part = config_file["text_config"] if where == "text_config" else config_file
     assert part["tie_word_embeddings"] is False
 
 
@@ -195,7 +195,7 @@ def without_one(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (without_one, r"it lacks model.layers.1.w"),
         (lambda t: t | {"model.new": torch.zeros(1)}, r"it would have model.new, which the source has not"),
@@ -204,16 +204,16 @@ def without_one(tensors):
     ],
     ids=["missing", "new", "shape", "dtype"],
 )
-def test_other_tensors_than_the_sources_leave_what_was_there(tmp_path, change, said):
+def test_wrong_tensors_raise_and_keep_the_old_target(tmp_path, change, message):
     source = make_source(tmp_path / "source", WEIGHTS)
     target = make_source(tmp_path / "out", {"earlier": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         write(source, target, change(WEIGHTS))
     assert torch.equal(read(target)["earlier"], torch.ones(1))
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_consumer_that_fails_half_way_leaves_nothing(tmp_path):
+def test_exception_while_writing_leaves_no_files(tmp_path):
     source = make_source(tmp_path / "source", WEIGHTS)
 
     def fail_half_way():
@@ -226,7 +226,7 @@ def test_a_consumer_that_fails_half_way_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+def test_directory_without_a_checkpoint_is_not_replaced(tmp_path):
     source = make_source(tmp_path / "source", WEIGHTS)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
@@ -236,10 +236,10 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_module_brings_no_torch():
+def test_writer_imports_no_torch():
     program = "import sys, megascend.huggingface.writer; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "False"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.strip() == "False"
 
 
 def export(source: Path, target: Path, value: float, fail: bool = False) -> None:
@@ -251,7 +251,7 @@ def export(source: Path, target: Path, value: float, fail: bool = False) -> None
 
 
 @pytest.mark.parametrize("behind", ["an empty directory", "nothing", "a mount point"])
-def test_an_export_to_a_link_goes_where_it_leads(tmp_path, behind):
+def test_export_to_a_link_writes_its_target(tmp_path, behind):
     source = make_source(tmp_path / "source", {"weight": torch.zeros(2, 2)})
     link = tmp_path / "link"
     with contextlib.ExitStack() as stack:

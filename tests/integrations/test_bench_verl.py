@@ -1,4 +1,4 @@
-"""What ``scripts/bench_verl.py`` asks of verl on a GPU, and how it compares; the runs are in ``verl/test_verl_bench.py``."""
+"""Commands and comparisons of ``scripts/bench_verl.py`` on a GPU; ``verl/test_verl_bench.py`` has the runs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_without_flash_attn_all_runs_on_a_gpu_take_cudnns_attention(bench, monke
     assert fused not in settings(bench, "megatron", "cpu")
 
 
-def test_options_of_verls_own_engine(bench) -> None:
-    """The third is the second with verl's kernels, too; megascend is asked for none."""
+def test_options_of_verls_megatron_engine(bench) -> None:
+    """Check that the third run adds verl's kernels to the second, and megascend's run has neither option."""
     fusion, kernels = "+engine.override_transformer_config.apply_rope_fusion=True", "model.use_fused_kernels=True"
     commands = {run: settings(bench, run, "cuda") for run in ("megatron", "megatron:fused", "megatron:kernels")}
     assert [fusion in command for command in commands.values()] == [False, True, True]
@@ -62,7 +62,7 @@ def test_options_of_verls_own_engine(bench) -> None:
     assert kernels not in megascend_command
 
 
-def test_runs_that_compute_something_else_are_told_apart(bench) -> None:
+def test_disagreeing_runs_are_reported(bench) -> None:
     figures = bench.Figures(loss=[2.0, 1.0], norm=[3.0, 3.0], tokens=[64, 64])
     assert bench.disagreement(figures, bench.Figures([2.0, 1.01], [3.0, 3.0], [64, 64]), 2e-2) == ""
     other = bench.Figures([2.0, 1.03], [3.0, 3.0], [64, 64])
@@ -70,6 +70,6 @@ def test_runs_that_compute_something_else_are_told_apart(bench) -> None:
     assert bench.disagreement(figures, bench.Figures([2.0, float("nan")], [3.0, 3.0], [64, 64]), 2e-2)
 
 
-def test_a_failures_cause_is_what_stands_before_torchruns_report(bench) -> None:
+def test_failure_cause_is_the_text_before_torchruns_report(bench) -> None:
     text = "step 1\nMemoryError: no room\nE1124 torch/distributed/elastic/multiprocessing/api.py failed\nTraceback\n"
     assert bench.cause(text) == "step 1\nMemoryError: no room"

@@ -1,4 +1,4 @@
-"""The five-minute start of docs/integrations/megatron.md, as it is written there."""
+"""The five-minute start of docs/integrations/megatron.md, run verbatim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkyRL's prepared batches become megascend's samples, and answers become SkyRL's; without SkyRL."""
+"""Conversion of SkyRL's prepared batches to samples, and of results to SkyRL's answers; without SkyRL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascend.integrations.skyrl.settings import BackendConfig, settings_of
 
 
 def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fields: Any) -> SimpleNamespace:
-    """Two requests: one sample of ann, two of bob."""
+    """Build two requests: one sample of ann, two of bob."""
     text = SimpleNamespace(type=kind, tokens=[1, 2, 3])
     columns = {
         "token_weights": [1.0, 0.0, 2.0],
@@ -33,7 +33,7 @@ def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fiel
     )
 
 
-def test_a_request_is_its_own_samples_under_a_sum() -> None:
+def test_request_pass_has_its_samples_and_a_summed_loss() -> None:
     request_pass = pass_of(batch_of("cross_entropy"), 1)
     assert (request_pass.request, request_pass.model, len(request_pass.samples)) == ("2", "bob", 2)
     logprobs = [torch.tensor([-1.0, -2.0, -3.0])] * 2
@@ -52,7 +52,7 @@ def test_policy_losses_take_advantages_and_their_settings() -> None:
     assert clipped.outputs(logprobs)[0]["elementwise_loss"]["data"] == pytest.approx([-1.0, -1.0, -1.2])
 
 
-def test_what_is_not_there_is_refused_by_name() -> None:
+def test_unsupported_batches_raise_errors() -> None:
     with pytest.raises(ConfigError, match="dppo"):
         pass_of(batch_of("dppo"), 0)
     with pytest.raises(DataError, match="image"):

@@ -36,13 +36,13 @@ def report() -> dict[str, Any]:
     return json.loads(completed.stdout[completed.stdout.index('{"registered"') :])
 
 
-def test_it_is_registered_by_importing_the_module(report: dict[str, Any]) -> None:
+def test_import_registers_the_checkpoint_engine(report: dict[str, Any]) -> None:
     assert "megascend" in report["registered"]
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_every_worker_receives_every_tensor(report: dict[str, Any], version: int) -> None:
-    """The second update, on the same workers, is staged."""
+    """Send two updates to the same workers; the second one is staged."""
     assert report[f"connect {version}"] == [OK] * 4
     assert report[f"update {version}"] == [SENDER_RESULT, SENDER_RESULT, RECEIVER_RESULT, RECEIVER_RESULT]
     assert report[f"finalize {version}"] == [OK] * 4
@@ -52,7 +52,7 @@ def test_every_worker_receives_every_tensor(report: dict[str, Any], version: int
 def test_a_flipped_bit_is_an_error_before_the_tensor_is_given_out(
     report: dict[str, Any], case: str, given_out: int
 ) -> None:
-    """And, staged, before any is."""
+    """Raise before the tensor is yielded or, staged, before any is."""
     sender, other, *receivers = report[case]
     for worker, (kind, text) in enumerate(receivers):
         assert kind == "DigestError"
@@ -70,9 +70,9 @@ def test_another_version_is_refused(report: dict[str, Any]) -> None:
         assert text.endswith("version 5 was expected, and 4 arrived")
 
 
-def test_a_worker_that_does_not_come_is_named(report: dict[str, Any]) -> None:
+def test_missing_worker_is_named(report: dict[str, Any]) -> None:
     sender, other, first, _ = report["a worker is missing"]
-    for kind, text in (sender, first):  # whichever deadline passes first, the other is told
+    for kind, text in (sender, first):  # the side whose deadline passes first notifies the other
         assert kind == "DeadlineError"
         assert "timed out waiting for members to join" in text
         assert text.endswith("receiver 2 (rollout worker 1)")

@@ -1,4 +1,4 @@
-"""verl's settings of a rollout become those of megascend's, or are refused by name. Plain data."""
+"""Translation of verl's rollout settings to megascend's; unsupported ones are refused by name. Plain data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_rollout_settings_raise_config_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         translate_rollout(LOCAL | changes)
     assert message in str(caught.value)

@@ -101,13 +101,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_what_megascend_does_not_have_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_raise_config_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         translated(**settings)
     assert message in str(caught.value)
 
 
-def test_all_refusals_come_at_once() -> None:
+def test_all_unsupported_settings_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         translated(engine={"use_megatron_fsdp": True, "vanilla_mbridge": True}, optimizer={"optimizer": "sgd"})
     assert str(caught.value).count("\n- ") == 3

@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of several dtypes; some are larger than a bucket, one is empty, one has no dimension."""
+    """Build tensors of several dtypes; some are larger than a bucket, one is empty, one has no dimension."""
     generator = torch.Generator().manual_seed(version)
     for name, dtype, shape in [
         ("embed", torch.bfloat16, (300, 70)),
@@ -129,7 +129,7 @@ class Workers:
             self.processes.append(process)
 
     def call(self, calls: list[tuple[str, dict[str, Any]] | None]) -> list[Any]:
-        """All at once, as Ray does. The answers by worker: ``ok`` and a value, or an error's class and text."""
+        """Call all workers at once, as Ray does; return by worker ``ok`` and a value, or an error's class and text."""
         for pipe, call in zip(self.pipes, calls, strict=True):
             if call is not None:
                 pipe.send(call)

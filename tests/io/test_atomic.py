@@ -1,4 +1,4 @@
-"""Files and directories that appear whole, and digests of them."""
+"""Atomic replacement of files and directories, and their digests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megascend.io.shared import cached, prune
 from megascend.testing import faults
 
 
-def test_a_directory_is_replaced_whole(tmp_path):
+def test_directory_is_replaced_atomically(tmp_path):
     target, new = tmp_path / "out", tmp_path / ".out.writing"
     for number in ("first", "second"):
         new.mkdir()
@@ -44,7 +44,7 @@ def test_a_directory_is_replaced_whole(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_an_earlier_replacement_left_is_no_obstacle(tmp_path):
+def test_leftover_of_an_earlier_replacement_is_removed(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / ".out.old").mkdir()
     (tmp_path / ".out.old" / "x").write_text("")
@@ -53,23 +53,23 @@ def test_what_an_earlier_replacement_left_is_no_obstacle(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_file_is_replaced_atomically(tmp_path, monkeypatch):
     path, synced = tmp_path / "file", []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
-    with replacing(path, durable=True) as fresh:
-        assert fresh == temporary_path(path) == tmp_path / ".file.writing"
-        fresh.write_text("first")
+    with replacing(path, durable=True) as new_path:
+        assert new_path == temporary_path(path) == tmp_path / ".file.writing"
+        new_path.write_text("first")
         assert not path.exists()
     assert len(synced) == 2  # the file, then the name
-    with pytest.raises(KeyError), replacing(path) as fresh:  # noqa: PT012
-        fresh.write_text("second")
+    with pytest.raises(KeyError), replacing(path) as new_path:  # noqa: PT012
+        new_path.write_text("second")
         raise KeyError
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "first"
 
 
-def test_what_was_asked_for_the_longest_ago_is_removed_when_there_is_too_much(tmp_path):
+def test_least_recently_used_entries_are_pruned(tmp_path):
     now = time.time()
     for name, hours in {"new": 0.5, "day": 24, "week": 168, "month": 720, ".month-abc": 720}.items():
         (tmp_path / name).mkdir()
@@ -82,25 +82,25 @@ def test_what_was_asked_for_the_longest_ago_is_removed_when_there_is_too_much(tm
         return [path.name for path in prune(tmp_path, limit, keep=tmp_path / "kept")]
 
     assert pruned(500) == []
-    assert cached(tmp_path / "month", lambda path: None) == tmp_path / "month"  # asked for: now it is the newest
+    assert cached(tmp_path / "month", lambda path: None) == tmp_path / "month"  # the lookup makes it the newest
     assert pruned(400) == ["week"]
     assert pruned(100) == ["day"]  # the others are in use
     assert sorted(os.listdir(tmp_path)) == [".month-abc", "kept", "month", "new"]
 
 
-def test_what_is_there_is_not_made_again(tmp_path):
-    made = []
+def test_cached_file_is_not_created_again(tmp_path):
+    created = []
 
     def make(path):
-        made.append(path.name)
-        path.write_text(str(len(made)))
+        created.append(path.name)
+        path.write_text(str(len(created)))
 
     for _ in range(2):
         assert cached(tmp_path / "folder" / "file", make).read_text() == "1"
-    assert made == ["file"]
+    assert created == ["file"]
 
 
-def test_digests(tmp_path):
+def test_digests_match_hashlib_and_xxhash(tmp_path):
     (tmp_path / "file").write_bytes(b"abc" * 2**21)
     assert digest(tmp_path / "file", hashlib.sha256) == hashlib.sha256(b"abc" * 2**21).hexdigest()
     assert digest(tmp_path / "file", xxhash.xxh3_128) == xxhash.xxh3_128(b"abc" * 2**21).hexdigest()
@@ -128,7 +128,7 @@ LINKS = {
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("behind", LINKS)
-def test_a_link_is_followed_and_stays(tmp_path, behind, relative):
+def test_link_is_followed_and_kept(tmp_path, behind, relative):
     (tmp_path / "disk").mkdir()
     LINKS[behind](tmp_path)
     link, second = tmp_path / "link", tmp_path / "second"
@@ -145,7 +145,7 @@ def test_a_link_is_followed_and_stays(tmp_path, behind, relative):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "link", "out", "second", "weights"]
 
 
-def test_a_file_that_a_link_leads_to_is_replaced(tmp_path):
+def test_target_file_of_a_link_is_replaced(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk/file")
     for text in ("one", "two"):
@@ -155,7 +155,7 @@ def test_a_file_that_a_link_leads_to_is_replaced(tmp_path):
         assert content(tmp_path / "disk") == {"file": text}
 
 
-def test_links_that_lead_back_to_themselves_are_an_error(tmp_path):
+def test_circular_links_raise_os_error(tmp_path):
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"):
@@ -166,7 +166,7 @@ def test_links_that_lead_back_to_themselves_are_an_error(tmp_path):
     assert (tmp_path / "one").is_symlink()
 
 
-def test_a_mount_point_is_written_within(tmp_path):
+def test_mount_point_is_filled_in_place(tmp_path):
     try:
         context = faults.full_disk(2**20)
         disk = context.__enter__()
@@ -189,14 +189,15 @@ def test_a_mount_point_is_written_within(tmp_path):
 
 @pytest.mark.parametrize("failing", range(1, 7))
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_directory_that_cannot_be_renamed_is_replaced_entry_by_entry_or_not_at_all(
-    tmp_path, monkeypatch, failing, killed
-):
-    """As one of an overlay's lower layers (EXDEV). Moved: two old entries, their folder, the new entry, the folder again."""
+def test_directory_that_cannot_be_renamed_is_replaced_by_entries(tmp_path, monkeypatch, failing, killed):
+    """Replace entry by entry if renaming raises EXDEV (lower layers of an overlay), and undo it after any failed move.
+
+    The moves are: two old entries, their folder, the new entry, and the folder again.
+    """
     target = tmp_path / "out"
     write(target, "old")
     (target / "config").write_text("old")
-    monkeypatch.setattr("megascend.io.atomic._exchange", lambda one, other: False)
+    monkeypatch.setattr("megascend.io.atomic._exchange", lambda first, second: False)
     real, moves = os.replace, []
 
     def replace(source, destination):
@@ -218,7 +219,7 @@ def test_a_directory_that_cannot_be_renamed_is_replaced_entry_by_entry_or_not_at
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_a_process_that_was_killed_had_moved_away_is_put_back(tmp_path):
+def test_directory_moved_by_a_killed_process_is_restored(tmp_path):
     write(tmp_path / "out", "earlier")
     (tmp_path / "out").rename(tmp_path / ".out.old")
     (tmp_path / ".out.writing").mkdir()
@@ -228,7 +229,7 @@ def test_what_a_process_that_was_killed_had_moved_away_is_put_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_leftover_that_is_a_link_is_no_obstacle(tmp_path):
+def test_leftover_link_is_replaced(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".out.writing").symlink_to(tmp_path / "elsewhere")
     write(tmp_path / "out", "new")
@@ -237,7 +238,7 @@ def test_a_leftover_that_is_a_link_is_no_obstacle(tmp_path):
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
-def test_files_have_the_mode_of_the_umask(tmp_path, mask, mode):
+def test_file_modes_follow_the_umask(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
         with replacing_directory(tmp_path / "out") as fresh:
@@ -253,40 +254,40 @@ def test_files_have_the_mode_of_the_umask(tmp_path, mask, mode):
     assert (tmp_path / "out" / "script").stat().st_mode & 0o777 == 0o700 & ~mask
 
 
-def test_a_cache_behind_a_link_to_nothing_is_made_there(tmp_path):
+def test_cache_behind_a_dangling_link_is_created(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "cache")
     assert cached(tmp_path / "link" / "samples" / "file", lambda path: path.write_text("x")).read_text() == "x"
     assert (tmp_path / "disk" / "cache" / "samples" / "file").is_file()
 
 
-def test_what_a_killed_process_left_in_a_cache_is_removed(tmp_path):
+def test_leftovers_of_killed_processes_are_removed_from_the_cache(tmp_path):
     for name, hours in ((".file-abc", 5), (".file-def", 0), (".file-growing", 5)):
         (tmp_path / name).mkdir()
-        if name == ".file-growing":  # by a process of another host: what it writes to is new, the folder is not
+        if name == ".file-growing":  # of a process on another host: the file it writes is new, the folder is not
             (tmp_path / name / "file").touch()
         os.utime(tmp_path / name, (time.time() - hours * 3600,) * 2)
     cached(tmp_path / "file", lambda path: path.write_text("x"))
     assert sorted(os.listdir(tmp_path)) == [".file-def", ".file-growing", "file"]
 
 
-@pytest.mark.parametrize("moved", [MOVING, OLD_ENTRIES])
-def test_a_replacement_that_was_interrupted_is_undone_before_the_target_is_judged(tmp_path, moved):
-    for name in (moved, *([WITHIN] if moved == OLD_ENTRIES else [])):
+@pytest.mark.parametrize("directory", [MOVING, OLD_ENTRIES])
+def test_interrupted_replacement_is_undone_before_the_target_is_checked(tmp_path, directory):
+    for name in (directory, *([WITHIN] if directory == OLD_ENTRIES else [])):
         (tmp_path / name).mkdir()
-    (tmp_path / moved / "config.json").write_text("earlier")
-    if moved == OLD_ENTRIES:
+    (tmp_path / directory / "config.json").write_text("earlier")
+    if directory == OLD_ENTRIES:
         (tmp_path / "half").write_text("new")
     assert is_replaceable(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "earlier"
     assert not (tmp_path / "half").exists()
 
 
-def test_a_name_that_the_locale_cannot_encode_is_said(tmp_path):
+def test_name_that_the_locale_cannot_encode_is_reported(tmp_path):
     program = (
         "import pathlib as p; from megascend.io.paths import why_not_writable as w; print(w(p.Path('x', chr(252))))"
     )
     variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env=os.environ | variables,
@@ -295,5 +296,5 @@ def test_a_name_that_the_locale_cannot_encode_is_said(tmp_path):
         check=True,
         timeout=60,
     )
-    assert "its name has characters that the locale's encoding for files (ascii) lacks" in done.stdout
+    assert "its name has characters that the locale's encoding for files (ascii) lacks" in completed.stdout
     assert list(tmp_path.iterdir()) == []

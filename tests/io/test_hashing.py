@@ -1,4 +1,4 @@
-"""Files that are digested and sent to the disk while they are written, held against xxhash, torch and zipfile."""
+"""Files that are hashed and flushed while they are written, compared with xxhash, torch and zipfile."""
 
 import io
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.mark.parametrize("piece", [64, 16 * 2**20])
-def test_content_size_and_digest_are_of_all_that_was_written(tmp_path, monkeypatch, piece):
+def test_content_size_and_digest_cover_all_writes(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(hashing, "PIECE", piece)
     draw = random.Random(piece)
     parts = [draw.randbytes(draw.choice((0, 1, 63, 64, 65, 500, 9000, 70_000))) for _ in range(60)]
@@ -34,19 +34,19 @@ def test_content_size_and_digest_are_of_all_that_was_written(tmp_path, monkeypat
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
 
 
-def test_the_disk_hears_of_every_byte_once_in_order_when_it_is_in_the_file(tmp_path, monkeypatch):
-    sent = []
+def test_write_back_covers_every_byte_once_in_order(tmp_path, monkeypatch):
+    ranges = []
 
     def begin(descriptor, offset, count):
         assert os.fstat(descriptor).st_size == offset + count
-        sent.append((offset, count))
+        ranges.append((offset, count))
 
     monkeypatch.setattr(hashing, "PIECE", 100)
     monkeypatch.setattr(hashing, "begin_writing_back", begin)
     with HashingWriter(tmp_path / "file") as file:
         for size in (30, 30, 30, 30, 5, 250, 1):
             file.write(bytes(size))
-    assert sent == [(0, 120), (120, 105), (225, 100)]  # the rest, 51 bytes, when the file is synchronised
+    assert ranges == [(0, 120), (120, 105), (225, 100)]  # the remaining 51 bytes are written by the final sync
 
 
 def test_elements_wider_than_a_byte_are_counted_in_bytes(tmp_path):
@@ -55,7 +55,7 @@ def test_elements_wider_than_a_byte_are_counted_in_bytes(tmp_path):
         assert file.size == 40
 
 
-def test_it_is_not_gone_back_in(tmp_path):
+def test_seek_and_truncate_raise(tmp_path):
     with HashingWriter(tmp_path / "file") as file:
         file.write(b"abc")
         with pytest.raises(io.UnsupportedOperation, match="cannot seek"):
@@ -65,7 +65,7 @@ def test_it_is_not_gone_back_in(tmp_path):
         assert file.tell() == 3
 
 
-def test_a_full_disk_is_told():
+def test_full_disk_raises_os_error():
     with HashingWriter(Path("/dev/full")) as file, pytest.raises(OSError, match="No space left"):
         file.write(bytes(2**20))
     file = HashingWriter(Path("/dev/full"))
@@ -74,31 +74,31 @@ def test_a_full_disk_is_told():
         file.close()
 
 
-def written(directory, state):
+def save_state(directory, state):
     writer = ChunkWriter(directory)
     dcp.save(state, storage_writer=writer, no_dist=True)
     return writer.digests
 
 
-def test_torchs_files_have_the_digests_of_their_content_and_torch_reads_them(tmp_path):
+def test_chunk_writer_digests_match_and_torch_reads_the_files(tmp_path):
     state = {"weight": torch.randn(300, 70), "half": torch.randn(9).bfloat16(), "step": 3}
-    digests = written(tmp_path, state)
+    digests = save_state(tmp_path, state)
     assert digests == {name: manifest.digest(tmp_path / name) for name in ("__0_0.distcp",)}
-    read = {"weight": torch.zeros(300, 70), "half": torch.zeros(9).bfloat16(), "step": 0}
-    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(read["weight"], state["weight"])
-    assert torch.equal(read["half"], state["half"])
-    assert read["step"] == 3
+    loaded = {"weight": torch.zeros(300, 70), "half": torch.zeros(9).bfloat16(), "step": 0}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["weight"], state["weight"])
+    assert torch.equal(loaded["half"], state["half"])
+    assert loaded["step"] == 3
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_tensors_have_no_checksum_beside_and_torchs_setting_stays_as_it_was(tmp_path, before):
+def test_chunk_writer_skips_crc32_and_restores_torchs_setting(tmp_path, before):
     set_crc32_options(before)
     try:
-        written(tmp_path, {"weight": torch.ones(5000)})
+        save_state(tmp_path, {"weight": torch.ones(5000)})
         assert get_crc32_options() is before
         with pytest.raises(CheckpointException, match="pickle"):
-            written(tmp_path / "unpicklable", {"object": lambda: None})
+            save_state(tmp_path / "unpicklable", {"object": lambda: None})
         assert get_crc32_options() is before
     finally:
         set_crc32_options(True)

@@ -1,4 +1,4 @@
-"""The chunked, vocab-parallel projection against torch's own log-softmax over the whole vocabulary."""
+"""The chunked, vocab-parallel projection compared with torch's log-softmax over the full vocabulary."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def inputs(dtype=torch.float32):
 
 
 def reference(hidden, weight, targets, loss_grad):
-    """Values and gradients by autograd through a plain log-softmax, in float64."""
+    """Compute values and gradients by autograd through a plain log-softmax, in float64."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = (hidden @ weight.t()).log_softmax(-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
@@ -65,7 +65,7 @@ def test_cross_entropy_forms_the_same_gradient_in_the_forward_pass():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
-    """37 rows over 2 or 4 ranks: the last rank has padding rows, filled with large values that must not count."""
+    """Divide 37 rows over 2 or 4 ranks: the last rank has padding rows, filled with large values that must not count."""
     hidden, weight, targets, loss_grad = inputs()
     expected = reference(hidden, weight, targets, loss_grad)
     per_rank = -(-VOCABULARY // world_size)
@@ -103,7 +103,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
 
 
 def test_a_rank_with_padding_rows_only_takes_part():
-    """4 tokens over 4 ranks of 2 rows: ranks 2 and 3 hold nothing but padding."""
+    """Divide 4 tokens over 4 ranks of 2 rows: ranks 2 and 3 hold only padding."""
     hidden, targets = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
     weight = torch.randn(4, 8)
 
@@ -153,7 +153,7 @@ SEGMENTS = ((2, slice(10, 70)), (0, slice(100, 150)))
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_adapters_add_to_the_logits_of_their_segments(fused):
-    """The weight is frozen and has rows of padding; gradients are those of autograd through whole logits."""
+    """Freeze a weight with padding rows; compare gradients with autograd through the full logits."""
     hidden, weight, targets, _ = inputs()
     generator = torch.Generator().manual_seed(4)
     down = torch.randn(TOKENS, 3, generator=generator)

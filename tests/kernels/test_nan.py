@@ -1,4 +1,4 @@
-"""NaN is found wherever it is."""
+"""Detection of NaN at any position."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The 2-norm of long vectors: float32's accuracy, wherever it is asked for."""
+"""Accuracy of the 2-norm of long float32 vectors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def exact(vector):
 
 def test_a_long_vector(long):
     assert float(square_sum(long)) == pytest.approx(float(exact(long)), rel=1e-6)
-    # What it is there for: if torch's own norm becomes as good, it can go.
+    # The reason for this function: it can be removed once torch's norm is as accurate.
     assert float(torch.linalg.vector_norm(long)) != pytest.approx(float(exact(long).sqrt()), rel=1e-5)
 
 
@@ -44,6 +44,6 @@ def test_all_of_several_tensors():
     assert float(global_norm(tensors)) == pytest.approx(4.0)
 
 
-def test_what_is_not_finite_stays_so():
+def test_square_sum_of_non_finite_values_is_not_finite():
     assert not square_sum(torch.tensor([1.0, float("nan")])).isfinite()
     assert not square_sum(torch.tensor([1.0, float("inf")])).isfinite()

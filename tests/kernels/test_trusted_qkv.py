@@ -1,4 +1,4 @@
-"""A kernel for q, k and v is used where it agrees with plain torch, which is tried once for each kind of call."""
+"""A q, k and v kernel is used where it agrees with plain torch, which is checked once per kind of call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer layer whose Megatron weights are put together by hand from Hugging Face's."""
+"""A transformer layer whose Megatron weights are assembled by hand from Hugging Face's."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ CONFIG = SimpleNamespace(
 
 
 def weight(name, rows, columns):
-    """Every element says where it is in which weight."""
+    """Build a weight in which every element encodes its weight and position."""
     start = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "up_proj": 6, "down_proj": 7}[name]
     return start * 1e4 + torch.arange(rows * columns, dtype=torch.float64).view(rows, columns)
 

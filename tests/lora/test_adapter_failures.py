@@ -1,4 +1,4 @@
-"""Whatever goes wrong with one tenant, the others' values, moments and step counts stay the same to the last bit.
+"""Failures of one tenant leave the others' values, moments and step counts unchanged, bit for bit.
 
 One run per layout trains the same two tenants again and again: once in health, and once for each way in which tenant a
 (or a third) can fail. After every way tenant b must be where it was in health.
@@ -70,13 +70,13 @@ def samples_of(backend, advantage=1.0, spoil=0.0):
 
 
 def loss(logprobs, inputs):
-    """NaN, and with NaN gradients, where ``spoil`` is set."""
+    """Return NaN, also as gradients, where ``spoil`` is set."""
     poison = torch.where(inputs.extra["spoil"] > 0, torch.nan, 1.0)
     return -logprobs * inputs.advantages * poison
 
 
 def exact(adapter):
-    """All of its state, as bytes."""
+    """Return the complete state as bytes."""
     tensors = [adapter.values.detach(), *adapter.moments(), adapter.grads]
     counts = (adapter.taken, adapter.step_count, adapter.skipped_in_a_row, adapter.good_steps, adapter.accumulated)
     return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors], counts
@@ -150,7 +150,7 @@ def loss_raises(backend):
 
 
 def memory_runs_out(backend):
-    """In the second micro batch, forward or backward, after a call whose gradients count: on one process it can be made again."""
+    """Raise in the second micro batch, forward or backward, after a counted call; on one process it can be repeated."""
     layer = next(
         module for name, module in backend.engine.chunks[0].named_modules() if name.endswith("decoder.layers.1")
     )
@@ -184,7 +184,7 @@ def memory_runs_out(backend):
 
 
 def no_room_for_a_step(backend):
-    """On the last rank, for tenant a: nothing changes on any, and either step can be made afterwards."""
+    """Raise on the last rank for tenant a: nothing changes on any rank, and either step can be taken afterwards."""
     backend.forward_backward(samples_of(backend), loss)
     before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
     with full_for("a", backend), pytest.raises(OutOfDeviceMemoryError, match="no room for this request"):
@@ -371,7 +371,7 @@ LEAVE_A_ALONE = [bad_token, unknown_adapter, loss_raises, another_comes_and_goes
     [(1, Parallel()), (2, Parallel(tensor=2, sequence=True)), (2, Parallel())],
     ids=["single", "TP2 + SP", "DP2"],
 )
-def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_size, parallel):
+def test_failures_of_one_tenant_do_not_change_another(dense, tmp_path, world_size, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
         folder = tmp_path / "files"
@@ -402,7 +402,7 @@ def test_nothing_that_befalls_one_tenant_changes_another(dense, tmp_path, world_
     [(2, Parallel(pipeline=2)), (2, Parallel(context=2))],
     ids=["PP2", "CP2"],
 )
-def test_pipelines_and_split_sequences_keep_tenants_apart(dense, world_size, parallel):
+def test_tenants_are_isolated_with_pipelines_and_split_sequences(dense, world_size, parallel):
     def on_rank():
         backend = make_backend(dense, parallel)
         expected = after(backend, healthy)[0]
@@ -424,7 +424,7 @@ def test_pipelines_and_split_sequences_keep_tenants_apart(dense, world_size, par
     [(1, Parallel()), (2, Parallel(expert=2)), (2, Parallel(tensor=2))],
     ids=["single", "EP2", "ETP2"],
 )
-def test_experts_that_two_tenants_share_keep_them_apart(moe, monkeypatch, world_size, parallel):
+def test_tenants_are_isolated_with_shared_experts(moe, monkeypatch, world_size, parallel):
     for name, lora in LORAS.items():
         monkeypatch.setitem(LORAS, name, lora.model_copy(update={"dropout": 0.0}))
 
@@ -436,7 +436,7 @@ def test_experts_that_two_tenants_share_keep_them_apart(moe, monkeypatch, world_
     assert run_distributed(on_rank, world_size, init=False, timeout_s=120) == [[]] * world_size
 
 
-def test_an_overflow_halves_only_its_own_tenants_loss_scale(dense):
+def test_overflow_halves_only_that_tenants_loss_scale(dense):
     def on_rank():
         backend = make_backend(dense, precision="fp16")
         for name, lora in LORAS.items():
@@ -455,7 +455,7 @@ def test_an_overflow_halves_only_its_own_tenants_loss_scale(dense):
     assert steps_taken == {"a": 2, "b": 3}
 
 
-def test_a_skipped_step_counts_for_its_own_tenant(dense):
+def test_skipped_step_counts_only_for_its_tenant(dense):
     def on_rank():
         backend = make_backend(dense, schedule=Schedule(kind="linear", warmup_steps=0, total_steps=10))
         for name, lora in LORAS.items():

@@ -1,4 +1,4 @@
-"""Saved adapters: training goes on from them exactly, any layout reads them, and what is damaged is refused everywhere."""
+"""Saved adapters: training resumes exactly, any layout reads them, and damaged files are refused on every rank."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def dense(parity_folder, megatron_imported):
 
 @pytest.fixture(scope="module")
 def odd(parity_folder, megatron_imported):
-    """With a vocabulary that tensor parallel ranks do not share evenly; with an adapted embedding and head."""
+    """Write a model whose vocabulary tensor parallel ranks do not divide evenly, with adapted embedding and head."""
     return case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, vocab_size=301)
 
 
@@ -95,7 +95,7 @@ def equal(first, second):
     return first.moments is None or all(same(*pair) for pair in zip(first.moments, second.moments, strict=True))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_adapter_survives_writing_and_reading(tmp_path):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(FILES)
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_refused_or_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"])
-def test_no_flipped_bit_of_a_file_beside_the_state_goes_unnoticed(tmp_path, name):
+def test_flipped_bit_of_a_metadata_file_raises_checkpoint_error(tmp_path, name):
     saved = saved_adapter()
     write(tmp_path / "a", saved, "base", list(saved.values))
     path = tmp_path / "a" / name
@@ -225,7 +225,7 @@ def test_other_peoples_directories_are_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "DP2"])
-def test_two_tenants_go_on_bit_for_bit(dense, tmp_path, layout, precision):
+def test_two_tenants_resume_bit_for_bit(dense, tmp_path, layout, precision):
     world_size, parallel = LAYOUTS[layout]
     schedule = Schedule(kind="cosine", warmup_steps=2, total_steps=8)
     loras = {"a": Lora(rank=3, dropout=0.2, seed=1), "b": Lora(rank=8, optimizer=Adam(lr=3e-2), targets=("q_proj",))}
@@ -261,7 +261,7 @@ def test_two_tenants_go_on_bit_for_bit(dense, tmp_path, layout, precision):
     ],
 )
 def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, layouts):
-    """Trained and saved in the first layout, then loaded and saved again in each: always the same tensors."""
+    """Train and save in the first layout, then load and save again in each: the tensors are always equal."""
     checkpoint = request.getfixturevalue(arch)
     targets = ALL if arch == "odd" else "all-linear"
     loras = {
@@ -309,7 +309,7 @@ def test_files_of_one_layout_are_those_of_every_other(request, tmp_path, arch, l
     assert all(bool(tensor.any()) for tensor in tensors.values()), "every factor has been trained"
 
 
-def test_loading_refuses_what_does_not_fit_on_every_rank_and_adds_nothing(dense, parity_folder, tmp_path):
+def test_unsuitable_files_raise_on_every_rank_and_add_no_adapter(dense, parity_folder, tmp_path):
     wider = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, intermediate_size=192)
 
     def make_files(checkpoint, path):
@@ -361,7 +361,7 @@ def test_loading_refuses_what_does_not_fit_on_every_rank_and_adds_nothing(dense,
 
 
 def test_layers_without_factors_are_no_targets_of_a_loaded_adapter(dense, tmp_path):
-    """Saved where only q_proj may be adapted, "all-linear" means q_proj; it goes on meaning that elsewhere."""
+    """Save with only q_proj adaptable: "all-linear" means q_proj, and keeps meaning it after loading elsewhere."""
 
     def narrow():
         backend = make_backend(dense, adapters=Adapters(targets=("q_proj",)))
@@ -433,7 +433,7 @@ def test_exported_weights_are_the_bases_plus_the_product_of_the_saved_factors(re
 
 
 def by_hand(module, adapter, rank):
-    """B A from peft's tensors: experts as peft/tuners/lora/layer.py, ParamWrapper, has them."""
+    """Compute B A from peft's tensors: experts as peft/tuners/lora/layer.py, ParamWrapper, has them."""
     if f"{module}.lora_A.weight" in adapter:
         return adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
     if f"{module}.lora_embedding_A" in adapter:
@@ -442,7 +442,7 @@ def by_hand(module, adapter, rank):
         return None
     experts, rest = module.split(".experts.")
     number, projection = rest.split(".")
-    # Of two adapted parameters the first declared, gate_up_proj, lies inside.
+    # Of two adapted parameters, the first declared one, gate_up_proj, is the inner one.
     inner = "" if projection == "down_proj" else ".base_layer"
     a = adapter[f"{experts}.experts{inner}.lora_A.weight"].unflatten(0, (-1, rank))[int(number)]
     b = adapter[f"{experts}.experts{inner}.lora_B.weight"].unflatten(1, (rank, -1))[..., int(number)]

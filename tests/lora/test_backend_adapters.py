@@ -124,7 +124,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_
         for label, result in results.items():
             for field in ("logprobs", "entropy"):
                 for values, expected_values in zip(getattr(result, field), getattr(expected, field), strict=True):
-                    if label == "fresh, mixed":  # other samples lie beside it, in another order
+                    if label == "fresh, mixed":  # the batch has other samples in another order
                         torch.testing.assert_close(values, expected_values, atol=2e-6, rtol=0)
                     else:
                         assert torch.equal(values, expected_values), label
@@ -139,7 +139,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_reference_never_changes(parity_
 
 
 def test_a_batch_without_any_adapter_and_one_with_all_of_them(dense):
-    """Adapters of samples override the call's; base samples need none; the callers' order stays."""
+    """Override the call's adapter by the samples'; base samples need none; the callers' order is kept."""
 
     def on_rank():
         backend = make_backend(dense)
@@ -169,7 +169,7 @@ OTHER_WAYS = {
 
 
 def test_micro_batches_recomputation_and_other_adapters_do_not_matter(dense):
-    """Two tenants with dropout, of other ranks and targets, in every way to run them; each also alone."""
+    """Run two tenants with dropout, other ranks and targets in every mode, together and separately."""
     loras = {
         "a": Lora(rank=3, dropout=0.3, seed=1),
         "b": Lora(rank=8, alpha=8.0, dropout=0.5, seed=2, targets=("v_proj", "gate_proj", "down_proj")),
@@ -199,7 +199,7 @@ def test_micro_batches_recomputation_and_other_adapters_do_not_matter(dense):
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2 + SP", "CP2", "DP2", "PP2"])
 def test_dropout_does_not_depend_on_the_layout(dense, layout):
-    """Nor on recomputation there: masks follow the token, the layer and the feature."""
+    """Recompute there as well: masks depend on the token, the layer and the feature."""
 
     def on_rank(parallel, recompute):
         backend = make_backend(dense, parallel, Adapters(targets=ALL), recompute=recompute)
@@ -216,7 +216,7 @@ def test_dropout_does_not_depend_on_the_layout(dense, layout):
 
 
 def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense):
-    """Measured through B: with B = 1 and A = 1 on one feature, A x is 0 exactly where that feature is dropped."""
+    """Measure through B: with B = 1 and A = 1 on one feature, A x is 0 exactly where that feature is dropped."""
 
     def on_rank():
         import megascend.lora.applied_adapters as layers
@@ -294,7 +294,7 @@ def test_half_precision_learns(dense, precision):
 
 
 def test_calls_with_other_tenants_add_up_until_each_ones_step(dense):
-    """Gradients of several calls are summed per tenant, and survive other tenants' calls, steps and forward passes."""
+    """Sum gradients of several calls per tenant, across other tenants' calls, steps and forward passes."""
     lists = {name: [s for s in samples_of(["a", "b", "c"]) if s.adapter == name] for name in "abc"}
 
     def on_rank():
@@ -336,7 +336,7 @@ def test_calls_with_other_tenants_add_up_until_each_ones_step(dense):
 
 
 def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, tmp_path):
-    """A step with settings of its own is the step of a backend that has them; what replaces an adapter is what was saved."""
+    """Compare a step with settings with the step of a backend that has them; a replaced adapter equals the saved one."""
     other = Adam(lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=0.05)
 
     def on_rank():
@@ -381,7 +381,7 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
         with pytest.raises(ConfigError, match="adam has a learning rate already"):
             backend.optimizer_step("a", adam={"a": other}, lr=0.5)
         before = backend.adapters["a"].values.detach().clone()
-        assert backend.optimizer_step(lr=0.0).lr == 0.0  # which leaves the values alone: the learning rate of this step
+        assert backend.optimizer_step(lr=0.0).lr == 0.0  # a learning rate of 0 leaves the values unchanged
         assert torch.equal(backend.adapters["a"].values, before)
         backend.forward_backward(backend.shard(samples))
         backend.discard_gradients()
@@ -393,7 +393,7 @@ def test_settings_of_a_step_replacement_and_the_queues_log_probabilities(dense, 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
-    """Also with ranks that have nothing at all, and many more micro batches on one than on the other."""
+    """Also use ranks without any sample, and many more micro batches on one rank than on the other."""
     checkpoint = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
     parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
     everything = samples_of(["a", "b"])
@@ -455,7 +455,7 @@ def test_targets_on_some_pipeline_stages_only(deep, tmp_path, limits, targets):
 
 
 def test_a_stage_serves_ever_other_tenants_and_keeps_nothing_of_them(dense):
-    """Interleaved calls with sets of other sizes and ranks: tenant a is where it is when trained by itself, bit for bit."""
+    """Interleave calls with sets of other sizes and ranks: tenant a matches separate training, bit for bit."""
 
     def on_rank(disturbed):
         backend = make_backend(dense)
@@ -506,7 +506,7 @@ def squared(logprobs, inputs):
 
 
 @pytest.mark.parametrize("layout", ["single", "TP2 + SP", "CP2", "DP2"])
-def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
+def test_metrics_of_a_tenant_equal_a_separate_run(dense, layout):
     world_size, parallel = LAYOUTS[layout]
 
     def on_rank():
@@ -547,7 +547,7 @@ def test_every_tenants_metrics_are_those_of_a_run_of_its_own(dense, layout):
 # --- misuse
 
 
-def test_misuse_is_an_error_that_says_what_to_do(dense):
+def test_misuse_raises_with_the_remedy(dense):
     def on_rank():
         backend = make_backend(dense)
         samples = samples_of([None])

@@ -84,8 +84,8 @@ def test_the_order_in_which_lines_are_listed_does_not_matter(requests, shuffler)
 
 
 @given(workloads())
-def test_nobody_rides_who_could_not_and_nobody_stays_who_could(requests):
-    """Compared with the definition: try every waiting request, in the order of tokens served."""
+def test_batches_match_the_definition_of_fair_selection(requests):
+    """Compare with the definition: try every waiting request, in the order of tokens served."""
     lines, ledger = line_up(requests), Ledger()
     while any(lines.values()):
         work = [line[0] for line in lines.values() if line and line[0].kind != "optimizer_step"]
@@ -109,7 +109,7 @@ def test_nobody_rides_who_could_not_and_nobody_stays_who_could(requests):
 
 
 def served_while_backlogged(sizes, losses, units):
-    """Tokens served to each tenant when all of them always have a request waiting."""
+    """Return the tokens served to each tenant when all of them always have a request waiting."""
     served, ledger, heads = Counter(), Ledger(), {}
     number = 0
     for _ in range(units):
@@ -150,7 +150,7 @@ def test_small_requests_get_as_many_tokens_as_large_ones():
 
 
 def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
-    """Without ``least`` nine units of "large" come after 810 of "tiny", each of which takes about as long."""
+    """Count ``least`` tokens per request: else nine units of "large" follow 810 of "tiny", each of which takes about as long."""
     lines = line_up(
         [make("large", i, tokens=90) for i in range(9)]
         + [make("tiny", 9 + i, tokens=1, loss="ppo") for i in range(900)]
@@ -164,7 +164,7 @@ def test_tiny_requests_that_share_no_batch_do_not_take_a_unit_for_every_token():
 
 def test_idling_earns_nothing():
     ledger = Ledger()
-    for number in range(50):  # a works alone: 4500 tokens
+    for number in range(50):  # only a is served: 4500 tokens
         ledger = ledger.charged([make("a", number, tokens=90)])
     lines = line_up(
         [make("a", 100 + i, tokens=90) for i in range(9)] + [make("b", 200 + i, tokens=90) for i in range(9)]
@@ -182,7 +182,7 @@ def test_idling_earns_nothing():
 @pytest.mark.parametrize("flooders", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["forward_backward", "forward"])
 def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
-    """Every flooding tenant always has a request that fills a batch, and an optimizer step after each."""
+    """Let every flooding tenant always have a request that fills a batch, and an optimizer step after each."""
     names = [f"flood{index}" for index in range(flooders)]
     requests = [
         make(name, 10 * i + j, ["forward_backward", "optimizer_step"][i % 2], tokens=BUDGET)
@@ -205,8 +205,8 @@ def test_a_newcomer_waits_for_one_batch_of_each_flooding_tenant(flooders, kind):
 
 @settings(max_examples=60)
 @given(workloads())
-def test_what_others_are_served_while_a_request_waits_is_bounded(requests):
-    """At most its own lead + one batch + their own largest request, each."""
+def test_tokens_served_while_a_request_waits_are_bounded(requests):
+    """Bound each other tenant by the request's lead + one batch + that tenant's largest request."""
     lines, ledger = line_up(requests), Ledger()
     largest = {name: max(r.tokens for r in line) for name, line in lines.items()}
     lead, served = {}, {}
@@ -239,13 +239,13 @@ def test_optimizer_steps_that_are_due_run_together():
     assert [request.adapter for request in serve(lines, ledger)[0]] == ["b"]
 
 
-def test_a_request_over_the_budget_runs_alone():
+def test_request_over_the_budget_is_a_separate_unit():
     lines = line_up([make("big", 0, tokens=BUDGET + 1), make("small", 1, tokens=1)])
     units = [[request.adapter for request in unit] for unit in run_all(r for line in lines.values() for r in line)]
     assert units == [["big"], ["small"]]
 
 
-def test_nothing_waiting_is_no_unit():
+def test_no_waiting_requests_give_no_unit():
     assert next_unit([], Ledger(), BUDGET) == []
 
 

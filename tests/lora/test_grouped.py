@@ -25,7 +25,7 @@ def test_products_of_runs(counts, counts_on_host):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_accumulation_adds_to_what_is_there(transposed):
+def test_accumulation_adds_to_existing_gradients(transposed):
     counts = [2, 0, 4]
     left, right = torch.randn(6, 3), torch.randn(6, 5)
     into = torch.randn(3, 5, 3).transpose(1, 2) if transposed else torch.randn(3, 3, 5)
@@ -143,7 +143,7 @@ def test_cut_and_route_agree_with_counting(counts, ranks):
     "counts", [[3, 0, 5, 1, 2, 0, 7, 4], [0, 0, 0, 0, 0, 0, 0, 9], [9, 0, 0, 0, 0, 0, 0, 0], [2, 3, 4]]
 )
 def test_more_segments_than_one_call_takes(counts, monkeypatch):
-    """With torch's grouped product, three segments a call."""
+    """Limit torch's grouped product to three segments per call."""
     assert grouped.TORCH_GROUPS < 1024, "torch's check on a GPU"
     monkeypatch.setattr(grouped, "TORCH_GROUPS", 3)
     segments = Segments(Segments.of(counts, CPU).ends)

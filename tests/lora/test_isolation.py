@@ -1,4 +1,4 @@
-"""Many adapters: each ends where it would have ended alone."""
+"""Many adapters in mixed batches: each ends as in separate training."""
 
 import pytest
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_mixed_training_equals_training_alone(case: Case, tenants, parity_folder):
+def test_mixed_training_equals_separate_training(case: Case, tenants, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch)
     differences = run_distributed(
         differences_from_alone, case.world_size, case, checkpoint, tenants, STEPS, init=False, timeout_s=200

@@ -1,4 +1,4 @@
-"""What is added to which weight of a Hugging Face checkpoint."""
+"""Updates that merging adds to the weights of a Hugging Face checkpoint."""
 
 import pytest
 import torch

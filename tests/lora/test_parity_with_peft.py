@@ -13,7 +13,7 @@ from support.lora_parity import (
 )
 
 LOGITS_BOUND, FACTORS_BOUND = 2e-5, 1e-3
-# Every way in which a layer's factors are divided, exchanged or recomputed; scripts/parity.py --lora does the whole matrix.
+# Every way in which a layer's factors are divided, exchanged or recomputed; scripts/parity.py --lora runs the full matrix.
 IN_SHORT = (
     "single",
     "TP2",

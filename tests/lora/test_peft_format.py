@@ -1,4 +1,4 @@
-"""What we write is what peft loads, and what peft saves is what we read; everything that is not plain LoRA is refused."""
+"""peft loads written adapters, and adapters of peft are read; everything that is not plain LoRA is refused."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ SAVED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # model, peft
 
 
 def projections(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every layer by name; of experts fused, as transformers 5 keeps them in memory; of the embedding [h, v]."""
+    """Return the shape of every layer by name, of fused experts as in transformers 5, and of the embedding [h, v]."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -217,7 +217,7 @@ def projections(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
 
 def random_factors(shapes: dict[str, tuple[int, ...]], rank: int) -> dict[str, Factors]:
-    """Factors whose product changes the logits by about a tenth."""
+    """Build factors whose product changes the logits by about a tenth."""
     generator = torch.Generator().manual_seed(11)
     factors = {}
     for name, (*experts, out, into) in shapes.items():
@@ -288,7 +288,7 @@ def peft(tmp_path_factory: pytest.TempPathFactory, parity_folder: Path) -> Peft:
 
 
 @pytest.mark.parametrize("name", WRITE_CASES)
-def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
+def test_peft_loads_written_adapters(peft: Peft, name: str) -> None:
     loaded = peft.all(f"{name}/adapter/")
     bases = {key for key in loaded if peft_tensors.base_layer(key)}  # would be saved as well
     assert len(bases) == (2 if name == "embedding and head" else 0)
@@ -303,7 +303,7 @@ def test_peft_loads_what_we_write(peft: Peft, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITE_CASES)
-def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
+def test_written_adapters_are_read_unchanged(peft: Peft, name: str) -> None:
     case = WRITE_CASES[name]
     folder = peft.folder / f"written, {name}"
     lora, factors = peft_format.read(folder)
@@ -324,7 +324,7 @@ def test_what_we_write_is_what_we_read(peft: Peft, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_we_read_what_peft_saves(peft: Peft, name: str) -> None:
+def test_adapters_saved_by_peft_are_read(peft: Peft, name: str) -> None:
     _, config, targets = SAVED[name]
     lora, factors = peft_format.read(peft.folder / f"saved, {name}")
     assert lora == Lora(
@@ -342,9 +342,7 @@ def test_we_read_what_peft_saves(peft: Peft, name: str) -> None:
         torch.testing.assert_close(delta, deltas[parameter(key)], atol=1e-6, rtol=1e-5)
 
 
-def test_weights_that_peft_saves_beside_factors_must_be_those_of_the_model(
-    peft: Peft, parity_folder: Path, tmp_path
-) -> None:
+def test_base_weights_saved_by_peft_must_match_the_model(peft: Peft, parity_folder: Path, tmp_path) -> None:
     checkpoint = arch_checkpoint(parity_folder, "qwen3")
     saved = peft.folder / "saved, embedding and head"
     tensors = load_file(saved / peft_tensors.WEIGHTS)
@@ -360,7 +358,7 @@ def test_weights_that_peft_saves_beside_factors_must_be_those_of_the_model(
                 check_base_weights(tmp_path, checkpoint)
 
 
-def test_the_reference_trains_the_adapter_alone(peft: Peft, parity_folder: Path) -> None:
+def test_peft_reference_trains_only_the_adapter(peft: Peft, parity_folder: Path) -> None:
     name = "only gate_up_proj"
     checkpoint, adapter = arch_checkpoint(parity_folder, "qwen3_moe"), peft.folder / f"written, {name}"
     rates, decay = [4e-3, 0.0], 0.5
@@ -581,7 +579,7 @@ def test_stored_precision_becomes_float32(dense: Files, tmp_path: Path) -> None:
 
 
 def test_the_layout_of_experts() -> None:
-    """Expert slowest in A, fastest in B; gate_up_proj inside if down_proj is adapted too, else outermost itself."""
+    """Check that experts are slowest in A, fastest in B; gate_up_proj is inside if down_proj is adapted too, else outermost."""
     a = torch.arange(3 * 2 * 4.0).reshape(3, 2, 4)
     b = torch.arange(3 * 10 * 2.0).reshape(3, 10, 2)
     stem = f"{PREFIX}model.layers.1.mlp.experts"
@@ -632,7 +630,7 @@ def test_experts_that_do_not_fit(moe: Files, tmp_path: Path) -> None:
 
 
 def single_experts(count: int = 3) -> tuple[dict[str, Tensor], dict[str, Factors]]:
-    """Adapters of single experts, gate and up with the same A, and the fused factors that say the same."""
+    """Build adapters of single experts, gate and up with the same A, and the equal fused factors."""
     generator = torch.Generator().manual_seed(3)
     stem, tensors = "model.layers.1.mlp.experts", {}
     gate_up, down = [], []
@@ -730,7 +728,7 @@ def test_names_are_short_where_that_is_exact() -> None:
 
 
 def test_peft_must_not_take_other_mlps_for_experts() -> None:
-    """In a model with experts peft turns every target named gate_proj into experts.gate_up_proj, of twice the rank."""
+    """Refuse targets that peft would turn into experts.gate_up_proj, of twice the rank, in a model with experts."""
     shared = "model.layers.1.mlp.shared_expert.gate_proj"
     config = peft_format.to_config(Lora(dropout=0.1), [shared], "org/base", [shared, GATE_UP, DOWN, Q])
     assert config["target_modules"] == []
@@ -739,7 +737,7 @@ def test_peft_must_not_take_other_mlps_for_experts() -> None:
 
 
 def test_targets_do_not_grow_by_reading() -> None:
-    """A short name that peft looks for among modules only must not come to mean the experts here."""
+    """Keep a short name that peft looks for among modules only from meaning the experts."""
     names = [GATE_UP, "model.layers.0.mlp.down_proj"]
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["down_proj"], "target_parameters": ["gate_up_proj"]}
     assert peft_format.to_lora(config, names).targets == tuple(sorted(names))
@@ -767,12 +765,12 @@ ADAPTABLE += [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(3) f
         ),
     ],
 )
-def test_targeted_is_what_peft_would_adapt(config, expected):
+def test_targeted_layers_match_peft(config, expected):
     assert peft_format.targeted(config, ADAPTABLE) == expected
 
 
-def test_adapter_whose_file_lacks_a_targeted_layer_is_refused(tmp_path):
-    """A file that was cut short, or a layer that was dropped from it, would be trained on and merged without a word."""
+def test_adapter_without_a_targeted_layer_raises_checkpoint_error(tmp_path):
+    """Refuse a truncated file or a dropped layer, which would be trained on and merged silently."""
     (tmp_path / peft_format.CONFIG).write_text(json.dumps({"target_modules": ["q_proj", "v_proj"]}), encoding="utf-8")
     every = [name for name in ADAPTABLE if name.endswith(("q_proj", "v_proj"))]
     peft_format.check_complete(tmp_path, every, ADAPTABLE)

@@ -1,4 +1,4 @@
-"""The queue on a small double: what runs together, what each future gives, and whose error goes where."""
+"""The queue on a small double: batching, results of futures, and propagation of errors."""
 
 import threading
 from collections import Counter
@@ -237,7 +237,7 @@ def test_result_runs_no_more_than_it_needs(queue, backend):
     assert len(backend.calls) == 1
 
 
-def test_forward_gives_every_tenant_its_own_in_order(queue):
+def test_forward_returns_results_by_tenant_in_order(queue):
     a = queue.forward("a", [sample(3, 4), sample(1)])
     b = queue.forward("b", [sample(7), sample(8, 9, 10)])
     assert [t.tolist() for t in b.result()] == [[-7.0], [-8.0, -9.0, -10.0]]
@@ -245,7 +245,7 @@ def test_forward_gives_every_tenant_its_own_in_order(queue):
     assert a.result()[0].dtype == torch.float32
 
 
-def test_the_callers_samples_stay_as_they_are_and_pairs_of_tenants_stay_apart(queue, backend):
+def test_queue_copies_samples_and_renumbers_pairs_by_tenant(queue, backend):
     seen = []
     backend.check_samples = seen.extend
     original = sample(1, pair=0, chosen=True)
@@ -274,8 +274,8 @@ def test_the_callers_samples_stay_as_they_are_and_pairs_of_tenants_stay_apart(qu
         ([sample(1, adapter="b")], "cross_entropy", "is for adapter 'b' but was submitted for 'a'"),
     ],
 )
-def test_bad_requests_fail_alone(queue, backend, samples, loss, expected):
-    """With the steps that would have used their gradients; others share a batch or not, but get all of theirs."""
+def test_bad_request_fails_only_for_its_tenant(queue, backend, samples, loss, expected):
+    """Fail the steps that would have used its gradients; other tenants get all of theirs, in a shared batch or not."""
     bad, bad_step = queue.forward_backward("a", samples, loss), queue.optimizer_step("a")
     healthy = {
         name: (queue.forward_backward(name, [policy_sample(1)], "ppo"), queue.optimizer_step(name)) for name in "bc"
@@ -299,7 +299,7 @@ def test_a_refused_mixed_batch_is_run_one_by_one(queue, backend):
         futures["b"].result()
 
 
-def test_a_batch_without_room_is_run_one_by_one_and_only_what_has_none_alone_fails(queue, backend):
+def test_batch_out_of_memory_is_retried_one_request_at_a_time(queue, backend):
     backend.room = 4
     batches = {"a": [sample(1, 2)], "b": [sample(*range(5))], "c": [sample(3, 4)]}
     losses = {name: queue.forward_backward(name, batch) for name, batch in batches.items()}
@@ -337,7 +337,7 @@ def test_without_room_all_ends_where_other_ranks_may_wait_and_where_a_step_may_b
         assert future._error is not None
 
 
-def test_a_step_without_room_fails_alone_and_drops_its_gradients(queue, backend):
+def test_step_out_of_memory_fails_only_its_adapter_and_drops_gradients(queue, backend):
     make = backend.optimizer_step
 
     def unless_full(adapters):
@@ -361,7 +361,7 @@ def test_a_step_without_room_fails_alone_and_drops_its_gradients(queue, backend)
 
 @pytest.mark.parametrize("bad", [BAD, HIDDEN])
 @pytest.mark.parametrize("early", [True, False], ids=["before the failure", "after the failure"])
-def test_all_up_to_the_next_step_fails_then_the_adapter_goes_on(queue, backend, bad, early):
+def test_requests_up_to_the_next_step_fail_after_an_error(queue, backend, bad, early):
     good = queue.forward_backward("a", [sample(1, weight=50.0)])
     failed = queue.forward_backward("a", bad)
     if not early:
@@ -388,7 +388,7 @@ def test_a_bad_forward_spoils_nothing(queue, backend):
         bad.result()
 
 
-def test_a_refused_step_fails_alone_and_leaves_no_gradients(queue, backend):
+def test_refused_step_fails_only_its_adapter_and_leaves_no_gradients(queue, backend):
     for name in "ab":
         queue.forward_backward(name, [sample(1)])
     backend.refuse_step = "a"
@@ -558,7 +558,7 @@ def test_all_ranks_run_the_same_and_hear_everything(count):
 # --- calls ---
 
 
-def test_a_call_runs_in_its_adapters_turn_and_holds_up_nobody_else(queue, backend):
+def test_call_runs_in_its_adapters_order_without_blocking_others(queue, backend):
     values = []
     queue.forward_backward("a", [sample(1, weight=2.0)])
     queue.optimizer_step("a")
@@ -584,7 +584,7 @@ def test_requests_may_follow_the_call_that_creates_their_adapter(queue, backend)
         after.result()
 
 
-def test_requests_behind_a_call_that_fails_to_create_their_adapter_fail_alone(queue, backend):
+def test_requests_of_an_adapter_that_was_not_created_fail(queue, backend):
     def refuse():
         raise ConfigError("rank 65 is above 64")
 
@@ -610,7 +610,7 @@ def test_a_call_between_a_failed_request_and_its_step_runs(queue, backend):
             future.result()
 
 
-def test_a_call_without_room_fails_alone_unless_other_ranks_may_wait(queue, backend):
+def test_call_out_of_memory_fails_alone_unless_other_ranks_may_wait(queue, backend):
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory")
 

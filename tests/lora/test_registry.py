@@ -1,4 +1,4 @@
-"""Names, limits and targets that are refused, with nothing changed; and first values that no layout changes."""
+"""Names, limits and targets that are refused without changes; and initial values that do not depend on the layout."""
 
 import math
 
@@ -141,7 +141,7 @@ def test_only_targets_get_values():
     assert restrict(target_modules[0], adapter.lora.targets) is None
 
 
-def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
+def test_adapter_overrides_the_backends_optimizer_and_schedule():
     registry = make_registry(adam=Adam(lr=0.5), schedule=Schedule(warmup_steps=4))
     custom = registry.create("own", Lora(rank=2, optimizer=Adam(lr=2.0, max_grad_norm=0.0), schedule=Schedule()))
     plain = registry.create("plain", Lora(rank=2))
@@ -152,7 +152,7 @@ def test_an_adapter_has_its_own_optimizer_and_schedule_or_the_backends():
     assert lrs == {"own": [2.0, 2.0, 2.0], "plain": pytest.approx([0.125, 0.25, 0.375])}
 
 
-def test_adapters_that_step_together_equal_adamw_on_each_alone():
+def test_joint_adapter_steps_equal_separate_adamw():
     registry = make_registry(adam=Adam(lr=0.1, max_grad_norm=0.5), schedule=Schedule())
     settings = {
         "as-all": None,

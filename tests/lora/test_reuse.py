@@ -1,4 +1,4 @@
-"""A thousand adapters come, train and go: memory stays flat, and the thousand-and-first finds nothing of the others."""
+"""A thousand adapters are created, trained and removed: memory stays flat, and no state leaks into the next one."""
 
 import gc
 

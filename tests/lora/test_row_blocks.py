@@ -1,4 +1,4 @@
-"""Rows of a fused layer as blocks: the views are the rows that were asked for, in their order."""
+"""Rows of a fused layer as blocks: the views are the requested rows in their order."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_q_k_and_v_are_one_block_each(groups, heads, width):
         assert len(row_blocks(chosen.flatten())) == 1
 
 
-def test_what_is_written_through_a_view_arrives():
+def test_writes_through_a_view_change_the_tensor():
     tensor = torch.zeros(3, 12)
     RowBlocks(start=1, length=2, step=4, count=3).view(tensor).add_(1.0)
     assert tensor[0].tolist() == [0, 1, 1, 0] * 3

@@ -121,7 +121,7 @@ def test_values_and_gradients_round_trip(names):
                         torch.testing.assert_close(gradients["b"][layer, expert][:, part.local_rows], leaf_b.grad)
 
 
-def test_what_an_adapter_does_not_target_has_no_values_and_gets_no_gradient():
+def test_untargeted_layers_have_no_values_and_no_gradients():
     groups = target_modules()
     registry = make_registry(groups)
     narrow = adapter(registry, "narrow", LORAS["narrow"])
@@ -146,7 +146,7 @@ def test_what_an_adapter_does_not_target_has_no_values_and_gets_no_gradient():
 
 
 def test_another_set_of_adapters_finds_nothing_of_the_last_one():
-    """The memory is reused for adapters of lower ranks and other targets: bit for bit what new memory would hold."""
+    """Reuse the memory for adapters of lower ranks and other targets: it equals new memory bit for bit."""
     groups = target_modules()
     registry = make_registry(groups)
     first = [adapter(registry, "wide", LORAS["wide"]), adapter(registry, "wider", Lora(rank=8))]

@@ -59,7 +59,7 @@ def outside(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_a_registered_map_says_where_each_row_is(outside, tensor, rank):
+def test_registered_map_locates_every_row(outside, tensor, rank):
     importlib.import_module("outside_targets")
     qkv, proj, *_ = (SimpleNamespace(weight=weight) for weight in megatron_layer(tensor, rank))
     layer = SimpleNamespace(layer_number=3, self_attention=SimpleNamespace(linear_qkv=qkv, linear_proj=proj))
@@ -82,7 +82,7 @@ def test_an_architecture_has_one_map(outside):
 
 @pytest.mark.usefixtures("megatron_imported")
 def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outside):
-    """The map is of Llama's attention alone: "all-linear" then is q, k, v and o, and MLPs cannot be named."""
+    """Map only Llama's attention: "all-linear" then means q, k, v and o, and MLPs cannot be named."""
     checkpoint = case_checkpoint(parity_folder, "llama", num_hidden_layers=2)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
 

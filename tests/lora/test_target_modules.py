@@ -1,4 +1,4 @@
-"""Which rows of Megatron's fused layers are which rows of Hugging Face's weights, against layers fused by hand."""
+"""Mapping of Megatron's fused rows to Hugging Face's weights, compared with layers fused by hand."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from megascend.lora.target_modules import matches, restrict
 
 @pytest.mark.parametrize(("tensor", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("experts", [False, True])
-def test_every_row_and_column_is_where_the_target_module_says(tensor, rank, experts):
+def test_target_modules_locate_every_row_and_column(tensor, rank, experts):
     covered = assert_rows_are_in_place(target_modules_of(tensor, rank, experts), HUGGING_FACE)
     mlp = ["experts.gate_up_proj", "experts.down_proj"] if experts else ["gate_proj", "up_proj", "down_proj"]
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -50,7 +50,7 @@ def test_targets_match_whole_components_only():
 
 @pytest.mark.parametrize(("tensor", "rank", "tokens"), [(1, 0, (0, 7)), (2, 0, (0, 4)), (2, 1, (4, 7))])
 def test_embedding_and_head_have_the_ranks_tokens_without_padding(tensor, rank, tokens):
-    """Seven tokens on two ranks: the second has one row of padding."""
+    """Divide seven tokens over two ranks: the second has one padding row."""
     start, stop = tokens
     embedding, *_, output = target_modules_of(tensor, rank, embedding_and_head=True)
     assert (embedding.is_embedding, output.is_output) == (True, True)

@@ -1,4 +1,4 @@
-"""The formulas of the memory estimate, without a process: against peaks measured on an H200, and against themselves."""
+"""Formulas of the memory estimate, without a process: compared with peaks measured on an H200, and for consistency."""
 
 from __future__ import annotations
 

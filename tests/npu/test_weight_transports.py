@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from wire_members import KEPT, next_group, publish, run_meeting, run_members, wait_for, wait_until
+from wire_members import LISTENERS, next_group, publish, run_meeting, run_members, wait_for, wait_until
 
 from megascend.testing import Lost, run_distributed, write_tiny_checkpoint
 from weightwire.digest import digest
@@ -87,7 +87,7 @@ def test_update_from_two_trainer_ranks_to_an_engine(tmp_path: Path) -> None:
             torch.distributed.barrier()
             return 0
         listener = Listener()
-        KEPT.append(listener)
+        LISTENERS.append(listener)
         manifest = Manifest(7, specs, bucket_bytes=100_000)
         name = listener.new_group(["trainer", "engine"])
         publish(

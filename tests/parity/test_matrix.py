@@ -21,11 +21,11 @@ def test_full_recompute_is_exact(parity_folder):
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
-    found = differences(
+    difference = differences(
         train_case(case, checkpoint, tokens),
         hf_reference(parity_folder, checkpoint, tokens, aux_loss=case.aux_loss, aux_formula=case.aux_formula),
     )
-    assert found.loss <= case.loss_bound, found
-    assert found.grad_norm <= case.norm_bound, found
-    if case.precision == "fp32" and found.logits is not None:
-        assert found.logits <= case.logits_bound, found
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+    if case.precision == "fp32" and difference.logits is not None:
+        assert difference.logits <= case.logits_bound, difference

@@ -1,4 +1,4 @@
-"""NUMA affinity: from trees like the kernel's to CPUs, and real threads on them."""
+"""NUMA affinity: CPUs from trees like the kernel's, and binding of real threads."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_processes_are_dealt_out_over_nodes_in_order():
     assert dealt(TWO_SOCKETS, 1) == [0]
 
 
-def test_nodes_of_memory_alone_are_not_counted(tmp_path):
-    """A GB200 host: two nodes with CPUs, and 32 of its GPUs' memory, most of them without any."""
+def test_memory_only_nodes_are_not_counted(tmp_path):
+    """Build a GB200 host: two nodes with CPUs, and 32 of its GPUs' memory without any."""
     nodes = nodes_with_cpus(tree(tmp_path, "0-71", "72-143", *[""] * 32))
     assert list(nodes) == [0, 1]
     assert dealt(nodes, 4) == [0, 0, 1, 1]
@@ -68,7 +68,7 @@ def test_numbers_of_nodes_may_have_gaps(tmp_path):
     assert dealt(nodes_with_cpus(folder), 2) == [0, 8]
 
 
-def test_the_devices_own_node_goes_before_the_order(tmp_path):
+def test_device_node_precedes_the_rank_order(tmp_path):
     (tmp_path / "0000:1b:00.0").mkdir()
     file = tmp_path / "0000:1b:00.0" / "numa_node"
     file.write_text("1\n")
@@ -80,13 +80,13 @@ def test_the_devices_own_node_goes_before_the_order(tmp_path):
     assert node_of_device(None, tmp_path) is None
 
 
-def test_what_a_launcher_or_container_allows_is_kept():
+def test_existing_cpu_affinity_is_respected():
     placement = choose_node(TWO_SOCKETS, frozenset({3, 40, 41}), 1, 2, None)
     assert placement == NodeCpus(1, frozenset({40, 41}))
     assert "of one NUMA node" in str(choose_node(TWO_SOCKETS, frozenset({40, 41}), 0, 2, None))
 
 
-def test_nothing_is_bound_where_there_is_nothing_to_choose(tmp_path):
+def test_binding_is_skipped_without_numa_nodes(tmp_path):
     assert "shows no NUMA nodes" in str(choose_node(nodes_with_cpus(tmp_path), frozenset({0}), 0, 1, None))
     assert "local rank 4 is out of range for 4" in str(choose_node(TWO_SOCKETS, frozenset(range(64)), 4, 4, None))
     before = os.sched_getaffinity(0)
@@ -95,7 +95,7 @@ def test_nothing_is_bound_where_there_is_nothing_to_choose(tmp_path):
 
 
 def test_all_threads_of_real_processes_move(tmp_path):
-    """Two CPUs of this machine as if each were a node; then the machine's own tree."""
+    """Treat two CPUs of this machine as nodes, then use the machine's own tree."""
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
         pytest.skip("this process may use one CPU only")

@@ -1,4 +1,4 @@
-"""Choosing a platform: by name, or the first that works; what does not work says why, and what to do."""
+"""Choice of a platform by name, or of the first that works; errors name the reason and the remedy."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_cache_that_cannot_be_written_costs_a_trial_each_time(
     assert "set MEGASCEND_CACHE to another folder" in caplog.text
 
 
-def test_amx_that_works_is_left_alone(processor: Path, monkeypatch: pytest.MonkeyPatch):
+def test_working_amx_stays_enabled(processor: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_products, "TRIAL", "")
     environment = surroundings()
     assert avoid_broken_amx(environment, processor) == []

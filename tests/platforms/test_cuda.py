@@ -1,4 +1,4 @@
-"""What the CUDA platform sets up, as far as it shows without a GPU."""
+"""Set-up of the CUDA platform, as far as it can be tested without a GPU."""
 
 import threading
 
@@ -17,11 +17,11 @@ def test_the_wait_after_a_timeout_is_shortened_unless_it_is_set():
     assert environment == {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000"}
 
 
-def test_a_device_that_does_not_start_is_told_of_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_device_that_fails_to_start_is_ignored_by_start_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
     def count() -> int:
-        asked.append(True)
+        calls.append(True)
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
@@ -31,4 +31,4 @@ def test_a_device_that_does_not_start_is_told_of_where_it_is_needed(monkeypatch:
         thread.join(60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     first_products(1)  # a local rank without a device
-    assert asked == [True]
+    assert calls == [True]

@@ -1,4 +1,4 @@
-"""TF32 or not: what is set for a process, and what is made of a product that was not what was asked for."""
+"""TF32: process settings, and detection of products with another precision than requested."""
 
 import pytest
 
@@ -16,14 +16,14 @@ def test_fp32_is_fp32_by_default():
 
 
 @pytest.mark.parametrize(("tf32", "value"), [(False, "0"), (True, "1")])
-def test_a_variable_that_says_the_same_is_left_alone(tf32, value):
+def test_agreeing_tf32_variable_is_unchanged(tf32, value):
     environment = {TF32_VARIABLE: value}
     assert configure_tf32(tf32, environment) == []
     assert environment == {TF32_VARIABLE: value}
 
 
 @pytest.mark.parametrize(("tf32", "value"), [(False, "1"), (True, "0")])
-def test_a_variable_that_says_the_opposite_is_an_error(tf32, value):
+def test_contradicting_tf32_variable_raises_config_error(tf32, value):
     with pytest.raises(ConfigError, match=f"tf32={tf32} contradicts {TF32_VARIABLE}={value}"):
         configure_tf32(tf32, {TF32_VARIABLE: value})
 
@@ -39,7 +39,7 @@ def test_the_rounding_of_tf32_is_not(error):
         check_fp32_products(error)
 
 
-def test_a_platform_without_tf32_says_so():
+def test_tf32_on_a_platform_without_it_raises_config_error():
     assert choose("cpu").configure_products(False) == []
     with pytest.raises(ConfigError, match="platform 'cpu' has no TF32"):
         choose("cpu").configure_products(True)

@@ -1,4 +1,4 @@
-"""What the npu platform decides without a card: the ports of a job."""
+"""Decisions of the npu platform without a card: the ports of a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_all_ranks_of_a_job_derive_the_same_port():
 
 
 def test_two_jobs_of_a_host_do_not_share_ports():
-    """Jobs that follow each other's rendezvous port, as launchers hand them out."""
+    """Derive ports from consecutive rendezvous ports, as launchers assign them."""
     bases = [hccl_base_port(job(port)) for port in range(29500, 29508)]
     assert len(set(bases)) == len(bases)
     assert all((base - FIRST_PORT) % HCCL_PORTS == 0 for base in bases)
@@ -37,13 +37,13 @@ def test_the_port_is_set_and_reported():
 
 
 @pytest.mark.parametrize("name", ["HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"])
-def test_the_users_own_ports_are_respected(name):
+def test_port_of_the_user_is_respected(name):
     environment = job(29500) | {name: "50000"}
     assert choose_hccl_port(environment) == []
     assert environment[name] == "50000"
 
 
-def test_hccl_gets_the_runs_timeout_within_its_own_limits():
+def test_hccl_gets_the_runs_timeout_within_hccl_limits():
     environment: dict[str, str] = {}
     assert limit_hccl(environment, 600) == ["HCCL_CONNECT_TIMEOUT=600", "HCCL_EXEC_TIMEOUT=612"]
     assert environment == {"HCCL_CONNECT_TIMEOUT": "600", "HCCL_EXEC_TIMEOUT": "612"}

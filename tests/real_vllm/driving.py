@@ -1,4 +1,4 @@
-"""What tests of the real vLLM share: its environment, a server with its key, an update by hand, and references."""
+"""Shared parts of tests with a real vLLM: its environment, a server with its key, manual updates, and references."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OPTIONS = [
     *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
 ]
 START_S = 600.0
-"""A server that starts on a busy machine."""
-TOKENS = [(7 * place + place * place // 3) % 290 + 3 for place in range(48)]
+"""Deadline for a server's start on a busy machine, in seconds."""
+TOKENS = [(7 * index + index * index // 3) % 290 + 3 for index in range(48)]
 
 Weights = dict[str, torch.Tensor]
 
 
 def vllm_python() -> Path:
-    """The interpreter of vLLM's environment; the test is skipped where there is none."""
+    """Return the interpreter of vLLM's environment; skip the test without one."""
     python = Path(os.environ.get("MEGASCEND_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
     if not python.is_file():
         pytest.skip(f"no vLLM: {python} is missing (bash scripts/vllm_env.sh; MEGASCEND_VLLM_PYTHON names another one)")
@@ -43,7 +43,7 @@ def vllm_python() -> Path:
 
 
 class Server:
-    """A real vLLM with the tests' faults, ready."""
+    """A real vLLM with the tests' fault plug-in, which accepts requests."""
 
     def __init__(self, checkpoint: Path, folder: Path, *options: str, fault: Path | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Server:
             "WEIGHTWIRE_FAULT": str(self.fault),
             "VLLM_SERVER_DEV_MODE": "1",  # routes that must be guarded
             "VLLM_NO_USAGE_STATS": "1",
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else memory grows until it has seen 1024 shapes of products
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # the default caches 1024 matmul shapes, during which memory grows
             "HF_HUB_OFFLINE": "1",
         }
         self.process = VllmProcess(
@@ -74,12 +74,12 @@ class Server:
             raise
 
     def engine(self, owner: str = "test", **options: Any) -> VllmEngine:
-        """A client."""
+        """Build a client of the server."""
         return VllmEngine(self.process.address, key=read_key(self.key_file), owner=owner, **options)
 
 
 def offered(engine: VllmEngine, listener: Listener, manifest: Manifest, receivers: int, **changes: Any) -> Offer:
-    """A new group, in an offer."""
+    """Build an offer with a new group."""
     name = listener.new_group(["trainer", *(f"{engine.name}, worker {worker}" for worker in range(receivers))])
     fields = {"transport": "gloo", "timeout_s": 20.0, "lease_s": 60.0} | changes
     return Offer(
@@ -95,7 +95,7 @@ def offered(engine: VllmEngine, listener: Listener, manifest: Manifest, receiver
 
 
 def manifest_of(weights: Weights, version: int) -> Manifest:
-    """Of a model."""
+    """Build the manifest of a model's weights."""
     return Manifest(
         version, tuple(spec_of(name, tensor) for name, tensor in weights.items()), bucket_bytes=BUCKET_BYTES
     )
@@ -104,7 +104,7 @@ def manifest_of(weights: Weights, version: int) -> Manifest:
 def send(
     listener: Listener, offer: Offer, weights: Weights, wrap: Callable[[Any], Any] = lambda transport: transport
 ) -> Seal:
-    """The trainer's side of an offer; ``wrap`` may put something around the transport."""
+    """Send weights as the trainer's side of an offer; ``wrap`` may wrap the transport."""
     manifest, name = offer.manifest, offer.transport
     with Sender.connect(listener, offer.update, manifest, transport=name, timeout_s=20.0) as sender:
         sender._transport = wrap(sender._transport)
@@ -119,7 +119,7 @@ async def push(
     wrap: Callable[[Any], Any] = lambda transport: transport,
     manifest: Manifest | None = None,
 ) -> None:
-    """One whole update."""
+    """Run a complete update."""
     offer = offered(engine, listener, manifest or manifest_of(weights, version), await engine.receivers())
     await engine.begin_update(offer)
     try:
@@ -141,41 +141,41 @@ class Reference:
         self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
     def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
-        """log p(token | those before it) of the tokens from ``begin`` on."""
+        """Compute log p(token | preceding tokens) of the tokens from ``begin`` on."""
         missing, extra = self._model.load_state_dict(_experts_stacked(weights), strict=False)
         assert not extra
         assert not [name for name in missing if name != "lm_head.weight"]
         with torch.no_grad():
             logs = self._model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
-        return [logs[place - 1, tokens[place]].item() for place in range(begin, len(tokens))]
+        return [logs[index - 1, tokens[index]].item() for index in range(begin, len(tokens))]
 
 
 def _experts_stacked(weights: Weights) -> Weights:
-    """Checkpoints have a tensor for each expert, transformers' modules one for all experts of a layer."""
+    """Stack the experts of a layer: checkpoints have a tensor per expert, transformers' modules one for all."""
     stacked: dict[str, dict[int, torch.Tensor]] = {}
-    found = {}
+    result = {}
     for name, tensor in weights.items():
-        place = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-        if place is None:
-            found[name] = tensor
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            result[name] = tensor
         else:
-            stacked.setdefault(f"{place[1]}.{place[3]}", {})[int(place[2])] = tensor
+            stacked.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
     for experts in {name.rpartition(".")[0] for name in stacked}:
         gate, up, down = (
             torch.stack([tensor for _, tensor in sorted(stacked[f"{experts}.{part}"].items())])
             for part in ("gate", "up", "down")
         )
-        found |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
-    return found
+        result |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
+    return result
 
 
 def changed(weights: Weights, seed: int, scale: float = 0.05) -> Weights:
-    """Weights that are a step away."""
+    """Add noise to weights, like an optimizer step."""
     generator = torch.Generator().manual_seed(seed)
     return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
 
 
 def far(left: Sequence[float], right: Sequence[float]) -> float:
-    """Largest absolute difference."""
+    """Return the largest absolute difference."""
     assert len(left) == len(right)
     return max(abs(a - b) for a, b in zip(left, right, strict=True))

@@ -1,4 +1,4 @@
-"""Two tenants that train, and sample what they trained through vLLM, as a program: ``serve_client.py JOB.json RESULT.json``."""
+"""Program with two tenants that train and sample through vLLM: ``serve_client.py JOB.json RESULT.json``."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def datum(tokens: list[int]) -> types.Datum:
 
 
 def trained(job: dict[str, Any], name: str) -> Any:
-    """A tenant's client after some steps."""
+    """Return a tenant's service and training client after some steps."""
     service = tinker.ServiceClient(base_url=job["url"], api_key=job["keys"][name])
     client = service.create_lora_training_client(base_model=job["model"], rank=job["ranks"][name], seed=1).result()
     for _ in range(job["steps"]):
@@ -28,28 +28,28 @@ def trained(job: dict[str, Any], name: str) -> Any:
 
 def sequences(answer: Any) -> list[Any]:
     return [
-        [list(map(int, each.tokens)), list(map(float, each.logprobs)), str(each.stop_reason)]
-        for each in answer.sequences
+        [list(map(int, sequence.tokens)), list(map(float, sequence.logprobs)), str(sequence.stop_reason)]
+        for sequence in answer.sequences
     ]
 
 
 def sampled(client: Any, job: dict[str, Any], name: str) -> dict[str, Any]:
-    """Responses of a tenant's model, and what the trainer says of their tokens."""
+    """Sample from a tenant's model and compute the trainer's log-probabilities of the responses."""
     prompt = job["texts"][name][:8]
     text = types.ModelInput.from_ints(prompt)
     sampling = client.save_weights_and_get_sampling_client().result()
     warm = types.SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, top_k=50, seed=5)
-    found = [sampling.sample(prompt=text, num_samples=3, sampling_params=warm).result() for _ in range(2)]
-    wholes = [prompt + tokens for tokens, _, _ in sequences(found[0])]
-    outputs = client.forward([datum(each) for each in wholes], "cross_entropy").result().loss_fn_outputs
+    answers = [sampling.sample(prompt=text, num_samples=3, sampling_params=warm).result() for _ in range(2)]
+    texts = [prompt + tokens for tokens, _, _ in sequences(answers[0])]
+    outputs = client.forward([datum(tokens) for tokens in texts], "cross_entropy").result().loss_fn_outputs
     greedy = types.SamplingParams(max_tokens=24, temperature=0.0)
     plain = sequences(sampling.sample(prompt=text, num_samples=1, sampling_params=greedy).result())[0]
     stop = types.SamplingParams(max_tokens=24, temperature=0.0, stop=[plain[0][2]])
     ending = bytes(plain[0][3:6]).decode()
     word = types.SamplingParams(max_tokens=24, temperature=0.0, stop=[ending])
     return {
-        "responses": [sequences(each) for each in found],
-        "trainer": [list(map(float, each["logprobs"].data)) for each in outputs],
+        "responses": [sequences(answer) for answer in answers],
+        "trainer": [list(map(float, output["logprobs"].data)) for output in outputs],
         "greedy": plain,
         "ending": ending,
         "stopped by a token": sequences(sampling.sample(prompt=text, num_samples=1, sampling_params=stop).result())[0],

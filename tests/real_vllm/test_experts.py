@@ -1,4 +1,4 @@
-"""A model with experts in vLLM on the CPU, in one worker and in two: updates are in force, or leave what was."""
+"""Updates of a MoE model in vLLM on the CPU, with one worker and with two: they are applied or leave the old weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVERS = {"one worker": [], "two workers": ["--tensor-parallel-size", "2"]}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its experts are 48 wide: vLLM's kernel pads them to 64, or the half of them to 32."""
+    """Write a model whose experts are 48 wide: vLLM's kernel pads them to 64, or half of them to 32."""
     vllm_python()
     return write_tiny_checkpoint(
         tmp_path_factory.mktemp("model") / "moe", "qwen3_moe", head_dim=32, moe_intermediate_size=48
@@ -37,12 +37,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(checkpoint, tmp_path_factory.mktemp("vllm"), *SERVERS[request.param])
-    yield found
-    found.process.close()
+    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), *SERVERS[request.param])
+    yield instance
+    instance.process.close()
 
 
-def test_updates_are_in_force_and_one_that_fails_is_undone(server: Server, checkpoint: Path) -> None:
+def test_updates_are_active_and_a_failed_one_is_undone(server: Server, checkpoint: Path) -> None:
     weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
 
     async def act() -> None:
@@ -62,10 +62,10 @@ def test_updates_are_in_force_and_one_that_fails_is_undone(server: Server, check
             await push(engine, listener, new, version)
             await assert_in_force(new, version)
         completion = (await engine.generate(TOKENS[:12], Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)))[0]
-        whole = [*TOKENS[:12], *completion.tokens]
-        assert far(completion.logprobs, reference.logprobs(new, whole, begin=12)) < BOUND
+        sequence = [*TOKENS[:12], *completion.tokens]
+        assert far(completion.logprobs, reference.logprobs(new, sequence, begin=12)) < BOUND
 
-        # In all workers, and, where there are two, in the second alone: what the first has in force already is taken back.
+        # Fail in all workers, and with two workers only in the second: the first must revert its commit.
         for fault in ["load", *(["load:1"] if workers == 2 else [])]:
             server.fault.write_text(fault)
             try:
@@ -86,8 +86,8 @@ LAYOUTS = {"EP2": (2, Parallel(expert=2)), "TP2, EP2": (4, Parallel(tensor=2, ex
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("megatron_imported")
-def test_the_engine_computes_what_the_trainer_does(server: Server, checkpoint: Path, layout: str) -> None:
-    """After each of two pushes from trainers whose experts are on different ranks, with a step of learning before each."""
+def test_engine_logprobs_match_the_trainer(server: Server, checkpoint: Path, layout: str) -> None:
+    """Compare after each of two pushes from trainers with expert parallelism, with an optimizer step before each."""
     world_size, parallel = LAYOUTS[layout]
     sample = Sample(TOKENS[:-1], TOKENS[1:], [1.0] * (len(TOKENS) - 1))
 
@@ -107,16 +107,16 @@ def test_the_engine_computes_what_the_trainer_does(server: Server, checkpoint: P
         sync = WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000)
 
         async def ask(engine, close):
-            found = await engine.logprobs(TOKENS)
+            logprobs = await engine.logprobs(TOKENS)
             if close:
                 await engine.close()
-            return found
+            return logprobs
 
         pairs = []
         for version in (1, 2):
             backend.forward_backward(backend.shard(causal_samples(token_lists())))
             backend.optimizer_step()
-            # Every data parallel rank takes part with a sample of its own; rank 0's is the one compared.
+            # Every data parallel rank computes its own sample; rank 0's is compared.
             values = backend.forward([sample]).logprobs[0].tolist()
             sync.push(version)
             if engine:
@@ -127,8 +127,8 @@ def test_the_engine_computes_what_the_trainer_does(server: Server, checkpoint: P
     pairs, *_ = run_distributed(on_rank, world_size, init=False, timeout_s=300)
     (first, _), (second, _) = pairs
     assert far(first, second) > 0.01
-    for values, found in pairs:
-        assert far(values, found) < BOUND
+    for values, actual in pairs:
+        assert far(values, actual) < BOUND
 
 
 REFUSED = """
@@ -158,11 +158,13 @@ for device in ("meta", "cpu"):
 """
 
 
-def test_other_experts_on_the_cpu_are_refused() -> None:
+def test_unsupported_experts_on_the_cpu_raise_update_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([vllm_python(), "-c", REFUSED], capture_output=True, text=True, env=environment, timeout=300)
-    lines = done.stdout.strip().splitlines()[-2:]
-    assert lines[0] == "meta taken", done.stderr
+    completed = subprocess.run(
+        [vllm_python(), "-c", REFUSED], capture_output=True, text=True, env=environment, timeout=300
+    )
+    lines = completed.stdout.strip().splitlines()[-2:]
+    assert lines[0] == "meta taken", completed.stderr
     assert lines[1].startswith(
         "cpu 0 is a layer of experts whose weights vLLM's reload may get wrong (Quantized, backend None)"
     )

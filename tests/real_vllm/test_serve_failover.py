@@ -1,4 +1,4 @@
-"""``megascend serve`` above two real vLLM servers, one of which is killed while it samples, and started again."""
+"""``megascend serve`` with two real vLLM servers, one of which is killed while it samples, and restarted."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ WAIT_S = 180.0
 
 
 class Tenant:
-    """Trains a model, saves it for sampling, and samples from what it saved."""
+    """Tenant that trains an adapter, saves it for sampling, and samples from it."""
 
     def __init__(self, url: str, name: str, model: Path) -> None:
         self._http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": KEYS[name]}, timeout=120)
-        self.prompt = [(5 * place + len(name)) % 250 + 1 for place in range(12)]
+        self.prompt = [(5 * index + len(name)) % 250 + 1 for index in range(12)]
         session = self._http.post("/create_session", json={"tags": []}).json()["session_id"]
         lora = {"rank": RANKS[name], "seed": 7}
         body = {"session_id": session, "model_seq_id": 0, "base_model": str(model), "lora_config": lora}
@@ -62,29 +62,29 @@ class Tenant:
         self.path = self._ask("save_weights_for_sampler", path="trained")["path"]
 
     def sample(self, seed: int) -> dict[str, Any]:
-        """A response."""
+        """Return a response."""
         params = {"max_tokens": TOKENS, "temperature": 1.0, "seed": seed}
         body = {"model_path": self.path, "prompt": {"chunks": [{"tokens": self.prompt}]}, "sampling_params": params}
         return self.fetch(self._post("asample", body))
 
-    def of_trainer(self, responses: list[list[int]]) -> list[list[float]]:
-        """What the trainer's model says of their tokens."""
-        found = self._ask("forward", forward_input=self._data([self.prompt + tokens for tokens in responses]))
-        outputs = [each["logprobs"]["data"] for each in found["loss_fn_outputs"]]
+    def trainer_logprobs(self, responses: list[list[int]]) -> list[list[float]]:
+        """Compute the trainer's log-probabilities of the responses' tokens."""
+        result = self._ask("forward", forward_input=self._data([self.prompt + tokens for tokens in responses]))
+        outputs = [output["logprobs"]["data"] for output in result["loss_fn_outputs"]]
         return [logprobs[-len(tokens) :] for logprobs, tokens in zip(outputs, responses, strict=True)]
 
     def fetch(self, request: str) -> Any:
         while True:
-            found = self._http.post("/retrieve_future", json={"request_id": request})
-            if found.status_code != 408:
-                assert found.status_code == 200, found.text
-                assert "error" not in found.json(), found.text
-                return found.json()
+            response = self._http.post("/retrieve_future", json={"request_id": request})
+            if response.status_code != 408:
+                assert response.status_code == 200, response.text
+                assert "error" not in response.json(), response.text
+                return response.json()
 
     def _post(self, path: str, body: dict[str, Any]) -> str:
-        made = self._http.post(f"/{path}", json=body)
-        assert made.status_code == 200, made.text
-        return made.json()["request_id"]
+        response = self._http.post(f"/{path}", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["request_id"]
 
     def _ask(self, path: str, /, **body: Any) -> Any:
         self._number += 1
@@ -108,43 +108,43 @@ class Tenant:
 
 
 def figure(url: str, name: str, server: int, reason: str = "") -> float:
-    """Of a vLLM server, from ``/metrics``; 0 if there is none."""
-    more = f'reason="{reason}",' if reason else ""
+    """Return a vLLM server's metric from ``/metrics``; 0 if it is missing."""
+    reason_label = f'reason="{reason}",' if reason else ""
     text = httpx.get(f"{url}/metrics").text
-    found = re.search(rf'^megascend_vllm_{name}{{{more}server="{server}"}} (\S+)$', text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    match = re.search(rf'^megascend_vllm_{name}{{{reason_label}server="{server}"}} (\S+)$', text, re.MULTILINE)
+    return float(match[1]) if match else 0.0
 
 
 def adapters(address: str) -> set[str]:
-    """Names that a vLLM server knows."""
+    """Return the names of the adapters that a vLLM server has loaded."""
     request = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer engine-secret"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return {each["id"] for each in json.load(answer)["data"] if each.get("parent") is not None}
+        return {model["id"] for model in json.load(answer)["data"] if model.get("parent") is not None}
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def until(true: Callable[[], bool], message: str) -> None:
     end = time.monotonic() + WAIT_S
     while not true():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, message
         time.sleep(0.05)
 
 
-def check(found: dict[Tenant, list[dict[str, Any]]]) -> float:
-    """The largest difference of the sampler's log-probabilities from the trainer's."""
-    worst = 0.0
-    for tenant, answers in found.items():
+def check(answers_by_tenant: dict[Tenant, list[dict[str, Any]]]) -> float:
+    """Return the largest difference between the sampler's and the trainer's log-probabilities."""
+    largest = 0.0
+    for tenant, answers in answers_by_tenant.items():
         sequences = [answer["sequences"][0] for answer in answers]
-        expected = tenant.of_trainer([each["tokens"] for each in sequences])
-        for each, logprobs in zip(sequences, expected, strict=True):
-            assert len(each["tokens"]) == len(each["logprobs"]) > 0
-            worst = max(worst, *(abs(a - b) for a, b in zip(each["logprobs"], logprobs, strict=True)))
-    return worst
+        expected = tenant.trainer_logprobs([sequence["tokens"] for sequence in sequences])
+        for sequence, logprobs in zip(sequences, expected, strict=True):
+            assert len(sequence["tokens"]) == len(sequence["logprobs"]) > 0
+            largest = max(largest, *(abs(a - b) for a, b in zip(sequence["logprobs"], logprobs, strict=True)))
+    return largest
 
 
-def test_one_of_two_servers_is_killed_while_it_samples_and_is_taken_back(tmp_path: Path, monkeypatch) -> None:
+def test_killed_server_loses_no_request_and_rejoins(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "engine-secret")
     python, model = vllm_python(), tmp_path / "model"
-    made = [
+    command = [
         sys.executable,
         "-m",
         "megascend",
@@ -157,7 +157,7 @@ def test_one_of_two_servers_is_killed_while_it_samples_and_is_taken_back(tmp_pat
         "--heads",
         "4",
     ]
-    subprocess.run(made, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
 
     def vllm(log: str, port: int | None = None) -> VllmProcess:
         return VllmProcess(
@@ -167,12 +167,12 @@ def test_one_of_two_servers_is_killed_while_it_samples_and_is_taken_back(tmp_pat
 
     with ExitStack() as stack:
         servers = [stack.enter_context(vllm(f"vllm-{number}.log")) for number in range(2)]
-        for each in servers:
-            each.wait_until_listening(START_S)
+        for server in servers:
+            server.wait_until_listening(START_S)
         settings = ServeConfig.model_validate(
             {
                 "model": model, "storage": tmp_path / "storage", "port": 0, "precision": "fp32", "platform": "cpu",
-                "vllm": [each.address for each in servers],
+                "vllm": [server.address for server in servers],
             }
         )  # fmt: skip
         url = stack.enter_context(service(settings, 1, tmp_path / "service", 1500.0))
@@ -184,26 +184,28 @@ def test_one_of_two_servers_is_killed_while_it_samples_and_is_taken_back(tmp_pat
                 (tenant, pool.submit(tenant.sample, first + number)) for number in range(count) for tenant in tenants
             ]
 
-        def ended(asked: list[tuple[Tenant, Any]]) -> dict[Tenant, list[dict[str, Any]]]:
-            return {tenant: [each.result(WAIT_S) for of, each in asked if of is tenant] for tenant in tenants}
+        def ended(requests: list[tuple[Tenant, Any]]) -> dict[Tenant, list[dict[str, Any]]]:
+            return {
+                tenant: [future.result(WAIT_S) for owner, future in requests if owner is tenant] for tenant in tenants
+            }
 
         ended(sample(2, 0))
-        names = {name for each in servers for name in adapters(each.address)}
-        assert len(names) == 3, "of two tenants, and one that changes nothing"
+        names = {name for server in servers for name in adapters(server.address)}
+        assert len(names) == 3, "two tenants' adapters and one for the base model"
 
-        # The first one is killed while it has requests, and no request fails.
-        asked = sample(REQUESTS, 10)
+        # The first server is killed while it has requests, and no request fails.
+        requests = sample(REQUESTS, 10)
         until(lambda: figure(url, "pending", 0) >= 2, "the first server has nothing to do")
         os.killpg(servers[0].pid, signal.SIGKILL)
-        found = ended(asked)
-        assert sum(map(len, found.values())) == 2 * REQUESTS
+        answers = ended(requests)
+        assert sum(map(len, answers.values())) == 2 * REQUESTS
         lost = figure(url, "failures_total", 0, "lost")
         assert lost >= 1
         assert figure(url, "left_out", 0) == 1
         assert figure(url, "failures_total", 1, "lost") == 0
-        worst = [check(found)]
+        differences = [check(answers)]
 
-        # Started again at its address, it is taken back and gets the adapters again.
+        # Restarted at its address, it is used again and gets the adapters again.
         servers[0].close()
         before = figure(url, "answered_total", 0)
         again = stack.enter_context(vllm("vllm-again.log", servers[0].port))
@@ -216,16 +218,18 @@ def test_one_of_two_servers_is_killed_while_it_samples_and_is_taken_back(tmp_pat
                 name for name in names if name.endswith("-base")
             }
 
-        until(taken_back, "the first server is not asked again, or lacks adapters")
+        until(taken_back, "the first server gets no requests, or lacks adapters")
         assert figure(url, "left_out", 0) == 0
 
-        # Now the other one: what the first one was given again is what the trainer has.
-        asked = sample(REQUESTS, 2000)
+        # Kill the second server: the adapters that the first one reloaded must match the trainer's.
+        requests = sample(REQUESTS, 2000)
         until(lambda: figure(url, "pending", 1) >= 1, "the second server has nothing to do")
         os.killpg(servers[1].pid, signal.SIGKILL)
-        worst.append(check(ended(asked)))
+        differences.append(check(ended(requests)))
         before = figure(url, "answered_total", 0)
-        worst.append(check(ended(sample(4, 3000))))
-        assert figure(url, "answered_total", 0) == before + 8, "it alone is there"
-        print(f"lost on the way {lost:.0f}; log-probabilities differ from the trainer's by {max(worst):.1e} at most")
-        assert max(worst) < BOUND
+        differences.append(check(ended(sample(4, 3000))))
+        assert figure(url, "answered_total", 0) == before + 8, "only the first server is running"
+        print(
+            f"lost on the way {lost:.0f}; log-probabilities differ from the trainer's by {max(differences):.1e} at most"
+        )
+        assert max(differences) < BOUND

@@ -1,4 +1,4 @@
-"""``megascend serve`` with a real vLLM that samples, and the real Tinker client: the same model on both sides."""
+"""``megascend serve`` with a real vLLM for sampling and the real Tinker client: both sides have the same model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a plain vLLM server."""
+    """Start a plain vLLM server and return its address."""
     folder = tmp_path_factory.mktemp("vllm")
     environment = CPU_VARIABLES | {
         "VLLM_NO_USAGE_STATS": "1",
@@ -76,11 +76,13 @@ def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 def adapters(address: str) -> list[str]:
     request = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer engine-secret"})
     with urllib.request.urlopen(request, timeout=30) as answer:
-        return [each["id"] for each in json.load(answer)["data"] if each.get("parent") is not None]
+        return [model["id"] for model in json.load(answer)["data"] if model.get("parent") is not None]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path, monkeypatch, ranks: int) -> None:
+def test_tenants_sample_from_their_trained_adapters(
+    model: Path, vllm: str, tmp_path: Path, monkeypatch, ranks: int
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "engine-secret")
     settings = ServeConfig.model_validate(
         {
@@ -102,34 +104,36 @@ def test_tenants_sample_what_they_trained(model: Path, vllm: str, tmp_path: Path
         )  # fmt: skip
         answer = json.loads((tmp_path / "result.json").read_text())
         loaded = adapters(vllm)
-        assert len(loaded) == 3, "of two tenants, and one that changes nothing"
+        assert len(loaded) == 3, "two tenants' adapters and one for the base model"
         assert all(name.startswith("megascend-") for name in loaded)
-    assert adapters(vllm) == [], "the server takes its adapters with it"
+    assert adapters(vllm) == [], "the service unloads its adapters when it ends"
     for name in names:
         check_tenant(answer[name])
     assert "100000" in answer["refused"]
-    assert largest(answer["base"][1:], answer["base of the trainer"]) < BOUND, "beside adapters"
+    assert largest(answer["base"][1:], answer["base of the trainer"]) < BOUND, (
+        "the base model while adapters are loaded"
+    )
     learned, base = (sum(values[1:]) / 7 for values in (answer["alice"]["prompt"], answer["base"]))
     assert learned > base + 2, "alice's prompt is likelier to her model than to the base model"
 
 
-def check_tenant(found: dict[str, Any]) -> None:
-    first, second = found["responses"]
+def check_tenant(answer: dict[str, Any]) -> None:
+    first, second = answer["responses"]
     assert len(first) == 3
-    assert [each[0] for each in first] == [each[0] for each in second], "the same seed"
-    worst = 0.0
-    for (tokens, logprobs, _), trainer in zip(first, found["trainer"], strict=True):
-        worst = max(worst, largest(logprobs, trainer[-len(tokens) :]))
-    worst = max(worst, largest(found["prompt"][1:], found["trainer"][0][:7]))
-    print(f"log-probabilities of sampler and trainer differ by {worst:.1e} at most")
-    assert worst < BOUND
-    greedy = found["greedy"][0]
-    assert found["stopped by a token"][0] == greedy[: greedy.index(greedy[2]) + 1]
-    assert found["stopped by a token"][2].endswith("stop")
-    stopped = bytes(found["stopped by a text"][0]).decode()
-    assert stopped.endswith(found["ending"])
+    assert [sequence[0] for sequence in first] == [sequence[0] for sequence in second], "the same seed"
+    difference = 0.0
+    for (tokens, logprobs, _), trainer in zip(first, answer["trainer"], strict=True):
+        difference = max(difference, largest(logprobs, trainer[-len(tokens) :]))
+    difference = max(difference, largest(answer["prompt"][1:], answer["trainer"][0][:7]))
+    print(f"log-probabilities of sampler and trainer differ by {difference:.1e} at most")
+    assert difference < BOUND
+    greedy = answer["greedy"][0]
+    assert answer["stopped by a token"][0] == greedy[: greedy.index(greedy[2]) + 1]
+    assert answer["stopped by a token"][2].endswith("stop")
+    stopped = bytes(answer["stopped by a text"][0]).decode()
+    assert stopped.endswith(answer["ending"])
     assert bytes(greedy).decode().startswith(stopped)
 
 
-def largest(one: list[float], other: list[float]) -> float:
-    return float((torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max())
+def largest(first: list[float], second: list[float]) -> float:
+    return float((torch.tensor(first, dtype=torch.float64) - torch.tensor(second, dtype=torch.float64)).abs().max())

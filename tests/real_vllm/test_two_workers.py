@@ -1,4 +1,4 @@
-"""An engine whose shards are in two workers: both have an update, or neither."""
+"""An engine with shards in two workers: both apply an update, or neither."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(checkpoint, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
-    yield found
-    found.process.close()
+    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
+    yield instance
+    instance.process.close()
 
 
-def test_a_commit_that_fails_is_undone_on_both_workers(server, checkpoint):
+def test_failed_commit_is_undone_on_both_workers(server, checkpoint):
     weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
 
     async def act():
         engine = server.engine()
         assert await engine.receivers() == 2
         await push(engine, listener, weights, 1)
-        known = await engine.logprobs(TOKENS)
-        assert far(known, reference.logprobs(weights, TOKENS)) < BOUND
-        server.fault.write_text("load:1")  # in the second worker alone
+        baseline = await engine.logprobs(TOKENS)
+        assert far(baseline, reference.logprobs(weights, TOKENS)) < BOUND
+        server.fault.write_text("load:1")  # only in the second worker
         try:
             with pytest.raises(CommitError, match=r"worker 1.*no sixth tensor"):
                 await push(engine, listener, changed(weights, 1), 2)
         finally:
             server.fault.unlink()
-        assert await engine.logprobs(TOKENS) == known
+        assert await engine.logprobs(TOKENS) == baseline
         info = await engine.info()
         assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, 1)
         new = changed(weights, 2)

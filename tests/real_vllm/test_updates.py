@@ -1,4 +1,4 @@
-"""Against a real vLLM on the CPU: what is in force after updates, what is in force after faults, and who may cause either."""
+"""Updates of a real vLLM on the CPU: active weights after updates and after faults, and access control."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(
+    instance = Server(
         checkpoint, tmp_path_factory.mktemp("vllm"), "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"
     )
-    yield found
-    found.process.close()
+    yield instance
+    instance.process.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def listener() -> Listener:
 
 
 def with_engine(server: Server, act: Callable[[VllmEngine], Awaitable[Any]], **options: Any) -> Any:
-    """Run a coroutine with a client, which gives the engine up afterwards."""
+    """Run a coroutine with a client, which releases the engine afterwards."""
 
     async def run() -> Any:
         engine = server.engine(**options)
@@ -102,13 +102,13 @@ def with_engine(server: Server, act: Callable[[VllmEngine], Awaitable[Any]], **o
 
 
 async def assert_in_force(engine: VllmEngine, expected: list[float], version: int) -> None:
-    """The engine computes with these weights, says so, and is not paused."""
+    """Check that the engine computes with these weights, reports their version, and is not paused."""
     info = await engine.info()
     assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
     assert far(await engine.logprobs(TOKENS), expected) < BOUND
 
 
-def test_an_update_is_in_force_and_responses_tell_their_version(server, weights, reference, listener):
+def test_update_is_active_and_responses_report_its_version(server, weights, reference, listener):
     new = changed(weights, seed=1)
     old_values, new_values = reference.logprobs(weights, TOKENS), reference.logprobs(new, TOKENS)
     assert far(old_values, new_values) > 0.1
@@ -120,8 +120,8 @@ def test_an_update_is_in_force_and_responses_tell_their_version(server, weights,
         sampling = Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)
         for completion in await engine.generate(TOKENS[:12], sampling, n=3):
             assert (completion.first_version, completion.last_version) == (1, 1)
-            whole = [*TOKENS[:12], *completion.tokens]
-            assert far(completion.logprobs, reference.logprobs(new, whole, begin=12)) < BOUND
+            sequence = [*TOKENS[:12], *completion.tokens]
+            assert far(completion.logprobs, reference.logprobs(new, sequence, begin=12)) < BOUND
         with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
             await push(engine, listener, weights, 1)
         await assert_in_force(engine, new_values, 1)
@@ -131,7 +131,7 @@ def test_an_update_is_in_force_and_responses_tell_their_version(server, weights,
     with_engine(server, act)
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(server, weights, reference, listener):
+def test_logprobs_are_of_the_sampling_distribution(server, weights, reference, listener):
     async def act(engine):
         await push(engine, listener, weights, 1)
         return (await engine.generate(TOKENS[:8], Sampling(max_tokens=1, temperature=0.5, seed=1)))[0]
@@ -142,14 +142,14 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(server, we
     assert abs(completion.logprobs[0] - expected) < BOUND
 
 
-def test_a_response_that_an_update_meets_has_tokens_of_both_versions(server, weights, reference, listener):
+def test_response_during_an_update_has_tokens_of_both_versions(server, weights, reference, listener):
     new = changed(weights, seed=2)
 
     async def act(engine):
         await push(engine, listener, weights, 1)
         running = [
-            asyncio.create_task(engine.generate(TOKENS[: 6 + place], Sampling(max_tokens=300, seed=place)))
-            for place in range(4)
+            asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=300, seed=index)))
+            for index in range(4)
         ]
         await asyncio.sleep(0.3)
         await push(engine, listener, new, 2)
@@ -157,18 +157,18 @@ def test_a_response_that_an_update_meets_has_tokens_of_both_versions(server, wei
 
     completions = with_engine(server, act)
     assert any(completion.first_version < completion.last_version for completion in completions)
-    for place, completion in enumerate(completions):
-        whole = [*TOKENS[: 6 + place], *completion.tokens]
-        old_values, new_values = (reference.logprobs(one, whole, begin=6 + place) for one in (weights, new))
+    for index, completion in enumerate(completions):
+        sequence = [*TOKENS[: 6 + index], *completion.tokens]
+        old_values, new_values = (reference.logprobs(model, sequence, begin=6 + index) for model in (weights, new))
         from_old = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, old_values, strict=True)]
         from_new = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, new_values, strict=True)]
         count = len(completion.tokens)
         cuts = [cut for cut in range(count + 1) if all(from_old[:cut]) and all(from_new[cut:])]
-        assert cuts, f"response {place} is of neither"
+        assert cuts, f"response {index} matches neither version"
         assert completion.first_version == (1 if cuts[-1] > 0 else 2)
         assert completion.last_version == (
             2 if cuts[0] < count else 1
-        )  # one that ended before the update is of the first
+        )  # a response that ended before the update has version 1
 
 
 LAYOUTS = {"single": (1, None), "TP2": (2, Parallel(tensor=2)), "PP2": (2, Parallel(pipeline=2))}
@@ -177,8 +177,8 @@ LAYOUTS = {"single": (1, None), "TP2": (2, Parallel(tensor=2)), "PP2": (2, Paral
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trained", ["model", "merged", "adapter"])
 @pytest.mark.usefixtures("megatron_imported")
-def test_the_engine_computes_what_the_trainer_does(server, checkpoint, layout, trained):
-    """From each layout: the trained model, the base merged with an adapter, and the adapter alone."""
+def test_engine_logprobs_match_the_trainer(server, checkpoint, layout, trained):
+    """Push the trained model, the base merged with an adapter, and only the adapter, from each layout."""
     world_size, parallel = LAYOUTS[layout]
     sample = Sample(TOKENS[:-1], TOKENS[1:], [1.0] * (len(TOKENS) - 1))
 
@@ -186,7 +186,7 @@ def test_the_engine_computes_what_the_trainer_does(server, checkpoint, layout, t
         from megascend import WeightSync
         from megascend.backends import MegatronBackend
 
-        lora, alone = trained != "model", trained == "adapter"
+        lora, adapter_only = trained != "model", trained == "adapter"
         backend = MegatronBackend(
             checkpoint,
             parallel,
@@ -200,36 +200,36 @@ def test_the_engine_computes_what_the_trainer_does(server, checkpoint, layout, t
             backend.add_adapter("policy", Lora(rank=4, alpha=8.0, optimizer=Adam(lr=2e-2)))
         engine = server.engine() if backend.rank == 0 else None
         sync = WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000)
-        if alone:
+        if adapter_only:
             sync.push(1)
         for _ in range(2):
             backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter=name)
             backend.optimizer_step()
         values = backend.forward([sample], adapter=name).logprobs[0].tolist()
-        sync.push(2, name, alone=alone)
+        sync.push(2, name, alone=adapter_only)
 
         async def ask(engine):
-            adapter = "policy" if alone else None
-            found = await engine.logprobs(TOKENS, adapter=adapter)
+            adapter = "policy" if adapter_only else None
+            logprobs = await engine.logprobs(TOKENS, adapter=adapter)
             sampled = (await engine.generate(TOKENS[:9], Sampling(4), adapter=adapter))[0]
             await engine.close()
-            return found, (sampled.first_version, sampled.last_version)
+            return logprobs, (sampled.first_version, sampled.last_version)
 
-        found = asyncio.run(ask(engine)) if engine else None
+        results = asyncio.run(ask(engine)) if engine else None
         sync.close()
-        return values, found
+        return values, results
 
-    (values, (found, versions)), *_ = run_distributed(on_rank, world_size, init=False, timeout_s=300)
+    (values, (actual, versions)), *_ = run_distributed(on_rank, world_size, init=False, timeout_s=300)
     assert versions == (2, 2)
-    assert far(values, found) < (LORA_BOUND if trained == "adapter" else BOUND)
+    assert far(values, actual) < (LORA_BOUND if trained == "adapter" else BOUND)
 
 
 # --- faults ---
 
 
 @pytest.fixture
-def known(server, weights, reference, listener) -> list[float]:
-    """The checkpoint's own weights are in force, as version 1; their log-probabilities."""
+def baseline(server, weights, reference, listener) -> list[float]:
+    """Push the checkpoint's weights as version 1; return their log-probabilities."""
 
     async def act(engine):
         await push(engine, listener, weights, 1)
@@ -238,12 +238,12 @@ def known(server, weights, reference, listener) -> list[float]:
     return reference.logprobs(weights, TOKENS)
 
 
-def assert_unharmed(server, weights, reference, listener, known) -> None:
-    """The weights from before are in force, and the next update works."""
+def assert_unharmed(server, weights, reference, listener, baseline) -> None:
+    """Check that the previous weights are active and the next update works."""
     new = changed(weights, seed=9)
 
     async def act(engine):
-        await assert_in_force(engine, known, 1)
+        await assert_in_force(engine, baseline, 1)
         await push(engine, listener, new, 2)
         await assert_in_force(engine, reference.logprobs(new, TOKENS), 2)
 
@@ -251,14 +251,14 @@ def assert_unharmed(server, weights, reference, listener, known) -> None:
 
 
 class Flipping:
-    """A transport that changes one byte of the second bucket on its way."""
+    """A transport that flips a bit of the second bucket."""
 
     def __init__(self, transport: Any) -> None:
-        self._transport, self._sent = transport, 0
+        self._transport, self._count = transport, 0
 
     def send(self, buffer: torch.Tensor) -> Any:
-        self._sent += 1
-        if self._sent == 2:
+        self._count += 1
+        if self._count == 2:
             buffer = buffer.clone()
             buffer[1234] ^= 1
         return self._transport.send(buffer)
@@ -267,17 +267,17 @@ class Flipping:
         return getattr(self._transport, name)
 
 
-def test_a_flipped_byte_is_found(server, weights, reference, listener, known):
+def test_flipped_byte_raises_digest_error(server, weights, reference, listener, baseline):
     async def act(engine):
         with pytest.raises(DigestError, match=r"worker 0.*1 of \d+ buckets differ.*the first is bucket 2"):
             await push(engine, listener, changed(weights, 3), 2, wrap=Flipping)
 
     with_engine(server, act)
-    assert_unharmed(server, weights, reference, listener, known)
+    assert_unharmed(server, weights, reference, listener, baseline)
 
 
 @pytest.mark.parametrize("fault", ["shape", "missing", "extra"])
-def test_tensors_of_another_model_are_refused_before_they_travel(server, weights, reference, listener, known, fault):
+def test_tensors_of_another_model_are_refused_before_sending(server, weights, reference, listener, baseline, fault):
     other = changed(weights, 3)
     name = "model.layers.1.mlp.up_proj.weight"
     if fault == "shape":
@@ -292,10 +292,10 @@ def test_tensors_of_another_model_are_refused_before_they_travel(server, weights
             await push(engine, listener, other, 2)
 
     with_engine(server, act)
-    assert_unharmed(server, weights, reference, listener, known)
+    assert_unharmed(server, weights, reference, listener, baseline)
 
 
-def test_a_commit_that_fails_restores_the_weights_from_before(server, weights, reference, listener, known):
+def test_failed_commit_restores_the_previous_weights(server, weights, reference, listener, baseline):
     async def act(engine):
         running = asyncio.create_task(engine.generate(TOKENS[:7], Sampling(max_tokens=200, seed=1)))
         await asyncio.sleep(0.2)
@@ -309,17 +309,15 @@ def test_a_commit_that_fails_restores_the_weights_from_before(server, weights, r
         finally:
             server.fault.unlink()
         completion = (await running)[0]
-        whole = [*TOKENS[:7], *completion.tokens]
-        assert far(completion.logprobs, reference.logprobs(weights, whole, begin=7)) < BOUND
+        sequence = [*TOKENS[:7], *completion.tokens]
+        assert far(completion.logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
         assert (completion.first_version, completion.last_version) == (1, 1)
 
     with_engine(server, act)
-    assert_unharmed(server, weights, reference, listener, known)
+    assert_unharmed(server, weights, reference, listener, baseline)
 
 
-def test_an_engine_that_cannot_go_back_stops_serving_until_a_commit_succeeds(
-    server, weights, reference, listener, known
-):
+def test_failed_restore_stops_serving_until_a_commit_succeeds(server, weights, reference, listener, baseline):
     new = changed(weights, 5)
 
     async def act(engine):
@@ -332,9 +330,9 @@ def test_an_engine_that_cannot_go_back_stops_serving_until_a_commit_succeeds(
         finally:
             server.fault.unlink()
         (ended,) = await asyncio.gather(running, return_exceptions=True)
-        if not isinstance(ended, NotServingError):  # it was faster than the update
-            whole = [*TOKENS[:7], *ended[0].tokens]
-            assert far(ended[0].logprobs, reference.logprobs(weights, whole, begin=7)) < BOUND
+        if not isinstance(ended, NotServingError):  # the response ended before the update
+            sequence = [*TOKENS[:7], *ended[0].tokens]
+            assert far(ended[0].logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
         with pytest.raises(NotServingError):
             await engine.logprobs(TOKENS)
         assert status(server, "/v1/models") == status(server, "/health") == 503
@@ -349,11 +347,11 @@ class Dying:
     """A transport whose process is killed at the second bucket."""
 
     def __init__(self, transport: Any) -> None:
-        self._transport, self._sent = transport, 0
+        self._transport, self._count = transport, 0
 
     def send(self, buffer: torch.Tensor) -> Any:
-        self._sent += 1
-        if self._sent == 2:
+        self._count += 1
+        if self._count == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._transport.send(buffer)
 
@@ -362,7 +360,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("moment", ["offered", "sending", "sent", "verified", "committing", "paused"])
-def test_a_trainer_may_be_killed_at_any_moment(server, weights, reference, listener, known, moment):
+def test_trainer_killed_at_any_moment_leaves_a_working_engine(server, weights, reference, listener, baseline, moment):
     new = changed(weights, 6)
 
     async def die(engine: VllmEngine) -> None:
@@ -372,13 +370,13 @@ def test_a_trainer_may_be_killed_at_any_moment(server, weights, reference, liste
         if moment == "paused":
             await engine.pause(2.0)
             now()
-        own = Listener()
-        offer = offered(engine, own, manifest_of(new, 2), await engine.receivers())
+        listener_of_trainer = Listener()
+        offer = offered(engine, listener_of_trainer, manifest_of(new, 2), await engine.receivers())
         await engine.begin_update(offer)
         if moment == "offered":
             now()
         seal = await asyncio.to_thread(
-            send, own, offer, new, Dying if moment == "sending" else lambda transport: transport
+            send, listener_of_trainer, offer, new, Dying if moment == "sending" else lambda transport: transport
         )
         if moment == "sent":
             now()
@@ -397,9 +395,9 @@ def test_a_trainer_may_be_killed_at_any_moment(server, weights, reference, liste
         assert asyncio.run(server.engine().info())["paused"]
     if moment != "committing":
         asyncio.run(until_running(server))
-        assert_unharmed(server, weights, reference, listener, known)
+        assert_unharmed(server, weights, reference, listener, baseline)
         return
-    server.fault.unlink()  # the engine finishes what it was told to do
+    server.fault.unlink()  # the engine finishes the commit
     asyncio.run(until_running(server))
 
     async def act(engine):
@@ -417,7 +415,7 @@ async def until_running(server: Server) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_one_owner_at_a_time(server, weights, reference, listener, known):
+def test_one_owner_at_a_time(server, weights, reference, listener, baseline):
     async def act(engine):
         await engine.claim()
         other = server.engine(owner="another run")
@@ -426,18 +424,18 @@ def test_one_owner_at_a_time(server, weights, reference, listener, known):
         assert engine.owner in str(caught.value)
         with pytest.raises(OwnerError, match=r"another run#.* does not own the engine"):
             await other.resume()
-        await assert_in_force(engine, known, 1)
+        await assert_in_force(engine, baseline, 1)
         taking_over = server.engine(owner="another run", take_over=True)
-        await push(taking_over, listener, weights, 1)  # versions begin anew with a new owner
+        await push(taking_over, listener, weights, 1)  # a new owner's versions restart
         with pytest.raises(OwnerError, match="its owner is another run#"):
             await engine.drop("update-0")
         await taking_over.close()
 
     with_engine(server, act)
-    assert_unharmed(server, weights, reference, listener, known)
+    assert_unharmed(server, weights, reference, listener, baseline)
 
 
-def test_what_is_not_under_way_is_not_committed(server, weights, reference, listener, known):
+def test_commit_without_a_verified_update_raises(server, weights, reference, listener, baseline):
     async def act(engine):
         await engine.claim()
         with pytest.raises(UpdateError, match="update-x is not under way: none is"):
@@ -455,10 +453,10 @@ def test_what_is_not_under_way_is_not_committed(server, weights, reference, list
         await engine.drop(second.update)
 
     with_engine(server, act)
-    assert_unharmed(server, weights, reference, listener, known)
+    assert_unharmed(server, weights, reference, listener, baseline)
 
 
-def test_a_pause_ends_with_its_lease(server, known):
+def test_a_pause_ends_with_its_lease(server, baseline):
     async def act(engine):
         await engine.pause(1.5)
         running = asyncio.create_task(engine.generate(TOKENS[:5], Sampling(max_tokens=2)))
@@ -506,7 +504,7 @@ CONTROL += [
 ]
 
 
-def test_no_route_but_inference_and_health_answers_a_stranger(server):
+def test_only_inference_and_health_routes_are_open(server):
     for path in CONTROL:
         assert status(server, path, "POST", body=b"{}") == 401, path
         assert status(server, path, "POST", token="0" * 64, body=b"{}") == 401, path
@@ -520,7 +518,7 @@ def test_no_route_but_inference_and_health_answers_a_stranger(server):
     assert status(server, "/weightwire/pause", "POST", token=token, body=b"[" * 100_000) == 400
 
 
-def test_vllms_own_answers_tell_versions_too(server, known):
+def test_vllm_responses_have_version_headers(server, baseline):
     body = json.dumps({"model": str(server.checkpoint), "prompt": TOKENS[:5], "max_tokens": 2}).encode()
     request = urllib.request.Request(server.process.address + "/v1/completions", data=body)
     request.add_header("Content-Type", "application/json")
@@ -528,7 +526,7 @@ def test_vllms_own_answers_tell_versions_too(server, known):
         assert (answer.headers["X-Weight-Version-First"], answer.headers["X-Weight-Version-Last"]) == ("1", "1")
 
 
-def test_bad_requests_are_refused_with_a_reason(server, known):
+def test_bad_requests_are_refused_with_a_reason(server, baseline):
     async def act(engine):
         with pytest.raises(EngineError, match="max_tokens is 0"):
             await engine.generate(TOKENS[:5], Sampling(max_tokens=0))
@@ -542,7 +540,7 @@ def test_bad_requests_are_refused_with_a_reason(server, known):
     with_engine(server, act)
 
 
-def test_the_engines_side_imports_neither_megatron_nor_megascend():
+def test_receiver_side_imports_neither_megatron_nor_megascend():
     program = """
 import sys, pkgutil, importlib, weightwire
 for found in pkgutil.walk_packages(weightwire.__path__, "weightwire."):
@@ -551,53 +549,55 @@ for found in pkgutil.walk_packages(weightwire.__path__, "weightwire."):
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"megascend", "megatron", "mcore_bridge", "peft"}))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([vllm_python(), "-c", program], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr
+    completed = subprocess.run(
+        [vllm_python(), "-c", program], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert completed.stdout.strip().splitlines()[-1:] == ["[]"], completed.stderr
 
 
-# --- many ---
+# --- many updates ---
 
 
 def memory(server: Server) -> int:
-    """Bytes that the server and its workers have to themselves."""
+    """Return the unique set size of the server and its workers, in bytes."""
     leader = psutil.Process(server.process.pid)
-    return sum(one.memory_full_info().uss for one in (leader, *leader.children(recursive=True)))
+    return sum(process.memory_full_info().uss for process in (leader, *leader.children(recursive=True)))
 
 
-def test_a_hundred_updates_lose_no_request_and_leave_memory_flat(server, weights, reference, listener, known):
+def test_hundred_updates_lose_no_request_and_no_memory(server, weights, reference, listener, baseline):
     versions = [weights, changed(weights, 7)]
     sizes: list[int] = []
 
     async def act(engine):
-        going, answered, done = True, [], 0
+        running, answered, count = True, [], 0
 
         async def ask(number: int) -> None:
-            nonlocal done
-            while going:
+            nonlocal count
+            while running:
                 prompt = TOKENS[: 4 + number % 8]
-                answered.append((await engine.generate(prompt, Sampling(max_tokens=24, seed=done)))[0])
-                done += 1
+                answered.append((await engine.generate(prompt, Sampling(max_tokens=24, seed=count)))[0])
+                count += 1
 
         requests = [asyncio.create_task(ask(number)) for number in range(32)]
         for number in range(2, 102):
             await push(engine, listener, versions[number % 2], number)
             if number in (22, 101):
                 sizes.append(memory(server))
-        going = False
+        running = False
         await asyncio.gather(*requests)
         await assert_in_force(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
-        assert len(answered) == done >= 32
-        assert all(len(one.tokens) == 24 or one.finish_reason == "stop" for one in answered)
-        assert all(1 <= one.first_version <= one.last_version <= 101 for one in answered)
-        assert any(one.first_version < one.last_version for one in answered)
+        assert len(answered) == count >= 32
+        assert all(len(completion.tokens) == 24 or completion.finish_reason == "stop" for completion in answered)
+        assert all(1 <= completion.first_version <= completion.last_version <= 101 for completion in answered)
+        assert any(completion.first_version < completion.last_version for completion in answered)
 
     with_engine(server, act)
     print("bytes of server and workers after updates 21 and 100:", sizes)
     assert sizes[1] - sizes[0] < 20 * 2**20, sizes
 
 
-def test_an_engine_that_is_killed_is_named(server, weights, listener):
-    """The last test of this module: it ends the server."""
+def test_killed_engine_is_named(server, weights, listener):
+    """Kill the server; this must be the last test of the module."""
 
     async def act() -> None:
         engine = server.engine()

@@ -1,9 +1,9 @@
-"""Runs in which a rank dies, stops or hangs, of any engine, and what the others say.
+"""Runs of any engine in which a rank dies, stops or hangs, and the errors of the others.
 
     python faulty_runs.py JOB RESULT
 
-For engines that must not find Megatron in their process: JOB and RESULT are files of ``torch.save``, a list of arguments of
-:func:`run` and what it returned.
+As a program for engines that must run in a process without Megatron: JOB is a ``torch.save`` file with a list of arguments of
+:func:`run`, RESULT one with its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.parity import causal_samples
 
 TIMEOUT_S = 4.0
-LONG_TIMEOUT_S = 40.0  # where a death has to be noticed before it
+LONG_TIMEOUT_S = 40.0  # for deaths, which must be detected before it
 DEADLINE_S = 180.0
 KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
@@ -33,17 +33,17 @@ Caught = tuple[type[MegascendError] | None, str, float]
 
 
 def caught(work: Callable[[list[float]], None]) -> Caught:
-    """The error that ``work`` ends with: its class, its message, and the seconds since ``began[0]``."""
-    began = [time.monotonic()]
+    """Return (class, message, seconds since ``start[0]``) of the error that ``work(start)`` raises."""
+    start = [time.monotonic()]
     try:
-        work(began)
+        work(start)
     except MegascendError as error:
-        return type(error), str(error), time.monotonic() - began[0]
-    return None, "", time.monotonic() - began[0]
+        return type(error), str(error), time.monotonic() - start[0]
+    return None, "", time.monotonic() - start[0]
 
 
 def timeout_of(fault: faults.Fault) -> float:
-    """A connection that is closed is noticed at once, long before the timeout; what stops or hangs is noticed by it."""
+    """Return the run's timeout: a closed connection is detected long before it, a stopped or hung rank by it."""
     return LONG_TIMEOUT_S if fault.action == "die" and fault.phase != "start-up" else TIMEOUT_S
 
 
@@ -54,13 +54,13 @@ def make(engine: str, checkpoint: Path, timeout_s: float = TIMEOUT_S, **settings
 
 
 def train(engine: str, checkpoint: Path, timeout_s: float, settings: dict[str, Any]) -> Caught:
-    """Three steps."""
+    """Take three steps."""
 
-    def steps(began: list[float]) -> None:
+    def steps(start: list[float]) -> None:
         backend = make(engine, checkpoint, timeout_s, **settings)
         samples = causal_samples([list(range(1, 9))])
         for _ in range(3):
-            began[0] = time.monotonic()
+            start[0] = time.monotonic()
             backend.forward_backward(samples)
             backend.optimizer_step()
         backend.close()
@@ -69,26 +69,26 @@ def train(engine: str, checkpoint: Path, timeout_s: float, settings: dict[str, A
 
 
 def save(engine: str, checkpoint: Path, folder: Path) -> Caught:
-    """Three steps, a checkpoint after each, and what is left of them when it is over."""
+    """Take three steps, with a checkpoint after each."""
 
-    def steps(began: list[float]) -> None:
+    def steps(start: list[float]) -> None:
         samples = causal_samples([list(range(1, 9))])
         with make(engine, checkpoint, save_timeout_s=TIMEOUT_S) as backend:
             for step in range(1, 4):
                 backend.forward_backward(samples)
                 backend.optimizer_step()
-                began[0] = time.monotonic()
+                start[0] = time.monotonic()
                 backend.save(folder / str(step), wait=step == 1)
 
     return caught(steps)
 
 
 def run(fault: faults.Fault, world: int, work: Callable[..., Caught], *arguments: Any) -> dict[int, Caught]:
-    """What the surviving ranks caught, by rank."""
+    """Return the errors of the surviving ranks, by rank."""
     with faults.inject(fault):
         results = run_distributed(work, world, *arguments, init=False, timeout_s=DEADLINE_S, expect_lost={fault.rank})
     ends = [KILLED[fault.action]]
-    if fault.action == "hang":  # one that hangs long enough, on a busy machine, learns that the others have given up
+    if fault.action == "hang":  # on a busy machine, its own watchdog may notice that the others have ended
         ends.append(Lost(EXIT_PEER_LOST))
     assert results[fault.rank] in ends
     return {rank: result for rank, result in enumerate(results) if rank != fault.rank}

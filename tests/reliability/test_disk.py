@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or slow: an error on every rank and nothing half-written, and training goes on if it may."""
+"""Full, read-only and slow disks: an error on every rank, no partial files, and training continues if configured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkpoint(parity_folder):
 
 @pytest.fixture
 def disk():
-    """A disk of 12 MiB: room for several checkpoints of the model, which take about 2."""
+    """Mount a disk of 12 MiB, enough for several checkpoints of about 2 MiB."""
     try:
         with faults.full_disk(DISK) as folder:
             yield folder
@@ -69,7 +69,7 @@ def free(folder):
 
 
 def leave(folder, room):
-    """Fill a disk up to ``room`` bytes."""
+    """Fill a disk except for ``room`` bytes."""
     filler = folder / "filler"
     filler.unlink(missing_ok=True)
     with filler.open("wb") as file:
@@ -83,8 +83,8 @@ def on_rank_0(action):
     dist.barrier()
 
 
-def together(backend, call):
-    """The message of the CheckpointError that ``call`` raises, the same on every rank; None on every rank if there is none."""
+def common_message(backend, call):
+    """Return the message of the CheckpointError of ``call``, or None; it must be equal on every rank."""
     try:
         call()
         message = None
@@ -95,8 +95,8 @@ def together(backend, call):
     return message
 
 
-def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
-    """Room for nothing, for a part of a file, for some files, for all but the last: an error, and all that was there is there."""
+def test_full_disk_at_any_point_of_a_save_keeps_the_previous_checkpoint(checkpoint, disk):
+    """Save with room for nothing, part of a file, or some files: an error, and the previous checkpoint stays."""
     retention = Retention(disk / "checkpoints")
 
     def work():
@@ -112,18 +112,20 @@ def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
             for room in rooms:
                 on_rank_0(lambda room=room: leave(disk, room // 4096 * 4096))
                 left = free(disk)
-                message = together(backend, lambda: backend.save(retention.path(2), after=retention.committed).wait())
+                message = common_message(
+                    backend, lambda: backend.save(retention.path(2), after=retention.committed).wait()
+                )
                 failed.append(message is not None)
                 if message is None:
                     break
                 assert "No space left on device" in message, message
                 assert "step-00000002" in message
                 dist.barrier()
-                if retention.path(2).exists():  # no room for the few bytes of `latest`
+                if retention.path(2).exists():  # only the file `latest` did not fit
                     assert "could not be put in place" in message
                     assert manifest.problems(retention.path(2), f := manifest.read(retention.path(2)).files, f) == []
                     on_rank_0(lambda: shutil.rmtree(retention.path(2)))
-                assert abs(free(disk) - left) <= 8192  # but for the file of `latest` and directories
+                assert abs(free(disk) - left) <= 8192  # tolerance for `latest` and directories
                 dist.barrier()
                 assert [path.name for path in retention.candidates()][:1] == ["step-00000001"]
                 assert manifest.problems(retention.path(1), f := manifest.read(retention.path(1)).files, f) == []
@@ -141,13 +143,13 @@ def test_a_full_disk_at_any_point_of_a_save(checkpoint, disk):
 
     failed, _ = run_distributed(work, 2, init=False, timeout_s=180)
     assert failed[:6] == [True] * 6
-    assert not failed[-1]  # the last was enough
+    assert not failed[-1]  # the last room was large enough
     assert retention.latest() == 2
     assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
-def test_a_full_disk_and_the_other_things_that_are_written(checkpoint, disk):
-    """Adapters, checkpoints of adapters, exported models, and checkpoints with one."""
+def test_full_disk_leaves_no_partial_adapters_or_exports(checkpoint, disk):
+    """Write adapters, adapter checkpoints, exported models, and checkpoints with an exported model."""
 
     def work():
         with make_backend(checkpoint, adapters=Adapters(max_count=2)) as backend:
@@ -160,7 +162,7 @@ def test_a_full_disk_and_the_other_things_that_are_written(checkpoint, disk):
                 "checkpoint": lambda path: backend.save(path, wait=True),
                 "with hf": lambda path: backend.save(path, hf=True, wait=True),
             }
-            sizes, said = {}, []
+            sizes, messages = {}, []
             for name, write in targets.items():
                 write(disk / name)
                 dist.barrier()
@@ -170,29 +172,29 @@ def test_a_full_disk_and_the_other_things_that_are_written(checkpoint, disk):
                 for room in (0, 4096, sizes[name] // 3, sizes[name] - 4096):
                     on_rank_0(lambda room=room: leave(disk, room // 4096 * 4096))
                     for target in (disk / name, disk / "new"):
-                        message = together(backend, lambda write=write, target=target: write(target))
+                        message = common_message(backend, lambda write=write, target=target: write(target))
                         assert message is not None, (name, room)
-                        said.append((name, room, message))
+                        messages.append((name, room, message))
                     dist.barrier()
                     on_rank_0((disk / "filler").unlink)
-                    assert contents_of(disk) == before, (name, room)  # no half of anything, at either place
+                    assert contents_of(disk) == before, (name, room)  # no partial files at either target
                     dist.barrier()
             for name, write in targets.items():
                 write(disk / name)
             backend.load(disk / "with hf")
-            return said
+            return messages
 
-    said, _ = run_distributed(work, 2, init=False, timeout_s=120)
-    for name, room, message in said:
+    messages, _ = run_distributed(work, 2, init=False, timeout_s=120)
+    for name, room, message in messages:
         assert "No space left" in message or "os error 28" in message.lower(), (name, room, message)
 
 
 def contents_of(folder):
-    """Everything below a directory."""
+    """Return everything below a directory."""
     return {str(path.relative_to(folder)): path.is_dir() or path.read_bytes() for path in sorted(folder.rglob("*"))}
 
 
-def test_a_read_only_disk(checkpoint, tmp_path):
+def test_read_only_disk_raises_and_training_continues(checkpoint, tmp_path):
     retention = Retention(tmp_path / "run" / "checkpoints")
 
     def work():
@@ -205,27 +207,27 @@ def test_a_read_only_disk(checkpoint, tmp_path):
             dist.barrier()
             before = contents_of(tmp_path)
             keeper = faults.read_only(tmp_path / "run")
-            seen, why = None, None
+            mounted, reason = None, None
             if backend.rank == 0:
                 try:
-                    seen = keeper.__enter__()
+                    mounted = keeper.__enter__()
                 except PlatformError as error:
-                    why = str(error)
-            seen, why = gather_objects((seen, why), "world", backend.groups)[0]
-            if seen is None:
-                return why
-            there = Retention(seen / "checkpoints")
+                    reason = str(error)
+            mounted, reason = gather_objects((mounted, reason), "world", backend.groups)[0]
+            if mounted is None:
+                return reason
+            read_only = Retention(mounted / "checkpoints")
             try:
                 for call in (
-                    lambda: backend.save(there.path(2), after=there.committed).wait(),
-                    lambda: backend.save(there.path(1), after=there.committed).wait(),
-                    lambda: backend.save_adapter("a", seen / "adapter"),
-                    lambda: backend.export_hf(seen / "hf"),
+                    lambda: backend.save(read_only.path(2), after=read_only.committed).wait(),
+                    lambda: backend.save(read_only.path(1), after=read_only.committed).wait(),
+                    lambda: backend.save_adapter("a", mounted / "adapter"),
+                    lambda: backend.export_hf(mounted / "hf"),
                 ):
-                    message = together(backend, call)
+                    message = common_message(backend, call)
                     assert message is not None
                     assert "Read-only file system" in message
-                backend.load(there.candidates()[0])  # which needs nothing to be written
+                backend.load(read_only.candidates()[0])  # loading writes nothing
                 assert backend.adapters["a"].values.detach().equal(state)
                 train(backend, "a")
             finally:
@@ -248,7 +250,7 @@ def test_a_read_only_disk(checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A model with tokenizer, and data."""
+    """Write a model with tokenizer, and data."""
     folder = tmp_path_factory.mktemp("run")
     command("new-model", folder / "model", "--hidden", "64", "--layers", "2", "--context", "128", check=True)
     lines = [{"text": f"the number {number} is followed by {number + 1}"} for number in range(16)]
@@ -273,9 +275,9 @@ def settings(prepared, output, **checkpoint):
 
 
 def command(*arguments, check=False):
-    done = run_command(*arguments, timeout_s=180)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+    completed = run_command(*arguments, timeout_s=180)
+    assert not check or completed.returncode == 0, completed.stderr
+    return completed
 
 
 def events(output):
@@ -283,8 +285,8 @@ def events(output):
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(prepared, disk):
-    """The disk fills up under it, with metrics and all, and is cleared while it goes on."""
+def test_run_continues_on_a_full_disk_and_saves_again_later(prepared, disk):
+    """Fill the run's disk, metrics included, and clear it while the run continues."""
     from megascend.app.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
@@ -321,8 +323,8 @@ def test_a_run_goes_on_without_checkpoints_and_saves_again_once_there_is_room(pr
     assert rows == list(range(1, 41))
 
 
-def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tmp_path):
-    """It may go on without checkpoints, but must not end as if there were one of its last step."""
+def test_run_stopped_on_a_full_disk_raises_checkpoint_error(prepared, disk, tmp_path):
+    """Raise at the end: a run may continue without checkpoints, but must not end without one of its last step."""
     from megascend.app.train import train as train_run
 
     output, stop = disk / "run", threading.Event()
@@ -352,7 +354,7 @@ def test_a_run_that_is_stopped_while_there_is_no_room_says_so(prepared, disk, tm
     assert manifest.read(Retention(output / "checkpoints").candidates()[0]).step > 0
 
 
-def test_the_last_step_is_saved_again_if_its_checkpoint_failed(prepared, checkpoint, disk):
+def test_failed_checkpoint_of_the_last_step_is_retried(prepared, checkpoint, disk):
     from megascend.app.checkpoint_policy import CheckpointPolicy
     from megascend.app.event_log import EventLog
 
@@ -387,13 +389,13 @@ def wait_for(condition, stop, seconds=60):
 
 
 @pytest.mark.nightly
-def test_a_run_stops_with_exit_code_2_and_can_be_resumed(prepared, disk):
+def test_run_exits_with_code_2_on_a_full_disk_and_resumes(prepared, disk):
     output = disk / "run"
     (prepared / "stop.yaml").write_text(yaml.safe_dump(settings(prepared, output, on_failure="stop", keep_last=9)))
-    done = command("train", prepared / "stop.yaml", "--nproc", "2")  # the disk has no room for twenty checkpoints
-    assert done.returncode == 2, done.stderr
-    assert "No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = command("train", prepared / "stop.yaml", "--nproc", "2")  # the disk has no room for twenty checkpoints
+    assert completed.returncode == 2, completed.stderr
+    assert "No space left on device" in completed.stderr
+    assert "Traceback" not in completed.stderr
     retention = Retention(output / "checkpoints")
     steps = retention.steps()
     assert steps
@@ -404,18 +406,18 @@ def test_a_run_stops_with_exit_code_2_and_can_be_resumed(prepared, disk):
     assert not [path for path in retention.directory.iterdir() if path.name.startswith(".step")]
     shutil.rmtree(retention.path(steps[0]))  # make room
     arguments = ("--resume", "auto", "--set", "checkpoint.keep_last=1", "--set", f"steps={steps[-1] + 2}")
-    done = command("train", prepared / "stop.yaml", "--nproc", "2", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert f"resumed from {retention.path(steps[-1])} after step {steps[-1]}" in done.stdout
+    completed = command("train", prepared / "stop.yaml", "--nproc", "2", *arguments)
+    assert completed.returncode == 0, completed.stderr
+    assert f"resumed from {retention.path(steps[-1])} after step {steps[-1]}" in completed.stdout
     assert retention.steps() == [steps[-1] + 2]
 
 
-# --- slow ---
+# --- slow disks ---
 
 
-def test_a_slow_disk_does_not_stop_training(checkpoint, tmp_path):
-    """Steps go on while a checkpoint is being written; the next one waits until it is complete."""
-    moves_on = tmp_path / "the disk moves on"
+def test_slow_disk_does_not_block_training(checkpoint, tmp_path):
+    """Train while a checkpoint is being written; the next save waits until it is complete."""
+    release = tmp_path / "release"
 
     def work():
         with make_backend(checkpoint) as backend:
@@ -426,7 +428,7 @@ def test_a_slow_disk_does_not_stop_training(checkpoint, tmp_path):
 
             def slowly(descriptor):
                 if Path(f"/proc/self/fd/{descriptor}").resolve().name == f"__{backend.rank}_0.distcp":
-                    while not moves_on.exists():
+                    while not release.exists():
                         time.sleep(0.01)
                 fsync(descriptor)
 
@@ -435,21 +437,21 @@ def test_a_slow_disk_does_not_stop_training(checkpoint, tmp_path):
             for _ in range(3):
                 train(backend)
             assert not slow.done
-            phase, begun = backend.groups.monitor.phase, []
+            phase, entered = backend.groups.monitor.phase, []
 
             def watched(name, *details):
                 if details == ("waiting for slow",):
-                    begun.append(gather_objects(slow.done, "world", backend.groups))
-                    moves_on.touch()
+                    entered.append(gather_objects(slow.done, "world", backend.groups))
+                    release.touch()
                 return phase(name, *details)
 
             backend.groups.monitor.phase = watched
             following = backend.save(tmp_path / "following")
-            done = slow.done
+            was_done = slow.done
             following.wait()
-            return begun, done, following.stall_s
+            return entered, was_done, following.stall_s
 
-    for begun, done, stall_s in run_distributed(work, 2, init=False, timeout_s=120):
-        assert begun[:1] == [[False, False]]  # both ranks have come to the next save, and wait
-        assert done
+    for entered, was_done, stall_s in run_distributed(work, 2, init=False, timeout_s=120):
+        assert entered[:1] == [[False, False]]  # both ranks have entered the next save, and wait
+        assert was_done
         assert stall_s > 0

@@ -1,4 +1,4 @@
-"""A rank dies, stops, hangs or leaves a collective out: every other one ends in time and names it, and where."""
+"""A rank dies, stops, hangs or skips a collective: every other rank raises in time and names the rank and its phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megascend.testing.parity import case_checkpoint, causal_samples
 from megascend.topology.topology import plan
 from support.forked_programs import run_forked
 
-DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is what a busy machine adds (14 s were seen)
+DIAGNOSIS_S = 60.0  # three seconds of polling; the rest is for busy machines (14 s were measured)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def checkpoint(parity_folder):
 def meet(runtime, world, timeout_s=TIMEOUT_S):
     """Create the groups, and gather twice."""
 
-    def gather(began):
+    def gather(start):
         groups = initialize(plan(Parallel(), world), runtime.platform, timeout_s)
         for name in ("first", "second"):
-            began[0] = time.monotonic()
+            start[0] = time.monotonic()
             gather_objects(name, "world", groups)
             groups.monitor.step += 1
         groups.destroy()
@@ -49,10 +49,10 @@ def meet(runtime, world, timeout_s=TIMEOUT_S):
     return caught(gather)
 
 
-def assert_named(found, fault, phase):
-    """Every survivor has ended in time and says what has become of the rank."""
+def assert_named(outcomes, fault, phase):
+    """Check that every survivor has raised in time and names the lost rank and its state."""
     where = phase if phase == "start-up" else f"{phase} of step {fault.step}"
-    for rank, (kind, message, seconds) in found.items():
+    for rank, (kind, message, seconds) in outcomes.items():
         assert message.startswith(f"rank {rank}: "), message
         noticed_by = LONG_TIMEOUT_S if timeout_of(fault) == LONG_TIMEOUT_S else TIMEOUT_S + DIAGNOSIS_S
         assert seconds < noticed_by, message
@@ -68,17 +68,17 @@ def assert_named(found, fault, phase):
 
 
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
-def test_start_up(action, runtime):
+def test_rank_lost_at_start_up_is_named(action, runtime):
     fault = faults.Fault(action, rank=1, phase="start-up", step=1)
     assert_named(run(fault, 3, meet, runtime, 3), fault, "start-up")
 
 
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
-def test_object_gather(action, runtime):
+def test_rank_lost_in_object_gather_is_named(action, runtime):
     fault = faults.Fault(action, rank=2, phase="object gather", step=2)
-    found = run(fault, 3, meet, runtime, 3, timeout_of(fault))
-    assert_named(found, fault, "gather_objects")
-    for _, message, _ in found.values():
+    outcomes = run(fault, 3, meet, runtime, 3, timeout_of(fault))
+    assert_named(outcomes, fault, "gather_objects")
+    for _, message, _ in outcomes.values():
         assert f"1 of 3 ranks did not arrive at gather_objects within {timeout_of(fault):g} s: rank 2." in message
 
 
@@ -96,7 +96,7 @@ LAYOUTS = {"DP2": Parallel(), "TP2": Parallel(tensor=2), "PP2": Parallel(pipelin
         ("TP2", "stop", 0),
     ],
 )
-def test_forward(layout, action, rank, checkpoint, megatron_imported):
+def test_rank_lost_in_forward_is_named(layout, action, rank, checkpoint, megatron_imported):
     fault = faults.Fault(action, rank=rank, phase="forward", step=2)
     assert_named(
         run(fault, 2, train, "megatron", checkpoint, timeout_of(fault), {"parallel": LAYOUTS[layout]}), fault, "forward"
@@ -104,7 +104,7 @@ def test_forward(layout, action, rank, checkpoint, megatron_imported):
 
 
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])
-def test_grad_reduce(action, checkpoint, megatron_imported):
+def test_rank_lost_in_grad_reduce_is_named(action, checkpoint, megatron_imported):
     fault = faults.Fault(action, rank=1, phase="grad reduce", step=2)
     assert_named(run(fault, 2, train, "megatron", checkpoint, timeout_of(fault), {}), fault, "grad reduce")
 
@@ -112,10 +112,10 @@ def test_grad_reduce(action, checkpoint, megatron_imported):
 @pytest.mark.parametrize(
     ("phase", "action"), [("save", "die"), ("save", "stop"), ("save", "hang"), ("write", "die"), ("write", "hang")]
 )
-def test_save(phase, action, checkpoint, megatron_imported, tmp_path):
-    """After step 2, so in step 3: on the main thread, or on the one that writes. The first checkpoint stays whole."""
+def test_rank_lost_in_save_is_named(phase, action, checkpoint, megatron_imported, tmp_path):
+    """Lose a rank after step 2 (counted as step 3) on the main or the writer thread; the first checkpoint stays complete."""
     fault = faults.Fault(action, rank=1, phase=phase, step=3)
-    alive = (phase, action) == ("write", "hang")  # only the thread that writes hangs
+    alive = (phase, action) == ("write", "hang")  # only the writer thread hangs
     with faults.inject(fault):
         results = run_distributed(
             save,
@@ -144,8 +144,8 @@ def test_save(phase, action, checkpoint, megatron_imported, tmp_path):
     assert_only_the_first(tmp_path)
 
 
-def test_a_rank_that_stops_while_it_writes(checkpoint, megatron_imported, tmp_path):
-    """The other one waits for the checkpoint, in no collective that could end: its hang monitor ends it."""
+def test_rank_stopped_while_writing_ends_the_waiting_rank(checkpoint, megatron_imported, tmp_path):
+    """End the other rank by its hang monitor: it waits for the checkpoint outside of any collective."""
     with (
         faults.inject(faults.Fault("stop", rank=1, phase="write", step=3)),
         pytest.raises(DistributedTestError, match=f"rank 0 exited with code {EXIT_PEER_LOST}") as error,
@@ -157,13 +157,13 @@ def test_a_rank_that_stops_while_it_writes(checkpoint, megatron_imported, tmp_pa
 
 
 def assert_only_the_first(folder):
-    """The checkpoint before the fault is there, and nothing that looks like one of the fault's step."""
+    """Check that only the checkpoint from before the fault exists."""
     assert [path.name for path in folder.iterdir() if (path / "megascend.json").is_file()] == ["1"]
     assert not (folder / "2").exists()
 
 
-def test_a_rank_that_leaves_a_reduction_out(checkpoint, megatron_imported):
-    """It goes ahead to another collective; both time out, and each says where the other one is."""
+def test_rank_that_skips_a_reduction_is_named(checkpoint, megatron_imported):
+    """Skip a reduction and enter the next collective: both ranks time out and name the other's position."""
     with faults.inject(faults.Fault("skip", rank=1, phase="grad reduce", step=2)):
         (kind, message, seconds), other = run_distributed(
             train, 2, "megatron", checkpoint, TIMEOUT_S, {}, init=False, timeout_s=DEADLINE_S
@@ -175,8 +175,8 @@ def test_a_rank_that_leaves_a_reduction_out(checkpoint, megatron_imported):
     assert re.search("ank 0 (has not come: in|failed in) grad reduce of step 2", other[1]), other[1]
 
 
-def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported):
-    """An exception that nobody else shares; the rank goes on living, as one does that is being debugged."""
+def test_failed_rank_is_named_with_its_error(checkpoint, megatron_imported):
+    """Raise an exception on one rank whose process stays alive, as in a debugger."""
 
     def work():
         from megascend.backends import MegatronBackend
@@ -186,7 +186,7 @@ def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported
         def broken(model, batch):
             raise KeyError("reward")
 
-        if backend.rank == 1:  # in the model, between two collectives; what a loss raises ends the step on all ranks
+        if backend.rank == 1:  # in the model, between two collectives; an error of a loss is raised on all ranks
             backend.engine._forward_chunk = broken
         try:
             backend.forward_backward(causal_samples([list(range(1, 9))]))
@@ -198,8 +198,8 @@ def test_a_rank_that_fails_is_named_with_its_error(checkpoint, megatron_imported
             return type(error), str(error)
         return None
 
-    (kind, message), own = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
-    assert own == (KeyError, "'reward'")  # a user's own error is not touched
+    (kind, message), user_error = run_distributed(work, 2, init=False, timeout_s=DEADLINE_S)
+    assert user_error == (KeyError, "'reward'")  # the user's exception is unchanged
     assert kind is PeerLostError
     assert "ank 1 failed in forward of step 1 with KeyError: 'reward'" in message
 
@@ -219,8 +219,8 @@ MORE_FSDP_FAULTS = [
 ]
 
 
-def of_fsdp(cases, checkpoint, folder):
-    """The faults, one after the other, in processes without Megatron."""
+def run_fsdp_faults(cases, checkpoint, folder):
+    """Run faults one after the other in processes without Megatron, and check the survivors' errors."""
     all_faults = [faults.Fault(action, rank=rank, phase=phase, step=2) for action, rank, phase, _ in cases]
     jobs = [
         (fault, 2, "train", "fsdp", checkpoint, timeout_of(fault), settings)
@@ -228,24 +228,24 @@ def of_fsdp(cases, checkpoint, folder):
     ]
     torch.save(jobs, folder / "job")
     program = Path(__file__).with_name("faulty_runs.py")
-    done = run_forked(program, folder / "job", folder / "result", timeout_s=len(jobs) * DEADLINE_S)
-    assert done.returncode == 0, done.stderr[-6000:]
-    for fault, found in zip(all_faults, torch.load(folder / "result", weights_only=False), strict=True):
-        assert_named(found, fault, fault.phase)
+    completed = run_forked(program, folder / "job", folder / "result", timeout_s=len(jobs) * DEADLINE_S)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    for fault, outcomes in zip(all_faults, torch.load(folder / "result", weights_only=False), strict=True):
+        assert_named(outcomes, fault, fault.phase)
 
 
-def test_under_fsdp(checkpoint, tmp_path):
-    of_fsdp(FSDP_FAULTS, checkpoint, tmp_path)
-
-
-@pytest.mark.nightly
-def test_more_under_fsdp(checkpoint, tmp_path):
-    of_fsdp(MORE_FSDP_FAULTS, checkpoint, tmp_path)
+def test_lost_rank_is_named_under_fsdp(checkpoint, tmp_path):
+    run_fsdp_faults(FSDP_FAULTS, checkpoint, tmp_path)
 
 
 @pytest.mark.nightly
-def test_experts_under_fsdp(parity_folder, tmp_path):
-    """With expert parallelism, whose exchanges of tokens are further collectives."""
+def test_lost_rank_is_named_under_fsdp_in_further_cases(checkpoint, tmp_path):
+    run_fsdp_faults(MORE_FSDP_FAULTS, checkpoint, tmp_path)
+
+
+@pytest.mark.nightly
+def test_lost_rank_is_named_under_fsdp_with_experts(parity_folder, tmp_path):
+    """Use expert parallelism, which adds all-to-all collectives."""
     experts = {"parallel": Parallel(expert=2)}
     cases = [("hang", 1, "forward", experts), ("die", 0, "backward", experts)]
-    of_fsdp(cases, case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2), tmp_path)
+    run_fsdp_faults(cases, case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2), tmp_path)

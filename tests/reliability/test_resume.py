@@ -1,6 +1,6 @@
-"""A run that is killed at a random place and resumed ends with the same losses and the same weights, bit for bit.
+"""A run that is killed at a random point and resumed ends with equal losses and weights, bit for bit.
 
-MEGASCEND_RESUME_SEEDS: how often each layout is killed (default 3; 20 before a release).
+MEGASCEND_RESUME_SEEDS: number of kills per layout (default 3; 20 before a release).
 """
 
 import functools
@@ -41,8 +41,8 @@ KILLS = [
 TEXTS = ["one two three", "red and blue", "up", "left or right, as ever", "a b c d e f", "to be continued", "seven"]
 
 
-def place(seed: int, layout: str, world_size: int) -> faults.Fault:
-    """Where a run is killed. Saving begins after the step is counted, so its phases belong to the step after."""
+def random_fault(seed: int, layout: str, world_size: int) -> faults.Fault:
+    """Draw a kill at a random phase and step. Saving begins after the step is counted, so it belongs to the next step."""
     draw = random.Random(f"{seed}/{layout}")
     phase = draw.choice(PHASES)
     steps = range(EVERY + 1, STEPS, EVERY) if phase in ("save", "write") else range(1, STEPS + 1)
@@ -90,7 +90,7 @@ def outcome(result, output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(models):
-    """What a layout's run ends with: ``uninterrupted(layout)``."""
+    """Return a function that gives the outcome of a layout's uninterrupted run."""
     from megascend.app.train import train
 
     @functools.cache
@@ -98,26 +98,26 @@ def uninterrupted(models):
         output = models / f"whole-{layout}"
         settings = config(models, layout, output)
         result = run_distributed(lambda: train(settings), LAYOUTS[layout][0], init=False, timeout_s=90)[0]
-        found = outcome(result, output)
-        assert len(found[1]) == STEPS
-        return found
+        expected = outcome(result, output)
+        assert len(expected[1]) == STEPS
+        return expected
 
     return run
 
 
 @pytest.mark.parametrize(("layout", "seed"), KILLS)
-def test_a_killed_run_goes_on_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
+def test_killed_run_resumes_bit_for_bit(models, uninterrupted, tmp_path, layout, seed):
     from megascend.app.train import train
 
     world_size, output = LAYOUTS[layout][0], tmp_path / "run"
     settings = config(models, layout, output)
-    killed(lambda: train(settings), world_size, place(seed, layout, world_size))
-    how: dict[str, Any] = {"resume": "auto"} if checkpoints_at(output) else {"overwrite": True}
-    (result, *_) = run_distributed(lambda: train(settings, **how), world_size, init=False, timeout_s=90)
+    killed(lambda: train(settings), world_size, random_fault(seed, layout, world_size))
+    options: dict[str, Any] = {"resume": "auto"} if checkpoints_at(output) else {"overwrite": True}
+    (result, *_) = run_distributed(lambda: train(settings, **options), world_size, init=False, timeout_s=90)
     assert outcome(result, output) == uninterrupted(layout)
 
 
-def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, tmp_path, monkeypatch):
+def test_modules_are_frozen_for_garbage_collection_during_the_run(models, tmp_path, monkeypatch):
     from megascend.app import run
     from megascend.app.train import train
 
@@ -141,7 +141,7 @@ def test_modules_are_left_out_of_garbage_collection_until_the_run_ends(models, t
 
 
 def tenants(checkpoint, folder, results):
-    """Train two adapters on mixed batches, going on from the newest checkpoint in ``folder``; leaves them in ``results``."""
+    """Train two adapters on mixed batches from the newest checkpoint in ``folder``, and save them in ``results``."""
     from megascend.backends import MegatronBackend
     from megascend.checkpoint.retention import Retention
 
@@ -183,7 +183,7 @@ def causal(ids, adapter):
 
 
 @pytest.fixture(scope="module")
-def tenants_alone(parity_folder, tmp_path_factory):
+def uninterrupted_tenants(parity_folder, tmp_path_factory):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     folder = tmp_path_factory.mktemp("tenants")
     figures = run_distributed(tenants, 2, checkpoint, folder / "checkpoints", folder, init=False, timeout_s=180)[0]
@@ -198,10 +198,10 @@ def adapter_files(folder):
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.nightly] if seed else []) for seed in SEEDS])
-def test_two_tenants_go_on_bit_for_bit(tenants_alone, tmp_path, seed):
-    checkpoint, figures, files = tenants_alone
+def test_two_tenants_resume_bit_for_bit(uninterrupted_tenants, tmp_path, seed):
+    checkpoint, figures, files = uninterrupted_tenants
     checkpoints = tmp_path / "checkpoints"
-    killed(lambda: tenants(checkpoint, checkpoints, tmp_path), 2, place(seed, "tenants", 2))
+    killed(lambda: tenants(checkpoint, checkpoints, tmp_path), 2, random_fault(seed, "tenants", 2))
     rest = run_distributed(tenants, 2, checkpoint, checkpoints, tmp_path, init=False, timeout_s=180)[0]
     assert rest == figures[STEPS - len(rest) :]
     assert adapter_files(tmp_path) == files

@@ -1,4 +1,4 @@
-"""Real torchrun: what it says when a rank dies, and a restart whose store still holds what the first attempt wrote."""
+"""Errors under a real torchrun when a rank dies, and a restart whose store still has the first attempt's keys."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megascend.topology.topology import plan
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt == 0 and os.environ["RANK"] == "1":
     time.sleep(1)
-    sys.exit(3)  # before it has touched the store, which rank 0 has
+    sys.exit(3)  # before this rank uses the store, which rank 0 has used
 if attempt == 1 and os.environ["RANK"] == "0":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before it has said what it saw
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's signal may arrive before this rank has logged its error
 groups = initialize(plan(Parallel(), 2), runtime.platform, 60)
 for groups.monitor.step in (1, 2):
     line = f"attempt {attempt} gathered {gather_objects(groups.rank, 'world', groups)}\\n"
-    os.write(1, line.encode())  # at once: the other rank writes to the same pipe
+    os.write(1, line.encode())  # one write: the other rank writes to the same pipe
 """
 
 
 @pytest.mark.torchrun
-def test_a_rank_that_dies_before_and_one_that_dies_after_a_restart(tmp_path) -> None:
+def test_rank_deaths_before_and_after_a_restart_are_reported(tmp_path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    # torchrun asks the survivor to end when it next looks, every three seconds, and kills it after another thirty.
+    # torchrun polls every three seconds, then sends SIGTERM to the survivor, and SIGKILL after another thirty.
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=3"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
         capture_output=True,
         text=True,
@@ -46,10 +46,10 @@ def test_a_rank_that_dies_before_and_one_that_dies_after_a_restart(tmp_path) -> 
         check=False,
         env=os.environ | faults.environment(faults.Fault("die", rank=1, phase="object gather", step=2, attempt=1)),
     )
-    assert done.returncode == 1
-    assert done.stdout.count("attempt 1 gathered [0, 1]") == 2, done.stdout + done.stderr[-4000:]
-    assert "FAULTS ARE ARMED" in done.stderr
+    assert completed.returncode == 1
+    assert completed.stdout.count("attempt 1 gathered [0, 1]") == 2, completed.stdout + completed.stderr[-4000:]
+    assert "FAULTS ARE ARMED" in completed.stderr
     lost = "PeerLostError: rank 0: 1 of 2 ranks did not arrive"
-    (line,) = (line for line in done.stderr.splitlines() if lost in line)
+    (line,) = (line for line in completed.stderr.splitlines() if lost in line)
     assert "Rank 1 is gone: its process has ended, last heard of" in line
     assert "in gather_objects of step 2" in line

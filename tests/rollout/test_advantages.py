@@ -1,4 +1,4 @@
-"""Advantages, against calculations that share nothing with ours."""
+"""Advantages, compared with independent calculations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REWARDS = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=1
 
 
 @given(REWARDS)
-def test_grpo_is_what_torch_standardises(rewards: list[float]) -> None:
+def test_grpo_matches_standardization_with_torch(rewards: list[float]) -> None:
     values = torch.tensor(rewards, dtype=torch.float64)
     expected = (values - values.mean()) / (values.std() + STD_EPSILON)
     assert advantages(rewards, "grpo") == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
@@ -22,9 +22,9 @@ def test_grpo_is_what_torch_standardises(rewards: list[float]) -> None:
 
 @given(REWARDS)
 def test_rloo_leaves_each_response_out_of_its_own_baseline(rewards: list[float]) -> None:
-    for index, found in enumerate(advantages(rewards, "rloo")):
-        others = rewards[:index] + rewards[index + 1 :]
-        assert found == pytest.approx(rewards[index] - sum(others) / len(others), rel=1e-9, abs=1e-9)
+    for index, advantage in enumerate(advantages(rewards, "rloo")):
+        other_rewards = rewards[:index] + rewards[index + 1 :]
+        assert advantage == pytest.approx(rewards[index] - sum(other_rewards) / len(other_rewards), rel=1e-9, abs=1e-9)
 
 
 @given(REWARDS)
@@ -37,7 +37,7 @@ def test_rloo_is_the_centered_one_scaled_by_n_over_n_minus_1(rewards: list[float
 @given(REWARDS, st.floats(-50, 50), st.sampled_from(sorted(ESTIMATORS)))
 def test_a_constant_added_to_all_rewards_changes_nothing(rewards: list[float], shift: float, estimator: str) -> None:
     moved = advantages([reward + shift for reward in rewards], estimator)
-    # GRPO divides by a standard deviation, which rounding makes up where there is none.
+    # GRPO divides by a standard deviation, which is only rounding noise for (almost) equal rewards.
     if max(rewards) - min(rewards) > 1e-3 or estimator != "grpo":
         assert moved == pytest.approx(advantages(rewards, estimator), rel=1e-6, abs=1e-6)
 
@@ -54,7 +54,7 @@ def test_groups_without_variance_are_those_whose_advantages_are_all_zero() -> No
     assert advantages([0.5] * 8, "grpo") == [0.0] * 8
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_invalid_estimator_and_rewards_raise_errors() -> None:
     with pytest.raises(ConfigError, match="unknown estimator 'gae'; known: grpo, rloo, centered"):
         advantages([1.0, 2.0], "gae")
     with pytest.raises(DataError, match="two or more, got 1"):

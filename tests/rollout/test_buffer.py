@@ -1,4 +1,4 @@
-"""Bounded staleness: no group older than the bound is handed out, whatever the order of answers, and nothing is lost."""
+"""Bounded staleness: no group older than the bound is returned, in any order of answers, and none is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group(number: int, version: int) -> Group:
 
 
 def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
-    """Dispatch what there is room for; the numbers."""
+    """Dispatch prompts until the buffer is full; return their numbers."""
     numbers = []
     for _ in range(buffer.room(step, version)):
         dispatch = buffer.returned(version) or buffer.dispatch({"prompt": "p"}, version)
@@ -35,8 +35,8 @@ def test_without_lag_trainer_and_engines_take_turns() -> None:
     buffer.finished(group(1, 0))
     assert buffer.take(0) is None
     buffer.finished(group(0, 0))
-    assert [one.number for one in buffer.take(0) or ()] == [0, 1]
-    assert buffer.room(1, 0) == 0, "the trainer is learning: what is sampled now would be a step late"
+    assert [item.number for item in buffer.take(0) or ()] == [0, 1]
+    assert buffer.room(1, 0) == 0, "the trainer is learning: a sample drawn now would be a step late"
     assert fill(buffer, 1, 1) == [2, 3]
 
 
@@ -50,30 +50,30 @@ def test_a_lag_of_two_keeps_three_batches_on_their_way() -> None:
     assert len(fill(buffer, 1, 1)) == 4
 
 
-def test_what_others_have_overtaken_is_dropped_and_counted() -> None:
+def test_stale_groups_are_dropped_and_counted() -> None:
     buffer = RolloutBuffer(batch=1, max_lag=1)
     assert fill(buffer, 0, 0) == [0, 1]
     for step in range(3):
         if step:
             fill(buffer, step, step)
         buffer.finished(group(step + 1, step if step else 0))
-        taken = buffer.take(step)
-        assert taken is not None
-        assert taken[0].number == step + 1
+        groups = buffer.take(step)
+        assert groups is not None
+        assert groups[0].number == step + 1
     buffer.finished(group(0, 0))  # sampled with version 0, the trainer is at 3
     assert buffer.take(3) is None
     assert buffer.counts.stale == 1
     assert buffer.counts.learned == 3
 
 
-def test_in_order_waits_for_the_slow_one() -> None:
+def test_in_order_waits_for_the_slowest_group() -> None:
     buffer = RolloutBuffer(batch=2, max_lag=1, in_order=True)
     fill(buffer, 0, 0)
     for number in (1, 2, 3):
         buffer.finished(group(number, 0))
     assert buffer.take(0) is None
     buffer.finished(group(0, 0), equal=True)
-    assert [one.number for one in buffer.take(0) or ()] == [1, 2]
+    assert [item.number for item in buffer.take(0) or ()] == [1, 2]
     assert buffer.counts.equal == 1
 
 
@@ -106,16 +106,16 @@ def test_no_group_is_older_than_the_bound_and_every_prompt_is_accounted_for(
             buffer = RolloutBuffer(batch, max_lag, in_order=in_order)
             buffer.load_state_dict(state)
             flying.clear()
-        taken = buffer.take(step)
-        if taken is not None:
-            assert len(taken) == batch
-            assert all(0 <= step - one.version <= max_lag for one in taken)
+        groups = buffer.take(step)
+        if groups is not None:
+            assert len(groups) == batch
+            assert all(0 <= step - item.version <= max_lag for item in groups)
             if in_order:
-                assert [one.number for one in taken] == sorted(one.number for one in taken)
+                assert [item.number for item in groups] == sorted(item.number for item in groups)
             step += 1
             version = step - step % sync_every
-        idle = 0 if taken is not None else idle + 1
-        assert idle < 400, "the trainer waits for ever"
+        idle = 0 if groups is not None else idle + 1
+        assert idle < 400, "the trainer waits forever"
     counts, waiting = buffer.counts, len(buffer.state_dict()["waiting"])
     assert counts.learned == 12 * batch
     assert counts.dispatched == counts.learned + counts.stale + counts.equal + buffer.ready + waiting
@@ -136,7 +136,7 @@ def test_the_state_survives_json_exactly() -> None:
     assert again.in_flight == 3
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_buffer_calls_raise_errors() -> None:
     with pytest.raises(ConfigError, match="batch >= 1"):
         RolloutBuffer(0, 0)
     buffer = RolloutBuffer(1, 0)

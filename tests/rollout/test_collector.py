@@ -1,4 +1,4 @@
-"""Prompts that an engine fails at go to others; when there are none, the run ends with the engine's words."""
+"""A prompt that fails on one engine goes to another; when all fail, the run ends with the engine's error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 class Prompts:
-    """The numbers from 0 on."""
+    """Prompts that are the numbers from 0."""
 
     def __init__(self) -> None:
         self.drawn = -1
@@ -42,13 +42,13 @@ class Prompts:
 
 
 class Engine:
-    """Answers at once, or is lost."""
+    """Engine double that answers at once, or raises EngineLostError."""
 
     def __init__(self, name: str, lost: bool = False) -> None:
-        self.name, self.lost, self.asked, self.version = name, lost, [], 0
+        self.name, self.lost, self.requests, self.version = name, lost, [], 0
 
     async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        self.asked.append(tokens[0])
+        self.requests.append(tokens[0])
         if self.lost:
             raise EngineLostError(f"{self.name} is lost")
         return [Completion((number,), (-0.5,), "stop", self.version, self.version) for number in range(n)]
@@ -68,25 +68,25 @@ def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any
         group_size=2,
     )
     task = replace(task, **changes)
-    found = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
+    rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
-        found.start(step=0, offset=0)
-        yield found
+        rollouts.start(step=0, offset=0)
+        yield rollouts
     finally:
-        found.close()
+        rollouts.close()
 
 
 def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
     lost, sound = Engine("one", lost=True), Engine("two")
-    with collecting(monkeypatch, lost, sound) as found:
-        groups = found.take(0, DEADLINE_S)
+    with collecting(monkeypatch, lost, sound) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
-    assert sorted(group.number for group in groups) == sorted(sound.asked) == [0, 1, 2, 3]
-    assert len(lost.asked) == 1  # although it has the least work
+    assert sorted(group.number for group in groups) == sorted(sound.requests) == [0, 1, 2, 3]
+    assert len(lost.requests) == 1  # although it has the least work
 
 
 def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):
-    """The run's own error is told, and not that its end took too long."""
+    """Log a warning when closing takes too long, so that the run's own error is not masked."""
 
     async def hang() -> None:
         await asyncio.Event().wait()
@@ -95,22 +95,25 @@ def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplo
     engine.close = hang
     assert client.RELEASE_S < collector.CLOSE_S
     monkeypatch.setattr(collector, "CLOSE_S", 0.05)
-    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine) as found:
-        found.take(0, DEADLINE_S)
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine) as rollouts:
+        rollouts.take(0, DEADLINE_S)
     assert "did not close within 0.05 s" in caplog.text
 
 
-def test_prompts_that_all_engines_fail_at_end_the_run_with_the_engines_words(monkeypatch):
+def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
     engines = Engine("one", lost=True), Engine("two", lost=True)
-    with collecting(monkeypatch, *engines) as found, pytest.raises(EngineLostError, match="is lost"):
-        found.take(0, DEADLINE_S)
-    asked = [engine.asked.count(number) for number in range(4) for engine in engines]
-    assert max(asked) <= 2
-    assert max(first + second for first, second in zip(asked[::2], asked[1::2], strict=True)) == collector.ATTEMPTS
+    with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineLostError, match="is lost"):
+        rollouts.take(0, DEADLINE_S)
+    request_counts = [engine.requests.count(number) for number in range(4) for engine in engines]
+    assert max(request_counts) <= 2
+    assert (
+        max(first + second for first, second in zip(request_counts[::2], request_counts[1::2], strict=True))
+        == collector.ATTEMPTS
+    )
 
 
 @pytest.mark.parametrize(
-    ("reward", "shown"),
+    ("reward", "expected"),
     [
         (lambda response, prompt: 0.0, "gave the 80 responses 0 to all of them"),
         (lambda response, prompt: 1e-12 * float(response), "gave the 80 responses 1e-12 to all of them"),
@@ -118,68 +121,71 @@ def test_prompts_that_all_engines_fail_at_end_the_run_with_the_engines_words(mon
     ],
     ids=["constant", "tiny differences", "constant for each prompt"],
 )
-def test_groups_without_signal_end_the_run_at_the_bound(reward, shown, monkeypatch, caplog):
+def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkeypatch, caplog):
     engine = Engine("one")
     with (
-        collecting(monkeypatch, engine, reward=reward, most_equal=40) as found,
+        collecting(monkeypatch, engine, reward=reward, most_equal=40) as rollouts,
         caplog.at_level(logging.WARNING),
         pytest.raises(DataError, match="step 1: the last 40 groups have no learning signal") as raised,
     ):
-        found.take(0, DEADLINE_S)
+        rollouts.take(0, DEADLINE_S)
     message = str(raised.value)
-    assert shown in message
+    assert expected in message
     assert "test_collector.py:<lambda>" in message
     assert "rollout.max_groups_without_signal (40)" in message
     (warning,) = caplog.messages
     assert "the last 20 groups have no learning signal" in warning
     assert "the run ends after 40" in warning
-    assert len(engine.asked) < 50
+    assert len(engine.requests) < 50
 
 
-def test_responses_that_are_all_cut_off_are_told(monkeypatch):
+def test_truncated_responses_are_reported(monkeypatch):
     class CutOff(Engine):
         async def generate(self, tokens, sampling, n):
-            return [replace(each, finish_reason="length") for each in await super().generate(tokens, sampling, n)]
+            return [
+                replace(completion, finish_reason="length")
+                for completion in await super().generate(tokens, sampling, n)
+            ]
 
     with (
-        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, most_equal=4) as found,
+        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, most_equal=4) as rollouts,
         pytest.raises(DataError, match="8 of them were cut off at max_tokens: 1"),
     ):
-        found.take(0, DEADLINE_S)
+        rollouts.take(0, DEADLINE_S)
 
 
-def test_one_group_with_signal_begins_the_count_anew(monkeypatch):
-    """Every seventh prompt teaches something, so a bound of eight is never reached and batches of four fill."""
+def test_group_with_signal_resets_the_count(monkeypatch):
+    """Give every seventh prompt a signal: the limit of 11 is never reached and batches of four fill."""
     reward = lambda response, prompt: float(response) * (prompt["prompt"] % 7 == 6)  # noqa: E731
-    with collecting(monkeypatch, Engine("one"), reward=reward, most_equal=11) as found:
-        groups = found.take(0, DEADLINE_S)
+    with collecting(monkeypatch, Engine("one"), reward=reward, most_equal=11) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
     assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "no bound"])
-def test_without_a_bound_groups_without_signal_are_warned_of(kept, monkeypatch, caplog):
-    """Also where they are learned from."""
-    settings = {"drop_equal": False, "most_equal": 8} if kept else {}
+@pytest.mark.parametrize("bounded", [True, False], ids=["kept", "no bound"])
+def test_groups_without_signal_are_warned_of_without_a_bound(bounded, monkeypatch, caplog):
+    """Warn also where the groups are trained on."""
+    settings = {"drop_equal": False, "most_equal": 8} if bounded else {}
     reward = lambda response, prompt: float(response) * (prompt["prompt"] >= 50)  # noqa: E731
     engine = Engine("one")
-    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as found:
-        for step in range(12 if kept else 1):
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as rollouts:
+        for step in range(12 if bounded else 1):
             engine.version = step
-            found.updated(step)
-            assert found.take(step, DEADLINE_S) is not None
+            rollouts.updated(step)
+            assert rollouts.take(step, DEADLINE_S) is not None
     assert [message.split(" groups")[0].split()[-1] for message in caplog.messages] == ["20", "40"]
     assert "no limit is set" in caplog.messages[0]
 
 
-def test_what_a_reward_raises_names_the_line_of_the_prompt(monkeypatch):
+def test_reward_error_names_the_prompt_line(monkeypatch):
     with (
         collecting(
             monkeypatch, Engine("one"), reward=lambda *_: None, locate=lambda p: f"p.jsonl:{p['prompt']}"
-        ) as found,
+        ) as rollouts,
         pytest.raises(DataError, match=r"^p.jsonl:\d: the reward function .* returned None, not a finite number"),
     ):
-        found.take(0, DEADLINE_S)
+        rollouts.take(0, DEADLINE_S)
 
 
 def test_a_reward_that_never_returns_is_named(monkeypatch):
@@ -189,14 +195,14 @@ def test_a_reward_that_never_returns_is_named(monkeypatch):
         never.wait()
         return 0.0
 
-    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as found:
-        assert found.take(0, 0.2) is None
-        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in found.hold_up()
+    with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
+        assert rollouts.take(0, 0.2) is None
+        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.hold_up()
         never.set()
-    with collecting(monkeypatch, Engine("one")) as found:
-        assert found.take(0, DEADLINE_S) is not None
-        assert found.hold_up() == "no engine has answered"
-        assert found.graded() >= 4
+    with collecting(monkeypatch, Engine("one")) as rollouts:
+        assert rollouts.take(0, DEADLINE_S) is not None
+        assert rollouts.hold_up() == "no engine has answered"
+        assert rollouts.graded() >= 4
 
 
 def test_a_reward_that_never_returns_keeps_no_process_alive():

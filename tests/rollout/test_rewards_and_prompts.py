@@ -1,4 +1,4 @@
-"""Reward functions by name, and prompt files: what is wrong with one is said with its place."""
+"""Reward functions by name, and prompt files: errors name the file and line."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_reward_is_found_in_a_file_and_in_a_module(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_loads_from_a_file_and_from_a_module(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_reward(f"{code}:right")("4", {"answer": "4"}) == 1.0
     monkeypatch.syspath_prepend(code.parent)
     assert load_reward("my_rewards:right")("4", {"answer": "5"}) == 0.0
 
 
-def test_a_reward_that_cannot_be_used_is_refused(code: Path) -> None:
+def test_unusable_rewards_raise_config_error(code: Path) -> None:
     for name, message in {
         "right": "must name a function as",
         f"{code}:wrong": "no function 'wrong'; functions there: right, one, broken, later, stream",
@@ -89,7 +89,7 @@ def test_a_reward_that_cannot_be_used_is_refused(code: Path) -> None:
         load_reward(f"{code}:right")
 
 
-def test_a_reward_may_be_an_instance_or_a_function_that_tells_no_signature(code: Path) -> None:
+def test_reward_may_be_an_instance_or_a_function_without_signature(code: Path) -> None:
     assert checked(load_reward(f"{code}:grader"), "a", {}) == 0.5
     with pytest.raises(DataError, match="raised TypeError"):
         checked(load_reward("builtins:max"), "a", {"b": 1})
@@ -109,8 +109,8 @@ def test_a_reward_may_be_an_instance_or_a_function_that_tells_no_signature(code:
 def test_numbers_of_every_kind_are_rewards(value: object) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
-    assert (found, type(found)) == (1.0, float)
+        reward = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+    assert (reward, type(reward)) == (1.0, float)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_numbers_of_every_kind_are_rewards(value: object) -> None:
     ],
     ids=lambda value: f"{value!r:.16}",  # without addresses, which differ from worker to worker
 )
-def test_what_is_no_finite_number_raises_with_value_function_and_response(value: object) -> None:
+def test_non_finite_reward_raises_with_value_function_and_response(value: object) -> None:
     def grade(response: str, example: object) -> object:
         return value
 
-    shown = r"test_rewards_and_prompts.py:test_what_.*grade returned .*, not a finite number.*; the response was 'abc'"
-    with pytest.raises(DataError, match=f"(?s){shown}"):
+    message = r"test_rewards_and_prompts.py:test_non_finite_.*grade returned .*, not a finite number.*; the response was 'abc'"
+    with pytest.raises(DataError, match=f"(?s){message}"):
         checked(grade, "abc", {})  # type: ignore[arg-type]
 
 
@@ -141,10 +141,10 @@ def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
     for estimator in ESTIMATORS:
         with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
             advantages([0.0, float(value)], estimator)  # type: ignore[arg-type]
-        assert all(abs(each) < 3e38 for each in advantages([1e18, -1e18, 0.0], estimator))
+        assert all(abs(advantage) < 3e38 for advantage in advantages([1e18, -1e18, 0.0], estimator))
 
 
-def test_what_a_reward_raises_is_shown_with_the_function_and_the_response(code: Path) -> None:
+def test_reward_exception_is_reported_with_function_and_response(code: Path) -> None:
     broken = load_reward(f"{code}:broken")
     with pytest.raises(DataError, match=r"my_rewards.py:broken raised KeyError: 'missing'; the response was 'abc'"):
         checked(broken, "abc", {})
@@ -153,8 +153,8 @@ def test_what_a_reward_raises_is_shown_with_the_function_and_the_response(code: 
     assert reward_name(max) == "max"  # type: ignore[reportArgumentType]
 
 
-def test_a_coroutine_is_no_reward(code: Path) -> None:
-    """A plain function that calls an async one."""
+def test_coroutine_reward_raises_data_error(code: Path) -> None:
+    """Refuse the coroutine that a plain function returns from an async one."""
 
     async def later() -> float:
         return 1.0
@@ -219,7 +219,7 @@ def test_a_prompt_is_tokenised_as_in_supervised_training(text: str, closes: bool
 
 
 def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
-    """Without a second beginning, with the run's date; what the template leaves out is reported."""
+    """Add no second BOS token, write the run's date, and report messages that the template omits."""
     tokenizer = tokenizer_with_bos()
     tokenizer.chat_template = (
         "{{ bos_token + strftime_now('%Y-%m-%d') }}{% for m in messages if m.role != 'developer' %}"
@@ -270,7 +270,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"^6 problems in the prompts") as caught:
         read_and_check(config, byte_tokenizer(4096), Limits(50))
-    said = str(caught.value)
+    message = str(caught.value)
     for words in (
         "role 'usr'",
         "only the assistant's",
@@ -279,14 +279,14 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
         "99 tokens",
         "b.jsonl:1: expected",
     ):
-        assert words in said
-    assert "train_on_prompt" not in said
+        assert words in message
+    assert "train_on_prompt" not in message
 
     held_out.unlink()
     learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    alone = config.model_copy(update={"evaluation": None})
+    training_only = config.model_copy(update={"evaluation": None})
     tokenizer = byte_tokenizer(4096)
-    *_, tokens = read_and_check(alone, tokenizer, Limits(50))
-    assert read_and_check(alone, tokenizer, Limits(50))[2] == tokens
+    *_, tokens = read_and_check(training_only, tokenizer, Limits(50))
+    assert read_and_check(training_only, tokenizer, Limits(50))[2] == tokens
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert read_and_check(alone, tokenizer, Limits(50))[2] != tokens
+    assert read_and_check(training_only, tokenizer, Limits(50))[2] != tokens

@@ -268,13 +268,13 @@ def same(results: list[SampleResult], expected_results: list[SampleResult]) -> N
             assert sample.logprobs == pytest.approx(expected_sample.logprobs, abs=5e-6)
 
 
-def test_a_seed_gives_the_same_again_whatever_is_beside_it(single_rank) -> None:
+def test_seeded_samples_do_not_depend_on_the_batch(single_rank) -> None:
     same(single_rank[1], single_rank[0])
     same([result for call in single_rank[2:] for result in call], single_rank[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_sample_what_one_rank_samples(layout, checkpoint, adapters, single_rank) -> None:
+def test_layouts_sample_like_one_rank(layout, checkpoint, adapters, single_rank) -> None:
     ranks, parallel = LAYOUTS[layout]
     ranks_results = run_distributed(
         sampled, ranks, checkpoint, adapters, parallel, [REQUESTS, REQUESTS[2:3]], init=False
@@ -315,7 +315,7 @@ def until(tokens: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, ...]:
     return tokens[: next(ends)]
 
 
-def test_responses_end_by_stops_and_when_nobody_waits_for_them(checkpoint, adapters) -> None:
+def test_responses_end_at_stops_and_on_cancellation(checkpoint, adapters) -> None:
     ranks = run_distributed(stopped, 2, checkpoint, adapters, Parallel(pipeline=2), init=False)
     tokens, by_stops, by_end, no_text, small, cancelled_results, sliced, queries = ranks[0]
     assert [rank[:-1] for rank in ranks] == [ranks[0][:-1]] * 2

@@ -38,7 +38,7 @@ def shares_of(draws: int, temperature: float = 1.0, top_p: float = 1.0, top_k: i
         ({"top_p": 1e-9}, PROBABILITIES * torch.tensor([0, 1, 0, 0, 0, 0])),
     ],
 )
-def test_tokens_come_as_often_as_they_should(settings: dict[str, float], expected: torch.Tensor) -> None:
+def test_token_frequencies_match_probabilities(settings: dict[str, float], expected: torch.Tensor) -> None:
     draws = 3_000
     frequencies = torch.tensor(shares_of(draws, **settings))  # type: ignore[arg-type]
     probabilities = expected / expected.sum()
@@ -46,7 +46,7 @@ def test_tokens_come_as_often_as_they_should(settings: dict[str, float], expecte
     assert not frequencies[probabilities == 0].any()
 
 
-def test_log_probabilities_are_the_models_own_whatever_was_drawn_from() -> None:
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = PROBABILITIES.log().expand(3, -1)
     chosen = choose(logits, [Draw(0.0, 0.0), Draw(0.25, 0.999999), Draw(1.0, 0.0, top_k=1)])
     assert chosen.tokens[0] == chosen.tokens[2] == 1
@@ -62,13 +62,13 @@ def test_equally_likely_tokens_are_cut_by_their_ids() -> None:
     assert float(left.exp().sum()) == pytest.approx(1.0)
 
 
-def test_the_likeliest_tokens_come_first() -> None:
+def test_top_logprobs_are_sorted() -> None:
     ids, values = top_logprobs(PROBABILITIES.log()[None], 3)
     assert ids.tolist() == [[1, 3, 4]]
     assert values.exp().tolist()[0] == pytest.approx([0.4, 0.3, 0.15])
 
 
-def test_random_numbers_are_those_of_seed_response_and_place_alone() -> None:
+def test_random_numbers_depend_on_seed_sample_and_position() -> None:
     numbers = [uniform(seed, sample, position) for seed in (1, 2) for sample in (0, 1) for position in range(500)]
     assert len(set(numbers)) == 2000
     assert all(0 <= number < 1 for number in numbers)
@@ -83,7 +83,7 @@ def decode(tokens) -> str:
     return "".join(PIECES[token] for token in tokens)
 
 
-def test_what_ends_a_response() -> None:
+def test_stop_conditions_of_a_response() -> None:
     assert ends([1, 2, 6], (6,), None)
     assert not ends([6, 1], (6,), None)  # checked when it was the newest
     assert ends([1, 2, 6], ((2, 6),), None)
@@ -100,7 +100,7 @@ def request(prompt: int = 3, max_tokens: int = 4, **settings: object) -> SampleR
     return SampleRequest(range(prompt), SamplingParams(max_tokens), **settings)  # type: ignore[arg-type]
 
 
-def test_a_request_is_refused_by_what_is_wrong_with_it() -> None:
+def test_invalid_request_is_refused_with_the_reason() -> None:
     def refusal(sample_request: SampleRequest) -> str | None:
         return sample_request.refusal({"alice"}, 100, 20, "the model's context")
 
@@ -153,7 +153,7 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
     assert values[0].exp().tolist() == pytest.approx(PROBABILITIES[ids[0]].tolist())
 
 
-def test_draws_of_a_prompt_depend_on_the_seed_alone() -> None:
+def test_prompt_draws_depend_only_on_the_seed() -> None:
     request = SampleRequest([1, 2, 3], SamplingParams(1), target_tokens=((7, -1), (8, 9)), prompt_draws=2)
     fields, wider, other = (prompt_fields(request, *args) for args in ((2, 2, 5), (3, 4, 5), (2, 2, 6)))
     assert all(torch.equal(fields[name], wider[name]) for name in fields)
@@ -173,6 +173,6 @@ def test_draws_of_a_prompt_depend_on_the_seed_alone() -> None:
         ({"prompt_draws": -1}, "from 0 to 64"),
     ],
 )
-def test_what_cannot_be_picked_is_refused(changes, why) -> None:
+def test_invalid_target_tokens_are_refused(changes, why) -> None:
     request = SampleRequest([1, 2, 3], SamplingParams(1), **changes)
     assert why in request.refusal((), 6, 99, "x")

@@ -1,4 +1,4 @@
-"""What an unmodified Tinker client does with a server, as a program: trains, and writes what it was answered.
+"""Program with an unmodified Tinker client: trains on a server and writes the answers.
 
     python client_program.py JOB.json RESULT.json
 
@@ -65,7 +65,7 @@ def step(client: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str
 
 
 def sampled(service: Any, client: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Responses of the model as it is now, and of the base model; what the trainer says of the same tokens."""
+    """Return responses of the current model and the base model, and the trainer's log-probabilities of the same tokens."""
     prompt = job["data"]["cross_entropy"][1][0]
     params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=3)
     text = types.ModelInput.from_ints(prompt)

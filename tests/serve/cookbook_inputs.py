@@ -1,4 +1,4 @@
-"""What tinker-cookbook's recipes take from the hub, made here: a model, its tokenizer, and data sets, by the names that they use.
+"""Local inputs of tinker-cookbook's recipes in place of the hub's: a model, its tokenizer, and data sets with their names.
 
     python cookbook_inputs.py FOLDER
 
@@ -50,7 +50,7 @@ def comparison(chance: random.Random) -> dict[str, Any]:
 
 
 def write_dataset(folder: Path, rows: Sequence[Any], name: str = "default") -> None:
-    """Files that ``datasets.load_dataset(FOLDER, name)`` reads as splits train and test."""
+    """Write files that ``datasets.load_dataset(FOLDER, name)`` reads as splits train and test."""
     folder.mkdir(parents=True)
     card = ["---", "configs:", f"- config_name: {name}", "  data_files:"]
     for split, part in (("train", rows), ("test", rows[:16])):
@@ -80,7 +80,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """Model, tokenizer and data sets."""
+    """Write model, tokenizer and data sets."""
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 
     chance = random.Random(0)

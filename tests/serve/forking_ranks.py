@@ -54,7 +54,7 @@ try:
                 run(command)
             except SystemExit as end:
                 os._exit(end.code if isinstance(end.code, int) else 1)
-            except BaseException:  # noqa: BLE001  the exit code tells
+            except BaseException:  # noqa: BLE001  the exit code reports it
                 import traceback
 
                 traceback.print_exc()

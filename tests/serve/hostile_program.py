@@ -61,10 +61,10 @@ class Attacker:
             self.send(f"{attack}{path}", path, content=content, headers={"content-type": "application/json"})
 
     def attack(self) -> None:
-        """Everything once."""
+        """Send every hostile request once."""
         self.train("NaN", weights=[float("nan"), 1.0, 1.0])
         self.train("infinite", weights=[1.0, float("inf"), 1.0])
-        self.train("overflow", weights=[3e38, 3e38, -3e38])  # finite: runs beside others, and its gradient is not
+        self.train("overflow", weights=[3e38, 3e38, -3e38])  # finite loss in shared batches, infinite gradient
         self.train("vocabulary", target_tokens=[5, 10**6, 7])
         self.train("negative token", target_tokens=[5, -1, 7])
         self.train("lengths", weights=[1.0])

@@ -1,4 +1,4 @@
-"""A backend that computes nothing and notes what it was asked for, and a service on it behind a test client."""
+"""A backend that computes nothing and records its calls, and a service on it behind a test client."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RecordingBackend:
     def generate(
         self, requests: Sequence[SampleRequest], tokens: int, cancelled: Any = None
     ) -> Iterator[Mapping[int, SampleResult]]:
-        """Every response goes on counting from the last token of its prompt."""
+        """Continue every response by counting from the last token of its prompt."""
         self.sampled.append([request.prompt[-1] for request in requests if request.prompt])
         self.sampling.wait(HELD_S)
         results = {}

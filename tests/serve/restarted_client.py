@@ -1,4 +1,4 @@
-"""A client program that trains until it is told that it is enough, whatever happens to its server meanwhile.
+"""A client program that trains until it is told to stop, across restarts of its server.
 
     python restarted_client.py JOB.json RESULT.json
 
@@ -36,7 +36,7 @@ def batch(seed: int, step: int, vocabulary: int) -> list[types.Datum]:
 
 
 def train(client: Any, job: dict[str, Any], step: int) -> tuple[Any, Any]:
-    """One step, which is not waited for; of two requests for gradients, now and then."""
+    """Send one step without waiting for it; sometimes with two gradient requests."""
     passes = [client.forward_backward(batch(job["seed"], step, job["vocabulary"]), "cross_entropy")]
     if step % 3 == 0:
         passes.append(client.forward_backward(batch(job["seed"] + 1000, step, job["vocabulary"]), "cross_entropy"))

@@ -1,4 +1,4 @@
-"""``megascend serve`` on ranks that are killed and started again, as torchrun would start them."""
+"""``megascend serve`` on ranks that are killed and restarted, as torchrun would restart them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RestartedServer:
             self.back_s.append(time.monotonic() - self._start_time)
 
     def kill(self, ranks: str) -> None:
-        """SIGKILL ``all`` ranks, the ``first`` or the ``last``; the others have to end by themselves."""
+        """Send SIGKILL to ``all`` ranks, the ``first`` or the ``last``; the others must end without it."""
         killed = {"all": self._alive, "first": self._alive[:1], "last": self._alive[-1:]}[ranks]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A service on real ranks beside the test, and clients' data."""
+"""A service on real ranks for tests, and clients' data."""
 
 from __future__ import annotations
 

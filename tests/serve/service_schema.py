@@ -80,7 +80,7 @@ REFUSED = obj(["detail", "category"], detail={"type": "string"}, category={"enum
 
 
 def operations(ids: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[Schema | None, Schema | None]]:
-    """By method and path under /api/v1: (body, answer), None for none.
+    """Return (body, answer) by method and path under /api/v1, None for none.
 
     Args:
         known: by kind, names that the server has.

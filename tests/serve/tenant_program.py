@@ -23,7 +23,7 @@ from tinker import types
 
 
 def batch(chance: random.Random, vocabulary: int, policy: bool) -> list[types.Datum]:
-    """One to four samples of random lengths."""
+    """Build one to four samples of random lengths."""
     data = []
     for _ in range(chance.randint(1, 4)):
         count = chance.randint(4, 40)
@@ -48,7 +48,7 @@ def terms_size(datum: types.Datum, logprobs: Any) -> float:
 
 
 def train(client: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """(loss, size of its terms) of each step of a job, and where its adapter was saved."""
+    """Return (loss, sum of its terms' sizes) of each step of a job, and the path of its saved adapter."""
     chance, pace = random.Random(job["seed"]), random.Random()
     adam = types.AdamParams(
         learning_rate=job["learning_rate"], eps=1e-3

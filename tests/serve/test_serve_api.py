@@ -59,7 +59,7 @@ def test_a_request_that_is_sent_again_is_done_once(here) -> None:
     assert (other.status_code, "was a forward_backward" in other.text) == (400, True)
 
 
-def test_a_request_that_never_comes_fails_its_step_and_no_other(here) -> None:
+def test_missing_request_fails_only_its_step(here) -> None:
     model, other = here.alice.model(), here.bob.model()
     late = [here.alice.forward_backward(model, 2, 20), here.alice.optim_step(model, 3)]
     after = [here.alice.forward_backward(model, 4, 30), here.alice.optim_step(model, 5)]
@@ -88,10 +88,10 @@ def test_models_share_a_batch(here) -> None:
     assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in here.client.get("/metrics").text
 
 
-# --- who may ask ---
+# --- authentication ---
 
 
-def test_nothing_but_health_and_figures_is_open(here) -> None:
+def test_only_health_and_metrics_are_open(here) -> None:
     routes = [(route.path, method) for route in here.client.app.routes for method in route.methods or ()]
     for path, method in routes:
         at = path.replace("{kind}", "weights").replace("{model}", "m").replace("{name}", "n").replace("{session}", "s")
@@ -182,7 +182,7 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
         ({"loss": "__import__"}, "not supported"),
     ],
 )
-def test_bad_data_fail_their_own_step(here, changes, why) -> None:
+def test_bad_data_fail_only_their_step(here, changes, why) -> None:
     model, other = here.alice.model(), here.bob.model()
     body = train_body(model, 2, 10, **changes)
     good = here.alice.forward_backward(model, 1, 10)
@@ -210,7 +210,7 @@ def test_a_step_that_is_not_made_is_an_error(here) -> None:
     assert steps(here)[-1] == ("discard", "a1")  # nothing is left for the step after it
 
 
-def test_creating_and_saving_fail_by_whose_fault_it_is(here) -> None:
+def test_errors_of_creating_and_saving_have_their_category(here) -> None:
     session = here.alice.post("create_session", {}).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 65}}
     assert here.alice.ask("create_model", body)["category"] == "user"
@@ -224,7 +224,7 @@ def test_creating_and_saving_fail_by_whose_fault_it_is(here) -> None:
     assert "exists" in here.alice.ask("save_weights", saves[1])["error"]
 
 
-def test_what_is_too_much_is_refused(tmp_path) -> None:
+def test_requests_over_the_limits_are_refused(tmp_path) -> None:
     limits = {"pending": 2, "tokens": 100, "models": 2, "samples": 3, "body_bytes": 4000}
     with served(tmp_path, limits=limits) as here:
         model, other, bobs = here.alice.model(), here.alice.model(), here.bob.model()
@@ -259,7 +259,7 @@ def test_garbage_is_refused(here) -> None:
 # --- as time passes ---
 
 
-def test_what_was_saved_is_there_after_a_restart_and_half_a_save_is_not(tmp_path) -> None:
+def test_complete_saves_survive_a_restart_and_partial_ones_do_not(tmp_path) -> None:
     with served(tmp_path / "storage") as here:
         model = here.alice.model()
         path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
@@ -320,7 +320,7 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(here) -> None:
     assert "no longer kept" in here.alice.post("forward_backward", train_body(model, 1, 10)).text
 
 
-def test_a_model_that_is_unloaded_is_gone_with_what_still_waits(here) -> None:
+def test_unloading_a_model_fails_its_waiting_requests(here) -> None:
     model = here.alice.model()
     early = [here.alice.forward_backward(model, 2, 10), here.alice.optim_step(model, 4)]
     assert here.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}

@@ -1,4 +1,4 @@
-"""The real Tinker client, unmodified, against a service in several layouts, and transformers, peft and AdamW beside it."""
+"""The real, unmodified Tinker client with a service in several layouts, compared with transformers, peft and AdamW."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CLIENTS = (
 
 @pytest.fixture(scope="module")
 def served(request, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ServeConfig]]:
-    """Address and settings of a service in the layout that the test names; one for all tests."""
+    """Start a service in the layout that the test names, shared by all tests; return address and settings."""
     folder, (ranks, parallel) = tmp_path_factory.mktemp("serve"), LAYOUTS[request.param]
     settings = ServeConfig(
         model=model, port=0, storage=folder / "storage", precision="fp32", parallel=parallel, platform="cpu",
@@ -87,8 +87,8 @@ def test_clients_of_other_versions_do_too(model, served, tmp_path, client, recor
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("served", [IN_CI], indirect=True)
-def test_many_tenants_train_as_each_alone(model, served, tmp_path) -> None:
-    """Six clients of ranks 1 to 64 at once, each with a learning rate of its own, then each by itself."""
+def test_many_tenants_train_as_in_separate_runs(model, served, tmp_path) -> None:
+    """Run six clients of ranks 1 to 64 concurrently, each with its learning rate, then one after the other."""
     url, _ = served
     jobs = []
     for number in range(6):
@@ -197,7 +197,7 @@ def reference(job: Path, answer: dict[str, Any], settings: ServeConfig, folder: 
 
 
 def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any]) -> None:
-    """Every log-probability and loss within 1e-5; loading resumes exactly; a bad request fails its own step only."""
+    """Check log-probabilities and losses to 1e-5, exact resumption, and that a bad request fails only its step."""
     assert answer["rank"] == job["rank"]
     for settings, step, reference_step in zip(job["steps"], answer["steps"], expected["steps"], strict=True):
         for first, second in zip(step["logprobs"], reference_step["logprobs"], strict=True):
@@ -218,7 +218,7 @@ def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any])
 
 
 def check_samples(samples: dict[str, Any], length: int) -> None:
-    """Log-probabilities of sampler and trainer agree; the same seed gives the same tokens; the base model is another one."""
+    """Check that sampler and trainer agree, a seed repeats tokens, and the base model differs."""
     first, again = samples["tokens"]
     assert first == again
     assert [len(layout) for layout in first] == [6, 6]

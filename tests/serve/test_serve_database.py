@@ -1,4 +1,4 @@
-"""The database of the durable state: cut off, damaged, full, killed while it is written; and what its rows add up to."""
+"""The database of the durable state: truncated, damaged, full, or killed while written; and the state of its rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BATCHES = [
 
 
 def rows_of(path: Path) -> list[StoredRow]:
-    """All rows, as a server finds them that starts on these files."""
+    """Return all rows that a server reads when it starts on these files."""
     database = StateDatabase(path)
     try:
         return [row for kind in PARENTS for row in database.rows(kind)]
@@ -124,12 +124,12 @@ def test_damage_to_the_log_is_reported_unless_it_is_in_the_last_batch(killed) ->
             with pytest.raises(CheckpointError, match=rf"state-wal: damaged at offset {begin}\b"):
                 rows_of(copy)
             assert len(log_of(copy).read_bytes()) == len(log)
-        else:  # it can hardly be told from one that was being written
+        else:  # indistinguishable from a frame that was being written
             read_or_refused(copy, [row for batch in BATCHES[:2] for row in batch])
 
 
-def test_a_log_behind_which_an_older_one_lies_is_read(killed, tmp_path) -> None:
-    """SQLite begins a log again from the front once its pages are in the database: what follows is of the log before."""
+def test_log_followed_by_older_frames_is_read(killed, tmp_path) -> None:
+    """Read a log that SQLite has restarted from the front: its new frames are followed by those of the previous log."""
     path, _ = killed
     database = StateDatabase(path)
     database.write([request(number) for number in range(2, 60)])
@@ -174,7 +174,7 @@ def test_damage_to_the_database_is_reported_or_changes_nothing(killed) -> None:
         assert read_or_refused(copy, rows)
 
 
-def test_damage_to_what_a_client_sent_is_reported(killed) -> None:
+def test_damaged_request_content_raises_checkpoint_error(killed) -> None:
     path, _ = killed
     rows_of(path)
     data = path.read_bytes()
@@ -186,7 +186,7 @@ def test_damage_to_what_a_client_sent_is_reported(killed) -> None:
             rows_of(copy)
 
 
-def test_a_database_that_is_missing_beside_its_log_is_an_error(killed) -> None:
+def test_missing_database_with_a_log_raises_checkpoint_error(killed) -> None:
     path, _ = killed
     path.unlink()
     with pytest.raises(CheckpointError, match="state is missing, and state-wal beside it is not"):
@@ -248,7 +248,7 @@ def test_a_writer_that_is_killed_leaves_every_batch_that_it_has_reported(tmp_pat
         assert len(names) in ((reported[-1] + 1, reported[-1] + 2) if reported else range(10**9))
 
 
-def test_a_save_covers_the_requests_before_it_and_keeps_answers_that_come_with_it(tmp_path) -> None:
+def test_save_removes_earlier_requests_and_keeps_its_answers(tmp_path) -> None:
     database = StateDatabase(tmp_path / "state")
     database.write([SESSION, MODEL, request(1), request(3), answer(1), request(2)])
     assert database.write([saved("a", 3), answer(2)]) == []
@@ -267,7 +267,7 @@ def test_an_answer_stays_with_its_request_if_that_is_not_covered(tmp_path) -> No
     database.close()
 
 
-def test_the_end_of_a_session_removes_its_rows_and_leaves_out_those_that_come_later(tmp_path) -> None:
+def test_end_of_a_session_removes_its_rows_and_ignores_later_ones(tmp_path) -> None:
     database = StateDatabase(tmp_path / "state")
     late_rows = [StoredRow("sampler", "p", {"path": None}, parent="s"), StoredRow("sequence", "q", {}, parent="s")]
     database.write([SESSION, MODEL, *late_rows, saved("a", 1), answer(1), StoredRow("session", "another", {})])

@@ -1,4 +1,4 @@
-"""What a server finds that starts on the storage of one that was killed: a copy of its files at any moment."""
+"""Recovery of a server from the storage of a killed one: a copy of its files at any moment."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def storage_of(server: Served) -> Path:
 
 
 def steps_of(server: Served) -> list[float]:
-    """Learning rates of the steps that the ranks were asked for, in order."""
+    """Return the learning rates of the steps that the ranks executed, in order."""
     return [call[-1][call[1]].lr for call in server.backend.calls if call[0] == "optimizer_step"]
 
 
 def train(server: Served, model: str, first: int, count: int) -> list[Any]:
-    """Gradients and steps number ``first``, ``first + 1``, ... and their answers."""
+    """Send gradients and steps number ``first``, ``first + 1``, ...; return their answers."""
     answers = []
     for number in range(first, first + 2 * count, 2):
         names = [
@@ -63,7 +63,7 @@ def train(server: Served, model: str, first: int, count: int) -> list[Any]:
     return answers
 
 
-def test_what_was_promised_is_done_and_what_was_answered_is_answered_the_same(disks) -> None:
+def test_restart_executes_accepted_requests_and_repeats_answers(disks) -> None:
     with disks(durable_steps=100) as first:
         model = first.alice.model()
         answers = train(first, model, 1, 2)
@@ -85,7 +85,7 @@ def test_what_was_promised_is_done_and_what_was_answered_is_answered_the_same(di
             assert second.service.durability.recovered
 
 
-def test_a_save_bounds_what_is_repeated(disks) -> None:
+def test_save_bounds_the_replayed_steps(disks) -> None:
     with disks(durable_steps=3) as first:
         model = first.alice.model()
         answers = train(first, model, 1, 4)
@@ -125,7 +125,7 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_a_client_saved_is_not_saved_again_and_what_it_loaded_is_what_it_was(disks) -> None:
+def test_replay_repeats_no_client_save_and_loads_the_same_state(disks) -> None:
     with disks() as first:
         model = first.alice.model()
         train(first, model, 1, 1)
@@ -166,7 +166,7 @@ def test_a_request_that_failed_fails_again_though_its_reason_is_gone(disks, monk
             assert steps_of(second) == [3.0]
 
 
-def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_them(disks) -> None:
+def test_recorded_responses_survive_a_restart(disks) -> None:
     result = SampleResult([SampledSequence([7, 8], [-1.0, -2.0], "stop"), SampledSequence([9], [-3.0], "stop")])
     spans = [ProvenanceSpan("one", 0, 1, False), ProvenanceSpan("one", 0, 1, True)], [ProvenanceSpan("one", 0, 2, True)]
     inputs = {"target_tokens": np.array([7, 8]), "advantages": np.ones(2, np.float32)}
@@ -189,7 +189,7 @@ def test_remembered_responses_are_there_and_what_named_them_is_repeated_without_
                 second.service.sequences.find("alice", session.name, "one")
 
 
-def test_what_never_came_is_given_up_once(disks) -> None:
+def test_missing_request_is_given_up_once(disks) -> None:
     with disks() as first:
         model = first.alice.model()
         late = first.alice.optim_step(model, 2, 1.0)
@@ -228,7 +228,7 @@ def largest_file() -> Iterator[Callable[[int | None], None]]:
     limit(None)
 
 
-def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_file) -> None:
+def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest_file) -> None:
     monkeypatch.setattr(durability, "RETRY_S", 0.02)
     with disks() as first:
         model = first.alice.model()
@@ -256,7 +256,7 @@ def test_nothing_is_promised_while_the_disk_is_full(disks, monkeypatch, largest_
             assert steps_of(second) == [1.0]
 
 
-def test_nothing_is_promised_after_an_internal_error_of_the_writer(disks) -> None:
+def test_requests_are_refused_after_an_internal_error_of_the_writer(disks) -> None:
     with disks() as first:
         model = first.alice.model()
         first.service.durability._writer.enqueue(StoredRow("session", "s", {"tenant": object()}))
@@ -267,7 +267,7 @@ def test_nothing_is_promised_after_an_internal_error_of_the_writer(disks) -> Non
         assert "internal error (TypeError)" in refused.json()["detail"]
 
 
-def test_what_cannot_be_continued_is_refused(disks, monkeypatch) -> None:
+def test_state_that_cannot_be_resumed_raises_config_error(disks, monkeypatch) -> None:
     monkeypatch.setattr(recovery, "LOCK_S", 0.0)
     with disks(durable_steps=1) as first:
         refused = first.alice.post("optim_step", {"model_id": first.alice.model(), "adam_params": {}})

@@ -1,4 +1,4 @@
-"""Sampling of one tenant goes on, whatever another one asks for."""
+"""Sampling of one tenant continues under any load of another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascend.serve.scheduler.runner import SampleTurns
 
 
 def saved(caller: Caller, count: int) -> list[str]:
-    """Paths of checkpoints of a new model."""
+    """Return the paths of checkpoints of a new model."""
     model = caller.model()
     bodies = [{"model_id": model, "path": f"c{number}", "seq_id": number} for number in range(1, count + 1)]
     return [caller.ask("save_weights_for_sampler", body)["path"] for body in bodies]
@@ -50,7 +50,7 @@ def test_a_tenant_that_samples_from_all_it_may_leaves_room_for_another(tmp_path:
         assert fetched(here.alice, sampled(here.alice, paths[2])) == [6, 7], "waiting has helped"
 
 
-def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path) -> None:
+def test_tenant_evicts_only_its_adapters(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=3, limits={"samplers": 3}) as here:
         paths, bobs = saved(here.alice, 5), saved(here.bob, 1)[0]
         assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
@@ -62,7 +62,7 @@ def test_a_tenant_that_samples_from_many_in_turn_removes_its_own(tmp_path: Path)
         assert len(here.backend.adapters) == 2 + 3, "models in training, and saved ones"
 
 
-def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp_path: Path) -> None:
+def test_tenant_without_an_adapter_gets_one_over_anothers_share(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=4, limits={"samplers": 4}) as here:
         paths, bobs = saved(here.alice, 5), saved(here.bob, 2)
         here.backend.sampling.clear()
@@ -85,7 +85,7 @@ def test_who_has_no_adapter_gets_one_of_those_who_have_more_than_their_share(tmp
         assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
 
 
-def test_who_does_not_come_again_is_not_waited_for(tmp_path: Path) -> None:
+def test_reserved_adapter_slot_expires(tmp_path: Path) -> None:
     with served(tmp_path, max_samplers=2, limits={"samplers": 2}) as here:
         paths, bobs = saved(here.alice, 2), saved(here.bob, 1)
         here.backend.sampling.clear()
@@ -123,8 +123,8 @@ def respond(number: int, tenant: str, responses: int = 1) -> Respond:
     [
         ("a1 a1 a1 a1 a1 b1", [[0, 5, 1, 2], [3, 4]]),
         ("a1 a1 a1 b1 b1 b1", [[0, 3, 1, 4], [2, 5]]),
-        ("a3 b2 b1 a1", [[0, 3], [1, 2]]),  # what does not fit beside waits, and what is behind it
-        ("a9 b1 a1 b1", [[0], [1, 2, 3]]),  # more than fit together run alone
+        ("a3 b2 b1 a1", [[0, 3], [1, 2]]),  # a request that does not fit waits, and so do those behind it
+        ("a9 b1 a1 b1", [[0], [1, 2, 3]]),  # requests that are too large to share a batch run alone
         ("b1 b1 b1 b1 b1 a9", [[0, 1, 2, 3], [5], [4]]),
     ],
 )
@@ -138,7 +138,7 @@ def test_tenants_take_turns(waiting: str, expected: list[list[int]]) -> None:
     assert order == expected
 
 
-def test_who_was_served_longest_ago_begins() -> None:
+def test_least_recently_served_tenant_is_first() -> None:
     turns, order = SampleTurns(), []
     left = [respond(number, tenant) for number, tenant in enumerate("abcabcabcabc")]
     while left:

@@ -1,4 +1,4 @@
-"""What is over leaves nothing behind: after any number of sessions, models and requests, the server holds what it held before."""
+"""Memory stays flat: after any number of sessions, models and requests, the server holds what it held before."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def drop_cancelled_timers() -> None:
 
 
 def count_objects() -> Counter[str]:
-    """Objects by their types, and entries of all containers by theirs, in this process."""
+    """Count the objects of this process by type, and the entries of all containers by theirs."""
     gc.collect()
     objects = gc.get_objects()
     count = Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
@@ -120,7 +120,7 @@ def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> 
     inbox = Inbox(window_s=0.0, max_tokens=100)
     for number in range(10):
         inbox.submit(Remove(2 * number, f"a{number}"))
-        inbox.answered([f"a{number}", "stays"])  # the ranks had its last step meanwhile
+        inbox.answered([f"a{number}", "stays"])  # the ranks executed its last step in the meantime
     assert list(inbox._answered) == ["stays"]
 
 
@@ -151,7 +151,7 @@ def test_fetched_answers_make_room_for_others_the_oldest_first(retained) -> None
     assert not retained.full("alice")
 
 
-def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(retained) -> None:
+def test_unfetched_answers_block_their_tenant(retained) -> None:
     finished = [answered(retained, number) for number in range(11)]
     assert retained.full("alice")
     assert not retained.full("bob")
@@ -166,7 +166,7 @@ def test_answers_that_nobody_fetches_keep_others_from_being_asked_for(retained) 
     assert retained._accounts == {}
 
 
-def test_what_no_client_knows_of_is_forgotten_at_once(retained) -> None:
+def test_internal_futures_are_forgotten_at_once(retained) -> None:
     future = answered(retained, 1, internal=True)
     assert (future.ended, retained.get("m1", "alice"), retained.by_number(future.number), retained._accounts) == (
         0.0,
@@ -176,7 +176,7 @@ def test_what_no_client_knows_of_is_forgotten_at_once(retained) -> None:
     )
 
 
-def test_a_tenant_that_fetches_nothing_is_told_to(tmp_path: Path) -> None:
+def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as here:
         model, other = here.alice.model(), here.bob.model()
         names = [here.alice.forward_backward(model, number, 10) for number in range(1, 6)]

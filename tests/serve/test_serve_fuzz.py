@@ -1,4 +1,4 @@
-"""Any request to any route: never an error of ours, a stack trace, or an answer that does not come."""
+"""Random requests to every route: no internal error, no stack trace, and always an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def ids(here: Served) -> list[str]:
-    """Names that are known to the server, for requests that get further than the first check."""
+    """Return names that the server knows, for requests that pass the first check."""
     model = here.alice.model()
     session = model.partition(":")[0]
     path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
@@ -130,7 +130,7 @@ def test_any_json_at_any_route(here, ids, data) -> None:
 @given(data=st.data())
 @EXAMPLES
 def test_requests_that_are_nearly_right(here, ids, data) -> None:
-    """One value of a good request is another one."""
+    """Change one value of a good request."""
     model, session, path, sampler = ids[:4]
     chunk = {"type": "encoded_text", "tokens": [1, 2]}
     tensor = {"data": [1, 2], "dtype": "int64", "shape": [2]}
@@ -172,7 +172,7 @@ def test_requests_that_are_nearly_right(here, ids, data) -> None:
 @given(data=st.data())
 @EXAMPLES
 def test_any_protobuf(here, ids, data) -> None:
-    """A good message with bytes changed, cut, doubled or put in between."""
+    """Change, cut, double or insert bytes in a good message."""
     message = wire.messages_of_client().ForwardBackwardRequest(model_id=ids[0], seq_id=3, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = b"\x01\x00\x00\x00"

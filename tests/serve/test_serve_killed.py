@@ -1,4 +1,4 @@
-"""Servers that are killed at random points under load, and end where an undisturbed one ends."""
+"""Servers killed at random points under load reach the state of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -147,4 +147,4 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
         print(f"\n{layout}: {kills} kills, steps {steps}, parameters differ by {difference:.1e}; back after", end=" ")
         print(f"{back[0]:.1f} / {statistics.median(back):.1f} / {back[-1]:.1f} s (min, median, max)")
     assert difference < 1e-6
-    assert set(servers["killed"].codes) <= {2}  # a rank that has lost another says so and ends
+    assert set(servers["killed"].codes) <= {2}  # a rank that lost a peer logs it and ends

@@ -1,4 +1,4 @@
-"""What runs between two units of training, how long requests wait, and what a lack of memory ends."""
+"""Work between two units of training, waiting times of requests, and effects of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_steps_run_between_the_slices_of_long_responses(backend) -> None:
     assert [call[0] for call in backend.calls] == [
         "slice", "forward_backward", "slice", "optimizer_step", "slice", "forward_backward", "optimizer_step",
     ]  # fmt: skip
-    assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is told once it is there
+    assert [outcome.number for outcome in outcomes] == [2, 3, 4, 1, 5, 6]  # an answer is sent as soon as it exists
     waited = {outcome.number: outcome.wait_units for outcome in outcomes}
     assert waited == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: 0}
 
@@ -122,7 +122,7 @@ def test_an_adapter_is_removed_once_it_is_not_sampled_from(backend) -> None:
     assert lines.idle
 
 
-def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
+def test_sampling_out_of_memory_is_retried_one_by_one(backend) -> None:
     outcomes = run(lines_of(backend, room=1), [respond(number, "p", 5) for number in (1, 2, 3)])
     assert [(outcome.number, outcome.error) for outcome in outcomes] == [(1, None), (2, None), (3, None)]
     assert [call for call in backend.calls if call[0] == "slice"] == [("slice", 3), *[("slice", 1)] * 3]
@@ -133,8 +133,8 @@ def test_what_has_no_room_together_is_sampled_one_by_one(backend) -> None:
         run(lines_of(backend, room=0), [respond(5, "p", 5)])
 
 
-def test_a_request_that_sampling_cannot_take_fails_alone(backend, caplog) -> None:
-    """Nobody else's request fails for a fault that one has found; with several ranks, which may be waiting, all ends."""
+def test_request_that_raises_in_sampling_fails_alone(backend, caplog) -> None:
+    """Fail only the faulty request on one rank; with several ranks, which may be waiting, end the service."""
     broken = 7
 
     class Sampler(SlowSampler):
@@ -158,7 +158,7 @@ def test_a_request_that_sampling_cannot_take_fails_alone(backend, caplog) -> Non
         run(lines(), requests)
 
 
-def test_a_model_that_has_no_room_fails_alone(backend, monkeypatch) -> None:
+def test_model_out_of_memory_fails_alone(backend, monkeypatch) -> None:
     def add_adapter(name: str, lora: Lora) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -177,8 +177,8 @@ def test_a_refused_creation_does_not_run_the_steps_behind_it_on_nothing(backend)
     assert [(outcome.number, type(outcome.error)) for outcome in outcomes] == [(n, ConfigError) for n in (1, 2, 3)]
 
 
-def test_models_that_come_again_at_once_are_waited_for() -> None:
-    """Else two groups of tenants take turns, each with half a batch."""
+def test_batch_waits_for_models_that_return_at_once() -> None:
+    """Wait briefly: else two groups of tenants alternate, each with half a batch."""
     inbox = Inbox(window_s=20.0, max_tokens=100)
 
     def came_again(number: int) -> list[Command] | None:
@@ -202,7 +202,7 @@ def test_models_that_come_again_at_once_are_waited_for() -> None:
 
 
 def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -> None:
-    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it comes again at once
+    monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it returns at once
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
         inbox.answered(["a"])
@@ -216,7 +216,7 @@ def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -
         assert inbox.take(wait=False, ready=10)
 
 
-def test_what_is_cancelled_is_left_out_or_ends_with_the_next_slice(backend) -> None:
+def test_cancelled_requests_are_skipped_or_end_with_the_slice(backend) -> None:
     lines = lines_of(backend, room=2)
     lines.add([respond(1, "a", 10 * SLICE_TOKENS), respond(2, "a", 2 * SLICE_TOKENS)])
     lines.run_once()

@@ -1,4 +1,4 @@
-"""One rank's memory has no room: the request fails alone, with category "server", and other tenants do not notice."""
+"""One rank runs out of memory: the request fails alone with category "server", and other tenants are not affected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 def run_short_of_memory() -> None:
-    """On the last rank alone. On a device, AdamW's moments and the activations would not fit."""
+    """Raise out-of-memory errors on the last rank only, in place of AdamW's moments and activations that do not fit."""
     if os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
     from megascend.engines.megatron.engine import MegatronEngine
@@ -111,7 +111,7 @@ def is_out_of_memory(answer: Any) -> bool:
     [(1, Parallel()), (2, Parallel(tensor=2)), (2, Parallel())],
     ids=["one rank", "TP2", "DP2"],
 )
-def test_what_has_no_room_on_one_rank_fails_alone(tmp_path: Path, ranks: int, parallel: Parallel) -> None:
+def test_request_out_of_memory_on_one_rank_fails_alone(tmp_path: Path, ranks: int, parallel: Parallel) -> None:
     model = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=2)
     settings = ServeConfig(
         model=model, port=0, storage=tmp_path / "storage", precision="fp32", parallel=parallel, platform="cpu"

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(address, key) of a demo whose client program has run, and whose tenant has then made a mistake."""
+    """Return (address, key) of a demo whose client program has finished, and whose tenant then made a mistake."""
     storage = tmp_path_factory.mktemp("demo")
     variables = environment(TINKER_TELEMETRY="0")
     variables.pop("MEGASCEND_API_KEYS", None)
@@ -111,7 +111,7 @@ def test_the_demo_serves_its_client(demo) -> None:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"a browser is missing: {', '.join(MISSING)}")
-def test_the_page_shows_totals_and_with_a_key_what_is_the_tenants(demo) -> None:
+def test_page_shows_totals_and_with_a_key_the_tenants_models(demo) -> None:
     url, key = demo
     with browser_page(viewport={"width": 1000, "height": 800}) as page:
         page.goto(url)

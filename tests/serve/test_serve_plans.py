@@ -30,7 +30,7 @@ def test_every_arrival_gives_the_same_order() -> None:
         assert (ran, order.following, order.early, list(order.missing())) == ([1, 2, 3, 4, 5], 6, {}, [])
 
 
-def test_what_is_missing_is_named_and_given_up() -> None:
+def test_missing_numbers_are_listed_and_given_up() -> None:
     order: Order[str] = Order()
     assert order.offer(4, "four") == order.offer(6, "six") == []
     assert list(order.missing()) == [1, 2, 3]
@@ -109,7 +109,7 @@ def test_messages_are_counted_before_they_are_parsed() -> None:
         with pytest.raises(RequestRefusedError, match="not a protobuf message"):
             wire.check_message(body, schema, 100)
     chance = random.Random(1)
-    for _ in range(300):  # whatever comes, it is counted or refused
+    for _ in range(300):  # every value is counted or refused
         body = chance.randbytes(chance.randrange(40))
         try:
             wire.check_message(body, schema, 100)
@@ -175,7 +175,7 @@ def test_a_losss_value_is_that_of_its_formula() -> None:
             loss_of(name, settings)
 
 
-def test_an_answer_in_protobuf_is_what_the_client_reads() -> None:
+def test_client_reads_protobuf_answers() -> None:
     conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
     parts = [np.float32([-1, -2]), np.float32([[-3, -4]]), np.float32([[-5, -6], [-7, -8]])]
     answer = wire.TrainAnswer(parts, {"loss:sum": math.inf, "kl:mean": math.nan, "ratio:mean": 2.0})
@@ -186,7 +186,7 @@ def test_an_answer_in_protobuf_is_what_the_client_reads() -> None:
     assert read.metrics == {"loss:sum": math.inf, "ratio:mean": 2.0}
 
 
-def test_a_request_in_protobuf_is_what_the_client_wrote() -> None:
+def test_protobuf_requests_of_the_client_are_read() -> None:
     conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
     from tinker import types
 
@@ -205,7 +205,7 @@ def test_a_request_in_protobuf_is_what_the_client_wrote() -> None:
         wire.train_request_of_protobuf(body + b"\x1a\x00", 1)
 
 
-def test_a_steps_settings_are_the_clients_own_defaults() -> None:
+def test_step_settings_have_the_clients_defaults() -> None:
     adam = adam_of({"learning_rate": 3e-4, "grad_clip_norm": -1})
     assert (adam.lr, adam.betas, adam.eps, adam.weight_decay, adam.max_grad_norm) == (3e-4, (0.9, 0.95), 1e-12, 0, 0)
     for settings in ({"learning_rate": "1"}, {"beta1": 1.0}, {"eps": 0}, {"type": "dimuon"}, {"beta2": True}):
@@ -237,7 +237,7 @@ def test_switches_mean_layers_of_the_model() -> None:
 
 
 def test_answers_do_not_wait_for_the_clients_acknowledgement(tmp_path) -> None:
-    """An answer is two writes. With Nagle's algorithm the second one waits for 40 ms."""
+    """Disable Nagle's algorithm: an answer is two writes, and the second one would wait for 40 ms."""
     import asyncio
     import socket
 

@@ -1,4 +1,4 @@
-"""Everything that the installed client can ask for is answered; what is not here, by name."""
+"""Every request of the installed client is answered; unsupported routes are named."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_call_of_the_client_has_a_route(here) -> None:
         assert detail not in ("not found", "not allowed"), (method, path)
 
 
-def test_what_is_not_here_is_named_and_not_tried_again(here) -> None:
+def test_unsupported_routes_are_named_with_status_400(here) -> None:
     for method, path in ABSENT:
         at = path.format(model="m", kind="weights", name="n", session="s")
         answer = here.client.request(method, f"/api/v1/{at}", json={}, headers=here.alice.headers)
@@ -115,7 +115,7 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
     assert here.bob.post("retrieve_futures", {"target": target}).status_code == 410
 
 
-def test_what_nobody_waits_for_is_cancelled_by_its_tenant_alone(here) -> None:
+def test_requests_are_cancelled_only_by_their_tenant(here) -> None:
     model = here.alice.model()
     here.backend.gate.clear()
     step = here.alice.forward_backward(model, 1, 10)  # holds the ranks
@@ -153,7 +153,7 @@ SPARSE = {
         (SPARSE, ((-1, -1), (4, 9)), ((0.0, 0.0), (-2.0, -3.0)), [-2.0, -3.0]),
     ],
 )
-def test_tokens_named_for_a_prompt_come_back_in_their_layout(tensor, rows, computed, answered) -> None:
+def test_target_logprobs_of_a_prompt_keep_their_layout(tensor, rows, computed, answered) -> None:
     conversion = pytest.importorskip("tinker.proto.response_conv", reason="the client needs Python 3.11")
     body = sample_body(target_prompt_logprobs=tensor, prompt_alt_tokens_k=2)
     request = sample_request_of(SampleBody.read(body), None, 9)

@@ -1,4 +1,4 @@
-"""Responses that the server remembers, and samples that name them: stable_reinforce; the ratio mask of gspo."""
+"""Recorded responses, and samples that name them: stable_reinforce, and the ratio mask of gspo."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def datum(token_spans=TOKEN_SPANS, target_spans=TARGET_SPANS, **changes) -> wire
     return wire.Datum(np.array([*PROMPT, *TOKENS[:-1]]), arrays, token_spans, target_spans)
 
 
-def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() -> None:
+def test_logprobs_are_the_samplers_despite_client_values() -> None:
     find = partial(recorded(Clock()).find, "alice", "s")
     client_datum = datum(logprobs=[9.0] * 6, weights=[1.0, 1.0, 1.0, 0.5, 1.0, 1.0])
     (sample,) = samples_of(with_recorded(client_datum, find), loss_of("stable_reinforce", {"kl_coeff": 0.1}))
@@ -82,7 +82,7 @@ def test_log_probabilities_are_those_of_the_sampler_whatever_the_client_sends() 
         (datum(weights=[1.0]), "weights"),
     ],
 )
-def test_what_was_not_recorded_is_refused(wrong, why) -> None:
+def test_unrecorded_provenance_raises_data_error(wrong, why) -> None:
     with pytest.raises(DataError, match=why):
         with_recorded(wrong, partial(recorded(Clock()).find, "alice", "s"))
 
@@ -112,7 +112,7 @@ def test_responses_belong_to_a_session_and_are_kept_for_a_day_after_their_use() 
     assert not recorded(clock, most=1)._sequences
 
 
-def test_provenance_is_what_the_client_wrote() -> None:
+def test_provenance_of_the_client_is_read() -> None:
     conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
     from tinker import types
 
@@ -136,7 +136,7 @@ def test_provenance_is_what_the_client_wrote() -> None:
     assert wire.train_request_of_protobuf(body + b"\x1a\x04\x1a\x00\x22\x00", 10).problem is not None
 
 
-def test_a_model_learns_from_what_its_own_session_sampled(tmp_path) -> None:
+def test_model_trains_on_samples_of_its_session(tmp_path) -> None:
     conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
     from tinker import types
 

@@ -1,4 +1,4 @@
-"""Schemathesis, at every route of the service on a socket: requests that fit a schema and such that do not, JSON and protobuf."""
+"""Schemathesis on every route of the service over a socket: valid and invalid requests, JSON and protobuf."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: list[str] = ["none"]
 
 @st.composite
 def messages(draw: Any, descriptor: Any = None, depth: int = 6) -> Any:
-    """Any message that a description allows: each field left out or given, with values at the ends of their ranges."""
+    """Draw any message that a description allows: fields are omitted or set, with values at the ends of their ranges."""
     descriptor = descriptor or wire.messages_of_client().ForwardBackwardRequest.DESCRIPTOR
     message = descriptor._concrete_class()
     for field in descriptor.fields:
@@ -59,7 +59,7 @@ def messages(draw: Any, descriptor: Any = None, depth: int = 6) -> Any:
 
 
 def scalars(field: Any) -> st.SearchStrategy[Any]:
-    """Values of a field that holds no message."""
+    """Draw values of a field that is not a message."""
     if field.name == "seq_id":
         return st.one_of(st.integers(4, 2**31 - 1), st.integers(4, 2**31 - 1), st.sampled_from([0, 1, -1]))
     numbers = {
@@ -213,6 +213,6 @@ def test_every_route_is_described(tmp_path: Path) -> None:
 @EXAMPLES
 @given(found=st.data())
 def test_messages_of_the_strategy_are_read_back(data: Any) -> None:
-    """They are messages of the client's package, so that what refuses them is the service and not their form."""
+    """Check that drawn messages parse with the client's package, so that refusals come from the service."""
     message = data.draw(messages())
     assert type(message).FromString(message.SerializeToString()).ByteSize() == message.ByteSize()

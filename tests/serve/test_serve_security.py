@@ -1,4 +1,4 @@
-"""What hostile requests get: refusals that say nothing of others, cost little, and leave an honest line in the audit log."""
+"""Hostile requests get cheap refusals that reveal nothing of others and leave a line in the audit log."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def requests_for(ids: dict[str, str], caller_session: str) -> list[tuple[str, st
     ]
 
 
-def test_anothers_ids_are_answered_as_ids_that_nobody_has(here) -> None:
+def test_ids_of_other_tenants_look_unknown(here) -> None:
     model = here.alice.model()
     session = model.partition(":")[0]
     future = here.alice.forward_backward(model, 1, 10)
@@ -144,13 +144,13 @@ def test_anothers_ids_are_answered_as_ids_that_nobody_has(here) -> None:
 
 
 def test_ids_cannot_be_guessed(here) -> None:
-    """128 bits, so that what is read from disk before an answer tells nobody anything."""
+    """Use 128 random bits, so that the time to look up an id on disk reveals nothing."""
     assert len({new_session() for _ in range(100)}) == 100
     assert len(new_session()) == len("s-") + 32
     assert len({here.service.new_label("sample") for _ in range(100)}) == 100
 
 
-def test_a_damaged_record_is_its_owners_alone(here) -> None:
+def test_damaged_record_affects_only_its_owner(here) -> None:
     model = here.alice.model()
     path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
     next(here.service.checkpoints.root.rglob("one.json")).write_text("{")
@@ -161,7 +161,7 @@ def test_a_damaged_record_is_its_owners_alone(here) -> None:
 # --- bodies ---
 
 
-def test_what_grows_when_it_is_opened_is_refused(here) -> None:
+def test_decompression_bombs_are_refused(here) -> None:
     model = here.alice.model()
     zeros = zstandard.ZstdCompressor().compress(bytes(2**27))
     lies = zstandard.ZstdCompressor(write_content_size=True).compress(b"a" * 100)
@@ -229,7 +229,7 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
         again.add(400)
 
 
-def test_what_is_kept_for_a_tenant_is_bounded(here, monkeypatch) -> None:
+def test_retained_state_of_a_tenant_is_bounded(here, monkeypatch) -> None:
     monkeypatch.setattr(futures, "MAX_ANSWERS", 3)
     monkeypatch.setattr(tenancy, "MAX_SAMPLERS", 2)
     session = here.alice.post("create_session", {}).json()["session_id"]
@@ -267,7 +267,7 @@ def test_no_body_is_too_strange_for_any_route(here) -> None:
     assert here.backend.calls == []
 
 
-def test_text_that_utf_8_cannot_hold_comes_back_as_it_was(here) -> None:
+def test_text_with_lone_surrogates_is_returned_unchanged(here) -> None:
     body = b'{"user_metadata": {"a": "\\ud800\\u0000<b>"}}'
     session = here.alice.post("create_session", content=body).json()["session_id"]
     assert here.alice.get(f"sessions/{session}").json()["user_metadata"] == {"a": "\ud800\x00<b>"}
@@ -306,7 +306,7 @@ def test_no_id_in_a_path_leaves_the_storage(here, tmp_path) -> None:
         ):
             assert here.alice.get(at).status_code in (400, 404, 405, 410), at
     run = next((tmp_path / "storage" / "alice").iterdir())
-    (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record, it is none of ours
+    (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record: not a checkpoint of the server
     assert here.alice.get(f"training_runs/{model}/checkpoints/weights/two/archive").status_code == 404
 
 
@@ -332,7 +332,7 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path)
 
 
 def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
-    """Whoever reads slowly keeps a temporary file."""
+    """Bound downloads, because a slow reader keeps a temporary file."""
     model = here.alice.model()
     here.alice.ask("save_weights", {"model_id": model, "path": "one"})
     where = f"training_runs/{model}/checkpoints/weights/one/archive"
@@ -351,7 +351,7 @@ def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
 
 @pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [[]], 5, "12", [1.5], [None], [True], [[1], 2]])
 def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(here, tokens) -> None:
-    """A list among them would have ended the server: ranks compare tokens with the vocabulary."""
+    """Refuse nested lists, which would end the server: ranks compare tokens with the vocabulary."""
     model = here.alice.model()
     body = train_body(model, 1, 5, 6)
     body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = tokens
@@ -408,7 +408,7 @@ def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch)
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """Instructions of Python that a call executes, in all functions below it: its work, whatever the machine is busy with."""
+    """Count the Python instructions that a call executes, including callees: its work, independent of the machine's load."""
     count = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -462,7 +462,7 @@ def test_a_request_has_one_key_in_one_header(here) -> None:
         assert here.client.get("/api/v1/sessions", headers=raw).status_code == 401, headers  # type: ignore[arg-type]
 
 
-def test_who_is_open_to_others_needs_keys_and_tls_needs_a_certificate(tmp_path) -> None:
+def test_public_host_requires_keys_and_tls_a_certificate(tmp_path) -> None:
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
         with pytest.raises(ConfigError, match="reachable from other machines"):
             server.keys_of(ServeConfig(model=tmp_path, host=host), {})
@@ -494,7 +494,7 @@ def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
     assert {(entry["tenant"], entry["from"]) for entry in lines} == {("alice", "testclient")}
 
 
-def test_an_error_of_ours_says_nothing_of_the_inside_and_is_noted(tmp_path, monkeypatch) -> None:
+def test_internal_error_reveals_nothing_and_is_audited(tmp_path, monkeypatch) -> None:
     with served(tmp_path) as here:
 
         def fail(*_: Any) -> None:
@@ -521,7 +521,7 @@ BETWEEN_RANKS = {"distributed/objects.py"}
 
 
 def closure(package: str) -> dict[str, str]:
-    """Our modules that those of a package import, anywhere in them, by file."""
+    """Return megascend's modules that a package's modules import, anywhere in them, by file."""
     root = Path(megascend.__file__).parent
     sources: dict[str, str] = {}
     waiting = [f"{package}/{file.stem}" for file in (root / package).glob("*.py")]

@@ -93,7 +93,7 @@ def head(path: str, *lines: str, key: str = KEYS["alice"]) -> bytes:
     return "\r\n".join((f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {key}", *lines, "", "")).encode()
 
 
-def test_what_is_slow_or_silent_is_closed_and_others_are_served(address) -> None:
+def test_slow_and_silent_connections_are_closed(address) -> None:
     with ExitStack() as stack:
         silent, slow_head, slow_body, unwanted, second = (stack.enter_context(connected(address)) for _ in range(5))
         slow_head.sendall(head("create_session")[:40])
@@ -109,7 +109,7 @@ def test_what_is_slow_or_silent_is_closed_and_others_are_served(address) -> None
         assert b"HTTP/1.1" not in rest(second)
 
 
-def test_who_never_reads_is_closed(address) -> None:
+def test_client_that_never_reads_is_closed(address) -> None:
     with connected(address, buffer=4096) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)  # more answers than fit between us
         closed = select.poll()
@@ -118,7 +118,7 @@ def test_who_never_reads_is_closed(address) -> None:
         assert httpx.get(f"{address}/healthz").status_code == 200
 
 
-def test_what_is_no_http_is_refused(address) -> None:
+def test_invalid_http_is_refused(address) -> None:
     too_much = "X-Long: " + "a" * 200_000
     for content in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
@@ -155,7 +155,7 @@ def test_more_connections_than_there_may_be_do_not_shut_others_out(tmp_path, mon
 
 
 def test_one_tenant_cannot_take_all_connections(tmp_path, monkeypatch) -> None:
-    """The same address, as behind a proxy: connections that are idle, and such that wait for an answer."""
+    """Open idle and waiting connections from one address, as behind a proxy."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 64)
     bobs = {"X-API-Key": KEYS["bob"]}
     with listening(tmp_path) as address, ExitStack() as stack:
@@ -213,14 +213,14 @@ def test_requests_of_one_tenant_that_wait_are_bounded(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("connection_codes", "expected"),
     [
-        ("a- a- b-", 0),  # the oldest idle one of who has most
+        ("a- a- b-", 0),  # the oldest idle connection of the owner with the most
         ("a+ a- a- b-", 1),
         ("b- a+ a+ a+", 3),  # the newest of those that wait for an answer
         ("b- b- a- a- a-", 2),
         ("b- a- a- b-", 0),
     ],
 )
-def test_who_has_most_connections_makes_room(connection_codes, expected) -> None:
+def test_owner_with_the_most_connections_is_evicted(connection_codes, expected) -> None:
     open_connections = [
         connections.OpenConnection(code[0], code[1] == "-", number)
         for number, code in enumerate(connection_codes.split())

@@ -1,4 +1,4 @@
-"""What the page asks for, on a backend that records; the page's headers; the files of the demo."""
+"""Requests of the status page on a recording backend; the page's headers; the files of the demo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def status(here: Served, name: str | None = None):
     return answer.json()
 
 
-def test_totals_have_no_names_and_a_tenant_sees_its_own_things_only(here) -> None:
+def test_totals_have_no_names_and_tenants_see_only_their_models(here) -> None:
     alices_model, bobs_model = here.alice.model(rank=8), here.bob.model()
     for model, caller in ((alices_model, here.alice), (bobs_model, here.bob)):
         caller.fetch(caller.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token
@@ -116,7 +116,7 @@ def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:
     assert [problem["model"] for problem in status(here, "alice")["tenant"]["errors"]] == [model]
 
 
-def test_the_page_allows_its_own_script_and_style_only(here) -> None:
+def test_page_policy_allows_only_its_script_and_style(here) -> None:
     answer = here.client.get("/")
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")

@@ -1,4 +1,4 @@
-"""Sixteen client processes at random pace: each ends where it ends alone, whatever others send, and their steps share batches."""
+"""Sixteen client processes at random pace: each ends as in a separate run, and their steps share batches."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Served:
                 program.wait()
 
     def check_trajectories(self, name: str) -> None:
-        """Losses within 1e-6 of those alone, in terms of what is summed up; adapters within 1e-5.
+        """Compare losses with separate runs to 1e-6 of the summed terms' sizes, and adapters to 1e-5.
 
         Importance sampling has the exponential of log-probabilities, whose last bit is worth 5e-7 or 1e-6: within 5e-6.
         """
@@ -145,14 +145,14 @@ class Counted:
 
 
 def check_shared(more: dict[str, float], least: float) -> None:
-    """At least this part of the steps ran in batches of several tenants."""
+    """Check that at least this part of the steps ran in batches of several tenants."""
     steps, single = more["megascend_models_in_batch_count"], more['megascend_models_in_batch_bucket{le="1.0"}']
     print(f"{steps:.0f} steps, {1 - single / steps:.0%} of them in batches of several tenants")
     assert single <= (1 - least) * steps
 
 
 def waits(more: dict[str, float]) -> dict[str, float]:
-    """Parts of the steps that waited for so many units of work or fewer, and seconds on average."""
+    """Return the parts of the steps that waited for so many units of work or fewer, and the average seconds."""
     steps = more["megascend_units_waited_count"]
     quantiles = {
         bound: round(more[f'megascend_units_waited_bucket{{le="{bound:.1f}"}}'] / steps, 3)
@@ -162,7 +162,7 @@ def waits(more: dict[str, float]) -> dict[str, float]:
     return quantiles
 
 
-def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
+def test_sixteen_tenants_sharing_batches_train_as_in_separate_runs(served) -> None:
     counted = Counted(served)
     with served.all_together("together") as (_, go):
         go()
@@ -173,7 +173,7 @@ def test_sixteen_tenants_train_as_each_alone_and_share_batches(served) -> None:
     waits(more)
 
 
-def test_nobody_notices_a_tenant_that_sends_anything_and_one_that_dies(served) -> None:
+def test_hostile_and_killed_tenants_do_not_affect_others(served) -> None:
     counted = Counted(served)
     with served.all_together("attacked") as (models, go), attacked_by(served, models) as victim:
         wait_until(lambda: counted.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")

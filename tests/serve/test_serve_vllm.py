@@ -1,4 +1,4 @@
-"""Requests to sample that vLLM servers answer: what is sent and read, who is asked, what happens when one fails.
+"""Sampling requests to vLLM servers: bodies and answers, choice of the server, and failures.
 
 A double of a vLLM server stands in; tests/real_vllm/test_serve_sampling.py has the real one.
 """
@@ -144,7 +144,7 @@ class Double:
 
 
 def run(doubles: list[Double], work: Callable[[VllmSampling, list[Outcome]], Any]) -> list[Outcome]:
-    """Outcomes after ``work`` and when all is quiet."""
+    """Return the outcomes after ``work`` once no task is ready."""
 
     async def main() -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -190,8 +190,8 @@ def test_an_adapter_is_loaded_where_it_is_sampled_from_and_once() -> None:
     assert not second.loaded
 
 
-def test_names_of_adapters_are_those_of_one_server_alone() -> None:
-    """An engine may still have an adapter "p1" of a server that is gone."""
+def test_adapter_names_are_unique_to_a_server() -> None:
+    """Avoid the name "p1", which an engine may still have from a previous server."""
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
@@ -228,7 +228,7 @@ def test_another_server_answers_for_one_that_is_lost_and_one_that_came_back_load
     assert "connection refused" in failure.message
 
 
-def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
+def test_refused_adapter_fails_only_its_requests() -> None:
     async def work(sampling, outcomes) -> None:
         sampling.submit(Create(1, "p1", None, "/storage/bad", False))
         sampling.submit(respond(2, "p1"))
@@ -240,7 +240,7 @@ def test_what_a_server_refuses_is_the_clients_fault_and_nobody_elses() -> None:
     assert outcomes[3].value.samples[0].tokens == (7,)
 
 
-def test_the_model_itself_is_sampled_from_by_an_adapter_that_changes_nothing() -> None:
+def test_base_model_is_sampled_with_a_null_adapter() -> None:
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
@@ -255,7 +255,7 @@ def test_the_model_itself_is_sampled_from_by_an_adapter_that_changes_nothing() -
     run([double], work)
 
 
-def test_a_request_that_nobody_waits_for_is_given_up() -> None:
+def test_cancelled_request_is_given_up() -> None:
     double = Double(1)
 
     async def work(sampling, outcomes) -> None:
@@ -320,7 +320,7 @@ def answered(status: int, body: Any, call: Callable[[VllmServer], Any], key: str
     return asyncio.run(main())
 
 
-def test_errors_of_the_server_are_told_with_its_address() -> None:
+def test_server_errors_include_the_address() -> None:
     def of(status: int, message: str) -> Any:
         body = {"error": {"message": message, "type": "BadRequestError", "code": status}}
         return answered(status, body, lambda server: server.sample(REQUEST, "m"))[0]

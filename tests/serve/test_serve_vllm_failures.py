@@ -1,4 +1,4 @@
-"""vLLM servers that fail in each way: another one answers, and the one that failed is left out for a while.
+"""vLLM servers that fail in every way: another one answers, and the failed one is skipped for a while.
 
 Servers are doubles on sockets of this machine; how they fail is what a real one's clients see.
 """
@@ -101,7 +101,7 @@ Work = Callable[[Pool, Clock], Awaitable[None]]
 
 
 def run(doubles: list[Double], work: Work) -> None:
-    """``work`` with a pool of these servers, in which those that refuse connections do not listen."""
+    """Run ``work`` with a pool of these servers, of which those that refuse connections do not listen."""
 
     async def main() -> None:
         for double in doubles:
@@ -244,7 +244,7 @@ def test_if_all_have_failed_they_are_asked_nevertheless() -> None:
 
 
 @pytest.mark.parametrize("status", ["400", "422"])
-def test_what_a_server_refuses_is_not_sent_to_another_and_is_no_failure(status) -> None:
+def test_refused_request_is_not_resent_and_counts_no_failure(status) -> None:
     doubles = [Double(1, status), Double(2, status)]
 
     async def work(pool: Pool, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""tinker-cookbook's recipes, unmodified but for model and data, against ``megascend serve``: what they train learns."""
+"""tinker-cookbook's recipes, unmodified except for model and data, learn with ``megascend serve``."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_supervised_learning(taught) -> None:
 
 
 def reinforced(here: Here, loss: str) -> list[float]:
-    """Rewards of rl_loop, which begins with the model that was taught; the loss that is not named is the recipe's default."""
+    """Return the rewards of rl_loop, which starts from the fine-tuned model with the recipe's default loss."""
     name = f"rl-{loss}"
     (here.folder / name).mkdir()
     warm = {"name": "warm", "batch": 0, "state_path": here.checkpoint("taught")}
@@ -158,7 +158,7 @@ def reinforced(here: Here, loss: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def answering(here: Here, taught: Any) -> list[float]:
-    """Rewards under stable_reinforce; the model that is left knows the answer."""
+    """Return the rewards under stable_reinforce; the resulting model knows the answer."""
     return reinforced(here, "stable_reinforce")
 
 
@@ -212,7 +212,7 @@ def test_supervised_chat(here) -> None:
 
 
 def test_distillation(here, answering) -> None:
-    """The model that guesses learns from the one that knows."""
+    """Distill the model that knows the answer into the one that guesses."""
     settings = {
         "teacher_model": MODEL,
         "teacher_checkpoint": here.checkpoint("rl-stable_reinforce"),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 
 def logprobs_of(model: Any, tokens: list[int], targets: Any) -> Tensor:
-    """[n] or [n, k] for targets of that shape."""
+    """Return log-probabilities [n] or [n, k] for targets of that shape."""
     logits = model(input_ids=torch.tensor(tokens)[None]).logits[0].float().log_softmax(-1)
     target_ids = torch.tensor(targets)
     return logits.gather(1, target_ids[:, None])[:, 0] if target_ids.dim() == 1 else logits.gather(1, target_ids)

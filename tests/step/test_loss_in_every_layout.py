@@ -76,7 +76,7 @@ def equals_hugging_face(results, reference):
 
 @every_layout
 def test_a_loss_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, parity_folder, layout):
-    """1 / p, and p is 0 in the prompt, and wherever a layout pads."""
+    """Use 1 / p, where p is 0 in the prompt and in padding."""
     fields = [
         {"p": in_the_prompt(0.0, [0.25 + 0.5 * (position % 3) for position in range(len(ids) - 1)])} for ids in TOKENS
     ]
@@ -101,7 +101,7 @@ def test_a_ratio_that_overflows_at_tokens_of_weight_0_is_nobodys_business(checkp
 
 @every_layout
 def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoint, layout):
-    """The same loss with finite fields there is the reference: those tokens must not matter."""
+    """Compare with the same loss with finite fields at those tokens, which must not matter."""
 
     def bonus(logprobs, inputs):
         return -logprobs - 0.1 * inputs.entropy / inputs.extra["p"]
@@ -118,7 +118,7 @@ def test_an_entropy_bonus_that_is_infinite_at_tokens_of_weight_0_trains(checkpoi
 
 @every_layout
 def test_padding_adds_nothing_to_sums_over_samples(checkpoint, layout):
-    """A pair loss that sums whole samples itself, without weights, sees zeros where a layout pads."""
+    """Sum complete samples in a pair loss without weights: padding must be zero."""
 
     def sums(logprobs, inputs):
         totals = logprobs.new_zeros(inputs.sample_count).index_add(0, inputs.sample, logprobs)
@@ -164,7 +164,7 @@ def test_a_rank_without_samples_need_not_have_the_fields_of_a_callable(checkpoin
 
 
 def signed(ids):
-    """Weights of both signs and 0, whose sum is negative in some samples."""
+    """Build weights of both signs and 0, whose sum is negative in some samples."""
     return [(-1.5, 0.0, 0.5, 1.0, -0.25)[position % 5] for position in range(len(ids) - 1)]
 
 
@@ -177,7 +177,7 @@ def policy_fields(ids):
 
 @every_layout
 def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint, parity_folder, layout):
-    """Without a step between them: at a learning rate of 0 nothing changes."""
+    """Compare without a step in between: at a learning rate of 0 nothing changes."""
     world_size, parallel, packing = LAYOUTS[layout]
     summed = [{"weights": signed(ids)} for ids in TOKENS]
     policy = [policy_fields(ids) for ids in TOKENS]
@@ -235,8 +235,8 @@ def test_sums_policy_losses_and_log_probabilities_equal_hugging_faces(checkpoint
 
 
 @every_layout
-def test_a_cross_entropy_with_metrics_of_ones_own_trains_as_hugging_faces(checkpoint, parity_folder, layout):
-    """Its gradient is formed without it; it is told which samples it sees."""
+def test_cross_entropy_with_custom_metrics_trains_like_hugging_face(checkpoint, parity_folder, layout):
+    """Form the gradient without calling the loss's autograd; the loss gets the indices of its samples."""
     world_size, parallel, packing = LAYOUTS[layout]
     fields = [{"number": [float(number)] * (len(ids) - 1)} for number, ids in enumerate(TOKENS)]
 
@@ -364,7 +364,7 @@ RAISING_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", RAISING_LAYOUTS)
 def test_a_function_that_raises_on_one_rank_ends_the_step_on_all(checkpoint, layout):
-    """With its traceback, at once (the time-out is longer than the test's own), and nothing of the step is kept."""
+    """Raise with its traceback, at once (the timeout is longer than the test's deadline), and keep nothing of the step."""
     world_size, parallel = RAISING_LAYOUTS[layout]
 
     def on_rank():
@@ -411,7 +411,7 @@ def undisturbed(checkpoint, parallel):
     return step
 
 
-def test_context_parallel_ranks_that_reduce_unequally_are_told(checkpoint):
+def test_unequal_reductions_of_context_parallel_ranks_raise(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(context=2), timeout_s=600)
 
@@ -445,7 +445,7 @@ def test_a_function_that_hides_another_ranks_failure_does_not_hang(checkpoint):
     run_distributed(on_rank, 2, init=False, timeout_s=180)
 
 
-def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
+def test_loss_exception_is_the_cause_on_its_rank(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel())
         with pytest.raises(LossFunctionError) as caught:
@@ -455,8 +455,8 @@ def test_the_exception_itself_is_the_cause_where_it_was_raised(checkpoint):
     run_distributed(on_rank, 1, init=False)
 
 
-def test_a_parameter_of_the_loss_itself_is_refused(checkpoint):
-    """It would get a gradient that nobody divides, reduces or steps."""
+def test_loss_with_a_trainable_parameter_raises(checkpoint):
+    """Refuse it, because its gradient would not be scaled, reduced or stepped."""
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel())
@@ -508,7 +508,7 @@ def raises_on_rank_1(logprobs, inputs):
 
 
 @pytest.mark.parametrize("field", ["target_ids", "weights", "advantages", "p"])
-def test_ranks_of_one_replica_given_other_values_of_a_field_are_told(checkpoint, field):
+def test_differing_field_values_within_a_replica_raise(checkpoint, field):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))
         samples = with_fields([{"advantages": [1.0] * (len(ids) - 1), "p": [1.0] * (len(ids) - 1)} for ids in TOKENS])

@@ -108,8 +108,8 @@ def pairs_of(path):
     ]
 
 
-def assert_told(messages, pair):
-    """Both ranks' messages name both positions."""
+def assert_positions_named(messages, pair):
+    """Check that both ranks' messages name both positions."""
     for rank, message in enumerate(messages):
         assert f"rank {rank}: the ranks are out of step: rank 0 is in {pair[0]}" in message, message
         assert f"; rank 1 is in {pair[1]}" in message, message
@@ -143,7 +143,7 @@ def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
     (messages_0, before, after), (messages_1, *_) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
     pairs = [*pairs_of(tmp_path), ("optimizer_step()", "forward_backward(loss='cross_entropy')")]
     for pair, *messages in zip(pairs, messages_0, messages_1, strict=True):
-        assert_told(messages, pair)
+        assert_positions_named(messages, pair)
     assert "where it raised ConfigError: unknown loss 'unknown'" in messages_0[3]
     assert after < before  # two more steps were taken, by all
     assert not (tmp_path / "a").exists()
@@ -212,12 +212,12 @@ def test_adapters(checkpoint, tmp_path):
 
     (pairs, messages_0, stepped), (_, messages_1, _) = run_distributed(on_rank, 2, init=False, timeout_s=DEADLINE_S)
     for pair, *messages in zip(pairs, messages_0, messages_1, strict=True):
-        assert_told(messages, pair)
+        assert_positions_named(messages, pair)
     assert stepped == ["b"]
 
 
 def test_one_rank_saves_while_the_others_train(checkpoint, tmp_path):
-    """Regression test: the saver read the others' reports as an error of the save, and they read its None as a report."""
+    """Prevent a regression: the saver read the others' reports as a save error, and they read its None as a report."""
 
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))

@@ -1,4 +1,4 @@
-"""A loss that a package outside megascend registers: known by its name on the ranks that have imported that package."""
+"""A loss registered by an external package is known by name on the ranks that have imported the package."""
 
 import importlib
 import sys
@@ -73,7 +73,7 @@ def test_a_loss_from_outside_the_package_trains_by_name(parity_folder, outside):
         assert norm > 0
 
 
-def test_names_are_unique_and_unknown_ones_list_what_there_is(monkeypatch):
+def test_loss_names_are_unique_and_unknown_names_raise(monkeypatch):
     def nll(logprobs, inputs):
         return -logprobs
 

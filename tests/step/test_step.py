@@ -61,8 +61,8 @@ def test_the_loss_does_not_depend_on_how_samples_fall_into_micro_batches(checkpo
 
 
 @pytest.mark.parametrize("virtual", [1, 2], ids=["PP2", "PP2 x VPP2"])
-def test_what_a_pipeline_sends_stays_in_memory(checkpoint, virtual):
-    """Gloo reads a message's memory until its send has completed, and Megatron may free it when the send is posted."""
+def test_pipeline_send_buffers_are_not_freed_early(checkpoint, virtual):
+    """Keep a sent tensor until Gloo's send has completed; Megatron may free it once the send is posted."""
 
     def on_rank():
         from megatron.core.pipeline_parallel import schedules
@@ -86,7 +86,7 @@ def test_what_a_pipeline_sends_stays_in_memory(checkpoint, virtual):
 
 
 def test_several_calls_add_up(checkpoint):
-    """Two calls on halves with equally many trained tokens give the sum of their gradients: twice the mean's norm."""
+    """Sum the gradients of two calls on halves with equally many trained tokens: twice the mean's norm."""
     samples = causal_samples(token_lists(lengths=(20, 20, 30, 30)))
 
     def on_rank():
@@ -117,8 +117,7 @@ def test_overlapped_reduction_refuses_a_second_call(checkpoint):
     ids=["single", "PP2 x VPP2", "DP2"],
 )
 def test_gradients_of_every_chunk_start_from_zero(checkpoint, world_size, parallel):
-    """With a learning rate of 0 identical steps must have identical norms; leftover gradients would make them grow. Every rank
-    reports its micro batches as they start."""
+    """Repeat steps at a learning rate of 0: norms are equal without leftover gradients, and every rank reports its starts."""
 
     def on_rank():
         backend = make_backend(checkpoint, parallel, lr=0.0)
@@ -223,7 +222,7 @@ def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, pari
 
 @pytest.mark.parametrize("layout", ["DP2", "CP2"])
 def test_ratio_beyond_float32_that_ppo_clips_costs_no_step(checkpoint, parity_folder, layout):
-    """However far a token with a positive advantage is beyond the clip, its term is the constant 1.2 A."""
+    """Clip a token with a positive advantage however far it is beyond the clip: its term is the constant 1.2 A."""
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists()
 
@@ -311,8 +310,8 @@ def test_forward_returns_each_samples_logprobs_in_the_callers_order(checkpoint, 
             torch.testing.assert_close(result.logits[position], logits[index], atol=1e-5, rtol=1e-5)
 
 
-def test_a_loss_of_ones_own_gets_its_extra_fields(checkpoint):
-    """Weighted by an extra field, the loss equals cross entropy with that field as the weight."""
+def test_custom_loss_gets_its_extra_fields(checkpoint):
+    """Weight by an extra field: the loss equals cross entropy with that field as the weight."""
     tokens = token_lists()
 
     def on_rank():
@@ -353,7 +352,7 @@ def test_a_rank_without_samples_joins_the_others_collectives(parity_folder, arch
         assert len(logprobs) == (len(tokens) if rank == 0 else 0)
 
 
-def test_ranks_that_must_agree_on_samples_are_told_when_they_do_not(checkpoint):
+def test_differing_samples_within_a_replica_raise(checkpoint):
     def on_rank():
         backend = make_backend(checkpoint, Parallel(tensor=2))
         tokens = token_lists()[: 3 + backend.rank]
@@ -385,8 +384,8 @@ def test_the_precision_asked_for_is_the_one_that_runs(checkpoint, precision):
         assert step.loss_scale == (2.0**16 if precision == "fp16" else 1.0)
 
 
-def test_weight_decay_leaves_vectors_alone(checkpoint):
-    """With zero gradients (advantages of 0) a step moves matrices by weight decay and norms not at all."""
+def test_weight_decay_skips_vectors(checkpoint):
+    """Step with zero gradients (advantages of 0): weight decay changes matrices and not norms."""
 
     def on_rank():
         backend = make_backend(checkpoint, lr=0.1, optimizer={"weight_decay": 0.5})

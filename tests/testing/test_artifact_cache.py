@@ -1,4 +1,4 @@
-"""An entry of the cache is used only for the same content, and a damaged one is made again."""
+"""A cache entry is used only for equal keys, and a damaged entry is rebuilt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A script whose text is part of the key."""
+    """Write a script whose text is part of the key."""
     (tmp_path / "program.py").write_text("first version")
     return tmp_path / "program.py"
 
@@ -41,7 +41,7 @@ def test_key_depends_on_job_program_and_versions(program: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("damage", ["flip", "lose", "no digest"])
-def test_damaged_entry_is_made_again(damage: str, tmp_path: Path, program: Path) -> None:
+def test_damaged_entry_is_rebuilt(damage: str, tmp_path: Path, program: Path) -> None:
     copy_or_make("it", {}, program, tmp_path / "one", make)
     (entry,) = folder().iterdir()
     file = entry / "content" / "inner" / "file"
@@ -49,14 +49,14 @@ def test_damaged_entry_is_made_again(damage: str, tmp_path: Path, program: Path)
         file.write_text("maze")
     else:
         (file if damage == "lose" else entry / "sha256").unlink()
-    made: list[Path] = []
-    copy_or_make("it", {}, program, tmp_path / "two", lambda path: (made.append(path), make(path)))
-    assert made == [tmp_path / "two"]
+    created: list[Path] = []
+    copy_or_make("it", {}, program, tmp_path / "two", lambda path: (created.append(path), make(path)))
+    assert created == [tmp_path / "two"]
     copy_or_make("it", {}, program, tmp_path / "three", never)
     assert (tmp_path / "three" / "inner" / "file").read_text() == "made"
 
 
-def test_entry_is_copied_so_that_a_test_may_change_its_copy(tmp_path: Path, program: Path) -> None:
+def test_changed_copy_does_not_change_the_entry(tmp_path: Path, program: Path) -> None:
     copy_or_make("it", {"a": 1}, program, tmp_path / "one", make)
     (tmp_path / "one" / "inner" / "file").write_text("changed by a test")
     copy_or_make("it", {"a": 1}, program, tmp_path / "two", never)

@@ -1,4 +1,4 @@
-"""run_distributed: results and errors of real forked ranks. Every failure names its rank and leaves no process."""
+"""Results and errors of forked ranks in run_distributed. Every failure names its rank and leaves no process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megascend.errors import DistributedTestError, ProcessGroupError
 from megascend.testing import run_distributed
 
 
-def gone(pid: int) -> bool:
-    """True if no process, or only a zombie, has this id."""
+def has_ended(pid: int) -> bool:
+    """Check that no process, or only a zombie, has this id."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -34,7 +34,7 @@ def pids(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
 
 
-def test_results_come_back_in_rank_order_by_value() -> None:
+def test_results_are_returned_in_rank_order() -> None:
     offset = torch.arange(3.0)
 
     def add(factor: float, *, shift: float) -> tuple[int, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_every_rank_has_its_environment_and_one_thread() -> None:
     assert dict(os.environ) == before
 
 
-def test_without_init_the_store_path_is_handed_over() -> None:
+def test_without_init_the_store_path_is_passed() -> None:
     def meet() -> float:
         assert not dist.is_initialized()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,11 +71,11 @@ def test_without_init_the_store_path_is_handed_over() -> None:
     assert run_distributed(meet, 2, init=False, timeout_s=30) == [2.0, 2.0]
 
 
-def test_one_rank_is_legal() -> None:
+def test_world_size_one_is_supported() -> None:
     assert run_distributed(dist.get_world_size, 1, timeout_s=30) == [1]
 
 
-def test_a_raising_rank_is_named_with_traceback_output_and_cause(tmp_path: Path) -> None:
+def test_exception_is_reported_with_rank_traceback_output_and_cause(tmp_path: Path) -> None:
     def fail_on_one() -> None:
         write_pid(tmp_path)
         print("about to work", flush=True)
@@ -94,7 +94,7 @@ def test_a_raising_rank_is_named_with_traceback_output_and_cause(tmp_path: Path)
     assert "about to work" in message
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(pids(tmp_path)) == 3
-    assert all(gone(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
 def test_hanging_ranks_are_named_with_their_stacks_and_killed(tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_hanging_ranks_are_named_with_their_stacks_and_killed(tmp_path: Path) ->
     start = time.monotonic()
     with pytest.raises(DistributedTestError, match=r"ranks 2 of 3 did not finish within 6 s") as caught:
         run_distributed(hang_on_two, 3, timeout_s=6)
-    assert time.monotonic() - start < 100  # of ranks that sleep for 1000
+    assert time.monotonic() - start < 100  # the ranks sleep for 1000
     assert "in sleep_for_ever" in str(caught.value)
     assert "pytest" not in str(caught.value).split("in hang_on_two")[1]
     assert "rank 0" not in str(caught.value)
-    assert all(gone(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
-def test_a_rank_stuck_in_a_collective_shows_where() -> None:
+def test_rank_stuck_in_a_collective_is_reported_with_its_stack() -> None:
     def one_skips() -> None:
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(()))
@@ -135,7 +135,7 @@ def test_death_by_signal_is_reported(tmp_path: Path) -> None:
 
     with pytest.raises(DistributedTestError, match=r"^rank 0 died by signal 11 \(SIGSEGV\)"):
         run_distributed(die, 2, timeout_s=30)
-    assert all(gone(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
 def test_exit_codes_are_reported() -> None:
@@ -145,7 +145,7 @@ def test_exit_codes_are_reported() -> None:
         run_distributed(sys.exit, 1, 4, timeout_s=30)
 
 
-def test_a_result_that_cannot_travel_is_an_error() -> None:
+def test_unpicklable_result_raises_distributed_test_error() -> None:
     with pytest.raises(DistributedTestError, match=r"rank 0 raised"):
         run_distributed(lambda: lambda: 1, 1, timeout_s=30)
 
@@ -157,9 +157,9 @@ def test_processes_started_by_a_rank_die_with_it(tmp_path: Path) -> None:
 
     run_distributed(start_child, 1, timeout_s=30)
     deadline = time.monotonic() + 60
-    while not all(gone(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
+    while not all(has_ended(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert all(gone(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ run_distributed(hang, 2, timeout_s=1000)
     deadline = time.monotonic() + 200
     while len([path for path in tmp_path.glob("pid-*") if path.read_text()]) < 2:
         assert time.monotonic() < deadline, "the ranks did not start"
-        assert parent.poll() is None, "the parent ended by itself"
+        assert parent.poll() is None, "the parent ended before it was killed"
         time.sleep(0.02)
     parent.kill()
     parent.wait()
-    while not all(gone(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
+    while not all(has_ended(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert all(gone(pid) for pid in pids(tmp_path))
+    assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
-def test_a_caller_with_a_process_group_is_refused() -> None:
+def test_caller_with_a_process_group_raises_process_group_error() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ProcessGroupError, match="already has a default process group"):
@@ -194,6 +194,6 @@ def test_a_caller_with_a_process_group_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_an_unwelcome_world_size_is_refused() -> None:
+def test_invalid_world_size_raises_process_group_error() -> None:
     with pytest.raises(ProcessGroupError, match="world_size >= 1, got 0"):
         run_distributed(dist.get_rank, 0)

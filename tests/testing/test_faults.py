@@ -1,4 +1,4 @@
-"""Faults that are injected: what can be armed, when it fires, and files and disks that are damaged."""
+"""Injected faults: arming and firing, damaged files, and full or read-only disks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.faults import Fault
 
 
-def armed(*of: Fault, rank: int = 0, attempt: int = 0) -> HangMonitor:
-    with faults.inject(*of):
+def armed(*armed_faults: Fault, rank: int = 0, attempt: int = 0) -> HangMonitor:
+    with faults.inject(*armed_faults):
         return HangMonitor(rank, 1, 10.0, attempt=attempt)
 
 
-def test_a_fault_fires_once_at_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_fires_once_at_its_phase_and_step(caplog: pytest.LogCaptureFixture) -> None:
     with faults.inject(Fault("raise", 0, "update", step=2)):
         monitor = HangMonitor(0, 1, 10.0)
         assert "rank 0: FAULTS ARE ARMED (MEGASCEND_FAULTS): raise in update of step 2 on rank 0" in caplog.text
@@ -38,14 +38,14 @@ def test_a_fault_fires_once_at_its_place(caplog: pytest.LogCaptureFixture) -> No
             pytest.fail("the body ran")
         with monitor.phase("update"):
             pass
-        again = HangMonitor(0, 1, 10.0)  # made anew in the same process
+        again = HangMonitor(0, 1, 10.0)  # created again in the same process
         again.step = 2
         with again.phase("update"):
             pass
     assert faults.VARIABLE not in os.environ
 
 
-def test_of_several_faults_each_rank_and_attempt_takes_its_own() -> None:
+def test_rank_and_attempt_select_their_faults() -> None:
     several = [Fault("raise", 1, "update"), Fault("skip", 1, "grad reduce"), Fault("raise", 1, "update", attempt=1)]
     assert armed(*several, rank=0)._faults is None
     monitor = armed(*several, rank=1)
@@ -58,12 +58,12 @@ def test_of_several_faults_each_rank_and_attempt_takes_its_own() -> None:
     assert str(armed(*several, rank=1, attempt=1)._faults) == "raise in update on rank 1"
 
 
-def test_a_fault_that_never_fires_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_that_never_fires_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     armed(Fault("raise", 0, "updaet")).close()
     assert "rank 0: armed, but never fired: raise in updaet on rank 0" in caplog.text
 
 
-def test_a_phase_whose_result_is_needed_cannot_be_skipped() -> None:
+def test_skipping_a_phase_with_a_result_raises_config_error() -> None:
     monitor = armed(Fault("skip", 0, "forward"))
     with pytest.raises(ConfigError, match="the phase 'forward' cannot be skipped"), monitor.phase("forward"):
         pytest.fail("the body ran")
@@ -83,20 +83,20 @@ def test_a_phase_whose_result_is_needed_cannot_be_skipped() -> None:
         ('[{"action": "die", "rank": 0, "phase": "update", "when": 3}]', "unexpected keyword argument 'when'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variable_raises_config_error(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, text)
     with pytest.raises(ConfigError) as caught:
         HangMonitor(0, 1, 10.0)
     assert message in str(caught.value)
 
 
-def test_the_variable_holds_what_was_armed_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = [Fault("die", 1, "write", step=3), Fault("hang", 0, "save", attempt=2)]
-    assert faults.read(faults.environment(*of)[faults.VARIABLE]) == of
-    with faults.inject(of[0]):
-        with faults.inject(of[1]):
-            assert faults.read(os.environ[faults.VARIABLE]) == of[1:]
-        assert faults.read(os.environ[faults.VARIABLE]) == of[:1]
+def test_inject_sets_and_restores_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = [Fault("die", 1, "write", step=3), Fault("hang", 0, "save", attempt=2)]
+    assert faults.read(faults.environment(*pair)[faults.VARIABLE]) == pair
+    with faults.inject(pair[0]):
+        with faults.inject(pair[1]):
+            assert faults.read(os.environ[faults.VARIABLE]) == pair[1:]
+        assert faults.read(os.environ[faults.VARIABLE]) == pair[:1]
 
 
 def test_without_faults_the_module_is_not_imported() -> None:
@@ -106,12 +106,12 @@ from megascend.diagnostics.hang_monitor import HangMonitor
 HangMonitor(0, 1, 1.0)
 print("megascend.testing.faults" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == "False\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert completed.stdout == "False\n"
 
 
 def wait_until_lost(note: Path, action: faults.Action) -> None:
-    """Wait until the process whose number is in ``note`` has ended, or stopped; one that hangs, until it has begun."""
+    """Wait until the process whose id is in ``note`` has ended or stopped, or for a hang until it has started."""
     until = time.monotonic() + 60
     while not (note.exists() and note.read_text()):
         assert time.monotonic() < until
@@ -124,7 +124,7 @@ def wait_until_lost(note: Path, action: faults.Action) -> None:
 
 
 @pytest.mark.parametrize(("action", "status"), [("die", -signal.SIGKILL), ("stop", None), ("hang", None)])
-def test_ranks_that_are_lost(action: faults.Action, status: int | None, tmp_path: Path) -> None:
+def test_lost_ranks_are_reported_as_results(action: faults.Action, status: int | None, tmp_path: Path) -> None:
     def work() -> str:
         rank = int(os.environ["RANK"])
         monitor = HangMonitor(rank, 1, 10.0)
@@ -144,7 +144,7 @@ def test_ranks_that_are_lost(action: faults.Action, status: int | None, tmp_path
         ]
 
 
-def test_a_rank_that_was_to_be_lost_and_is_not() -> None:
+def test_surviving_rank_that_was_expected_to_be_lost_raises() -> None:
     with pytest.raises(DistributedTestError, match="rank 1 was expected to be lost, but rank 1 returned"):
         run_distributed(
             lambda: time.sleep(60 * (os.environ["RANK"] == "0")), 2, init=False, expect_lost={1}, timeout_s=30
@@ -170,7 +170,7 @@ def test_truncate_and_flip(tmp_path: Path) -> None:
         faults.flip_byte(path, 6)
 
 
-def test_a_full_disk() -> None:
+def test_full_disk_raises_enospc() -> None:
     try:
         with faults.full_disk(64 * 1024) as disk:
             (disk / "fits").write_bytes(bytes(60 * 1024))
@@ -182,22 +182,22 @@ def test_a_full_disk() -> None:
     assert not disk.exists()
 
 
-def test_a_read_only_directory(tmp_path: Path) -> None:
+def test_read_only_directory_raises_erofs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     try:
-        with faults.read_only(tmp_path) as seen:
-            assert (seen / "file").read_text() == "x"
+        with faults.read_only(tmp_path) as read_only:
+            assert (read_only / "file").read_text() == "x"
             with pytest.raises(OSError, match="Read-only") as caught:
-                (seen / "file").write_text("y")
+                (read_only / "file").write_text("y")
             assert caught.value.errno == errno.EROFS
     except PlatformError as error:
         pytest.skip(str(error))
     (tmp_path / "file").write_text("z")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not mount")
-def test_without_the_right_to_mount() -> None:
-    """In a user namespace; where the kernel allows none, with an error that says so."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop the privilege to mount")
+def test_full_disk_without_mount_privilege() -> None:
+    """Mount in a user namespace, or raise an error that names it if the kernel allows none."""
     code = """
 import os
 from megascend.errors import PlatformError
@@ -215,5 +215,5 @@ except PlatformError as error:
     assert "cannot mount on" in str(error) and "in a user namespace" in str(error)
     print("No space left on device")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "No space left on device\n", done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert completed.stdout == "No space left on device\n", completed.stderr

@@ -1,4 +1,4 @@
-"""Finding on a CPU where the host would wait for a device."""
+"""Detection, on a CPU, of operations in which the host would wait for a device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ CPU = torch.device("cpu")
 
 
 def waits_of(work: Callable[[torch.Tensor, torch.Tensor], object]) -> list[str]:
-    """What ``work`` waits for, given numbers on the device and the same on the host."""
+    """Return the waits of ``work``, which is called with equal tensors on the device and on the host."""
     host = torch.arange(4.0)
     with HostWaits() as waits:
         there = host_copy.to_device(host, CPU)
         work(there, host)
-    assert all(f"{__file__.split('/')[-1]}:" in where for where in waits.found), "each names its line here"
+    assert all(f"{__file__.split('/')[-1]}:" in where for where in waits.found), (
+        "every wait names its line in this file"
+    )
     return [where.partition(" at ")[0] for where in waits.found.elements()]
 
 
@@ -57,7 +59,7 @@ NOT_WAITING = {
 
 
 @pytest.mark.parametrize("case", NOT_WAITING)
-def test_work_of_the_host_and_queued_work_are_none(case: str) -> None:
+def test_host_work_and_queued_work_are_no_waits(case: str) -> None:
     assert waits_of(NOT_WAITING[case]) == []
 
 
@@ -79,7 +81,7 @@ def test_copy_of_the_host_is_no_wait_at_the_address_of_a_freed_one() -> None:
     assert waits_of(work) == []
 
 
-def test_everything_is_as_before_afterwards() -> None:
+def test_patches_are_undone_afterwards() -> None:
     def patched() -> list[object]:
         return [vars(torch.Tensor).get("to"), torch.tensor, host_copy.to_device, host_copy.HostCopy.read]
 

@@ -1,4 +1,4 @@
-"""Counting the bytes of tensors."""
+"""Byte counts of live tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.tensor_memory import TensorMemory
 KIB = 1024
 
 
-def test_storages_count_once_and_as_long_as_they_live():
+def test_storages_count_once_while_they_live():
     with TensorMemory() as memory:
         first = torch.zeros(KIB, dtype=torch.uint8)
         view = first[:10].view(2, 5)
@@ -24,14 +24,14 @@ def test_storages_count_once_and_as_long_as_they_live():
         assert memory.peak == 0
 
 
-def test_what_was_there_before_counts_when_it_is_used():
+def test_earlier_tensors_count_once_they_are_used():
     weight = torch.zeros(KIB, dtype=torch.float32)
     with TensorMemory() as memory:
         result = weight.sum()
         assert memory.allocated == 4 * KIB + result.nbytes
 
 
-def test_storages_that_grow_and_shrink():
+def test_resized_storages_are_counted():
     before = torch.UntypedStorage.resize_
     with TensorMemory() as memory:
         tensor = torch.zeros(KIB, dtype=torch.uint8)
@@ -42,7 +42,7 @@ def test_storages_that_grow_and_shrink():
     assert torch.UntypedStorage.resize_ is before
 
 
-def test_the_backward_pass_is_seen():
+def test_backward_pass_is_counted():
     with TensorMemory(explain=True) as memory:
         x = torch.randn(KIB, requires_grad=True)
         y = (x * 2).exp()  # keeps its result

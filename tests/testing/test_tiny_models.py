@@ -1,4 +1,4 @@
-"""Tiny checkpoints: transformers loads them, they are reproducible, and nothing in them is trivial."""
+"""Tiny checkpoints load in transformers, are reproducible, and have no constant tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascend.errors import ConfigError
 from megascend.testing import ARCHITECTURES, tiny_config, write_tiny_checkpoint
 from megascend.testing.reference import run_reference
 
-# Run apart, as a test before this one may have built an mcore-bridge model in this process.
+# Run in a separate process, because an earlier test may have built an mcore-bridge model in this one.
 LOADS = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -29,11 +29,11 @@ for path in sys.argv[1:]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -> None:
+def test_transformers_loads_tiny_models_with_varying_logits(tmp_path: Path) -> None:
     paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in ARCHITECTURES]
-    done = run_reference(LOADS, *paths)
-    assert done.returncode == 0, done.stderr
-    for line, arch in zip(done.stdout.splitlines()[-len(paths) :], ARCHITECTURES, strict=True):
+    completed = run_reference(LOADS, *paths)
+    assert completed.returncode == 0, completed.stderr
+    for line, arch in zip(completed.stdout.splitlines()[-len(paths) :], ARCHITECTURES, strict=True):
         shape, spread, is_float32, keys = json.loads(line)
         assert shape == [1, 16, 320]
         assert 0.8 < spread < 4.0
@@ -52,7 +52,7 @@ def test_transformers_loads_them_and_their_logits_are_not_flat(tmp_path: Path) -
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_same_arguments_same_weights_and_no_second_build(tmp_path: Path) -> None:
+def test_equal_arguments_give_equal_weights_and_no_second_build(tmp_path: Path) -> None:
     settings = {"tie_word_embeddings": True, "num_hidden_layers": 2, "vocab_size": 128}
     first = write_tiny_checkpoint(tmp_path / "a", "qwen3", seed=3, **settings)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
@@ -73,20 +73,20 @@ def test_same_arguments_same_weights_and_no_second_build(tmp_path: Path) -> None
 
 
 def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "precious.txt").write_text("mine")
+    (tmp_path / "precious.txt").write_text("content")
     with pytest.raises(ConfigError, match="no tiny checkpoint"):
         write_tiny_checkpoint(tmp_path, "llama")
-    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert (tmp_path / "precious.txt").read_text() == "content"
 
 
-def test_unknown_architecture() -> None:
+def test_unknown_architecture_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="'gpt9'; known: qwen2"):
         tiny_config("gpt9")
 
 
 @pytest.mark.nightly
-def test_processes_that_want_the_same_one_at_once_all_get_it(tmp_path: Path) -> None:
-    """It is made once, and nobody takes away what another has begun to use: the race of pytest's workers."""
+def test_concurrent_processes_share_one_checkpoint(tmp_path: Path) -> None:
+    """Build the checkpoint once and never replace it while another process uses it, as pytest workers would."""
     program = (
         "import sys; from pathlib import Path; from megascend.testing import write_tiny_checkpoint\n"
         "path = write_tiny_checkpoint(Path(sys.argv[1]), 'qwen3', num_hidden_layers=1)\n"
@@ -94,9 +94,9 @@ def test_processes_that_want_the_same_one_at_once_all_get_it(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", program, str(tmp_path / "model")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    found = {process.communicate(timeout=300)[0] for process in processes}
+    outputs = {process.communicate(timeout=300)[0] for process in processes}
     assert [process.returncode for process in processes] == [0] * 3
-    assert len(found) == 1
+    assert len(outputs) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
         "config.json",

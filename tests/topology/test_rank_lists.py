@@ -1,4 +1,4 @@
-"""The groups of a layout, as lists of ranks."""
+"""Groups of a layout as lists of ranks."""
 
 from __future__ import annotations
 

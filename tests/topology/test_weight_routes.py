@@ -35,7 +35,7 @@ def holders(topology: Topology, *, expert: bool) -> dict[tuple[int, ...], dict[i
 @pytest.mark.parametrize("receivers", RECEIVERS, ids=str)
 @pytest.mark.parametrize("expert", [False, True], ids=["dense", "expert"])
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS, ids=str)
-def test_shards_reach_those_who_asked_and_no_others(world_size, parallel, expert, receivers):
+def test_shards_reach_exactly_the_receivers(world_size, parallel, expert, receivers):
     topology = plan(parallel, world_size)
     requested = receivers if isinstance(receivers, str) else [rank % world_size for rank in receivers]
     receiving = ranks_of(requested, topology)
@@ -76,7 +76,7 @@ def test_whoever_takes_part_takes_part_with_its_whole_pipeline(world_size, paral
                 )
 
 
-def test_replicas_that_nobody_asked_take_part_in_nothing():
+def test_unneeded_replicas_do_not_participate():
     topology = plan(Parallel(tensor=2, pipeline=2), 16)
     assert participants(topology, [0]) == {0, 1, 8, 9}
     assert participants(topology, [0, 2]) == {0, 1, 8, 9, 2, 3, 10, 11}

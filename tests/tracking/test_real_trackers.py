@@ -64,7 +64,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 def wandb_records(path: Path) -> list:
-    """W&B's file is a log of LevelDB's: blocks of 32 KiB, whose records begin with a checksum, a length and a kind."""
+    """Parse W&B's file, a LevelDB log: blocks of 32 KiB, whose records begin with a checksum, a length and a kind."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, part, records = path.read_bytes(), 7, b"", []

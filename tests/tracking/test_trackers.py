@@ -1,4 +1,4 @@
-"""Trackers by name: what they are told, what is refused before training, and that their failures end nothing."""
+"""Trackers by name: their calls, refusals before training, and failures that do not end a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "token
 
 
 class RecordingTracker:
-    """Keeps what it is told."""
+    """Tracker that records its calls."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run, self.calls = run, []
@@ -116,7 +116,7 @@ def test_a_resumed_run_is_the_same_one_to_a_tracker(opened: list[RecordingTracke
     assert json.loads((tmp_path / "trackers" / "run_ids.json").read_text()) == {"kept": "run-1"}
 
 
-def test_a_failure_is_said_once_and_costs_no_further_record(
+def test_tracker_failure_is_logged_once_and_loses_no_further_record(
     opened: list[RecordingTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = []
@@ -143,7 +143,7 @@ def test_a_tracker_that_cannot_be_opened_ends_nothing(
     assert opened == []
 
 
-def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hung_tracker_does_not_block_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     released, problems = threading.Event(), []
 
     class Hanging(RecordingTracker):

@@ -1,4 +1,4 @@
-"""A delivery chooses its transport by where engines keep weights, and refuses one that does not fit before anything begins."""
+"""A delivery chooses its transport by the engines' locations, and refuses an unsuitable one before it begins."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
     assert not engine.has_begun
 
 
-def test_a_vllm_whose_receiver_is_older_is_refused_with_what_to_install() -> None:
+def test_older_receiver_raises_with_the_install_command() -> None:
     engine = VllmEngine("http://127.0.0.1:9", key=generate_key())
 
     async def info() -> dict[str, Any]:

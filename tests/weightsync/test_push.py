@@ -1,4 +1,4 @@
-"""What engines have in force after a push is the checkpoint, from every layout; after a failure it is what they had before."""
+"""After a push, engines have the checkpoint's weights from every layout; after a failure, their previous weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
 
 
 def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
-    """Held against the file, with nothing of ours in between; engines of different sizes in one group."""
+    """Compare with the file directly, with engines of different sizes in one group."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "small") as small, engines(tmp_path, "large", workers=3) as large:
 
@@ -95,7 +95,7 @@ def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
                 assert equal(worker, source)
 
 
-def test_adapters_merged_and_alone(parity_folder, tmp_path):
+def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     with engines(tmp_path, "engine") as served:
@@ -172,7 +172,7 @@ def pushes_that_fail(
 FAULTED: dict[str, tuple[Parallel, int]] = {"TP2": (Parallel(tensor=2), 2), "PP2": (Parallel(pipeline=2), 2)}
 
 
-def test_an_engine_that_does_not_come(parity_folder, tmp_path):
+def test_missing_engine_raises_weight_sync_error(parity_folder, tmp_path):
     def fault(sync, served):
         served[1].now("fault", deaf=True)
         return lambda: served[1].now("fault")
@@ -216,7 +216,7 @@ def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
 
 
 def test_a_silent_engine(parity_folder, tmp_path):
-    """Stopped, not dead: the deadline ends it."""
+    """Stop an engine without ending it: the deadline ends the push."""
 
     def fault(sync, served):
         from weightwire.sender import Sender
@@ -276,7 +276,7 @@ def test_a_commit_that_fails_on_one_worker_is_undone_on_all(parity_folder, tmp_p
     assert versions == {"model": 5}
 
 
-def test_what_is_refused(parity_folder, tmp_path):
+def test_invalid_options_and_unreachable_host_raise(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 
@@ -345,7 +345,7 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
 
 
 def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folder, tmp_path):
-    """And another trainer can go on, at the latest when the lease has lapsed."""
+    """Accept another trainer, at the latest when the lease has lapsed."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, forked: receivers of weightwire behind a Unix socket, one JSON line for each call."""
+"""An engine in a forked process: receivers of weightwire behind a Unix socket, one JSON line per call."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Served:
         self.adapters: dict[str, Any] = {}
         self.faults: dict[str, Any] = {}
 
-    def call(self, what: str, **arguments: Any) -> Any:
-        return getattr(self, what)(**arguments)
+    def call(self, method: str, **arguments: Any) -> Any:
+        return getattr(self, method)(**arguments)
 
     def count(self) -> int:
         return len(self.receivers)
@@ -57,20 +57,20 @@ class Served:
     def commit(self, update: str) -> None:
         committed = []
         for worker, receiver in enumerate(self.receivers):
-            kept = dict(self.weights[worker])
+            previous = dict(self.weights[worker])
 
-            def load(found: Any, worker: int = worker) -> None:
-                described = self.receivers[worker].status()["update"]["target"]
-                target = self.weights[worker] if described == "model" else {}
-                for number, (name, tensor) in enumerate(found):
+            def load(tensors: Any, worker: int = worker) -> None:
+                target_name = self.receivers[worker].status()["update"]["target"]
+                target = self.weights[worker] if target_name == "model" else {}
+                for number, (name, tensor) in enumerate(tensors):
                     if self.faults.get("fails") == worker and number == 2:
                         raise RuntimeError(f"worker {worker} cannot load {name}")
                     target[name] = tensor.clone()
-                if described != "model":
-                    self.adapters[described] = target
+                if target_name != "model":
+                    self.adapters[target_name] = target
 
-            def restore(worker: int = worker, kept: dict[str, torch.Tensor] = kept) -> None:
-                self.weights[worker] = kept
+            def restore(worker: int = worker, previous: dict[str, torch.Tensor] = previous) -> None:
+                self.weights[worker] = previous
 
             try:
                 receiver.commit(update, load, restore)
@@ -116,7 +116,7 @@ def serve(path: Path, name: str, workers: int, weights: dict[str, torch.Tensor],
 
 
 class EngineProcess(InferenceEngine):
-    """The test's, and a trainer's, side: an engine that takes updates and nothing else."""
+    """The parent's side: an update-only engine for trainers, with direct calls for tests."""
 
     def __init__(
         self, folder: Path, name: str, workers: int = 1, weights: Any = None, version: int | None = None
@@ -134,7 +134,7 @@ class EngineProcess(InferenceEngine):
             finally:
                 os._exit(1)
 
-    # --- a trainer's ---
+    # --- calls of a trainer ---
 
     async def receivers(self) -> int:
         return await self.ask("count")
@@ -151,18 +151,18 @@ class EngineProcess(InferenceEngine):
     async def drop(self, update: str) -> None:
         await self.ask("drop", update=update)
 
-    async def ask(self, what: str, **arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.now(what, **arguments))
+    async def ask(self, method: str, **arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.now(method, **arguments))
 
-    # --- a test's ---
+    # --- calls of a test ---
 
-    def now(self, what: str, **arguments: Any) -> Any:
+    def now(self, method: str, **arguments: Any) -> Any:
         until = time.monotonic() + DEADLINE_S
         while True:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(DEADLINE_S)
                 line.connect(str(self._path))
-                line.sendall(json.dumps({"what": what, **arguments}).encode() + b"\n")
+                line.sendall(json.dumps({"method": method, **arguments}).encode() + b"\n")
                 with line.makefile() as answers:
                     text = answers.readline()
                 if not text:
@@ -172,7 +172,7 @@ class EngineProcess(InferenceEngine):
                     raise from_json(answer)
                 return answer["value"]
             if time.monotonic() > until or not self.alive():
-                raise ConnectionError(f"{self.name} is not there")
+                raise ConnectionError(f"{self.name} does not answer")
             time.sleep(0.01)
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class EngineProcess(InferenceEngine):
         return self.now("status")[0]
 
     def weights(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:
-        """(those in force on each worker, adapters by target)."""
+        """Return (active weights of each worker, adapters by target)."""
         path = self._folder / f"{self.name}.{os.getpid()}.pt"
         self.now("dump", path=str(path))
         weights, adapters = torch.load(path, weights_only=True)
@@ -207,7 +207,7 @@ class EngineProcess(InferenceEngine):
 
 @contextlib.contextmanager
 def engines(folder: Path, *names: str, **options: Any) -> Iterator[list[EngineProcess]]:
-    """Engines that end with the block."""
+    """Start engines that end with the block."""
     started: list[EngineProcess] = []
     try:
         for name in names:
@@ -219,7 +219,7 @@ def engines(folder: Path, *names: str, **options: Any) -> Iterator[list[EnginePr
 
 
 def ended_by(do: Callable[[], object], timeout_s: float = 60.0) -> int:
-    """Minus the signal that ended a fork of this process in which ``do`` ran; 1 if ``do`` raised, 0 if it returned."""
+    """Run ``do`` in a fork; return minus the signal that killed it, 1 if ``do`` raised, 0 if it returned."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -232,11 +232,11 @@ def ended_by(do: Callable[[], object], timeout_s: float = 60.0) -> int:
             os._exit(status)
     until = time.monotonic() + timeout_s
     while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > until:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            raise AssertionError(f"it has not ended within {timeout_s:g} s")
+            raise AssertionError(f"the fork did not end within {timeout_s:g} s")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A sender and its receivers in one process: receivers have threads of their own."""
+"""A sender and its receivers in one process; the receivers have their own threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
 
 TIMEOUT_S = 30.0
-KEPT: deque[Listener] = deque(maxlen=8)
-"""A listener outlives its groups; what of them ends by itself has ended eight listeners later."""
+LISTENERS: deque[Listener] = deque(maxlen=8)
+"""Recent listeners: a listener must outlive its groups, whose threads have ended eight listeners later."""
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ class Trainer:
         self, receivers: Sequence[Receiver], transport: str = "gloo", owner: str = "trainer-1", **options: Any
     ):
         self.listener, self.receivers = Listener(), receivers
-        KEPT.append(self.listener)
+        LISTENERS.append(self.listener)
         self.transport, self.owner, self.options = transport, owner, options
         self.lease_s, self.timeout_s = 30.0, TIMEOUT_S
 
@@ -101,24 +101,24 @@ class Engine:
 
     def __init__(self, weights: dict[str, torch.Tensor] | None = None) -> None:
         self.weights = weights or {}
-        self.kept: dict[str, torch.Tensor] = {}
+        self.backup: dict[str, torch.Tensor] = {}
 
-    def load(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.kept = dict(self.weights)
-        for name, tensor in found:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.backup = dict(self.weights)
+        for name, tensor in tensors:
             self.weights[name] = tensor.clone()
 
     def restore(self) -> None:
-        self.weights = dict(self.kept)
+        self.weights = dict(self.backup)
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Names in order, dtypes, shapes and every bit."""
-    return list(found) == list(wanted) and all(
-        found[name].dtype == tensor.dtype
-        and found[name].shape == tensor.shape
-        and found[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8))
-        for name, tensor in wanted.items()
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Compare names in order, dtypes, shapes and every bit."""
+    return list(actual) == list(expected) and all(
+        actual[name].dtype == tensor.dtype
+        and actual[name].shape == tensor.shape
+        and actual[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8))
+        for name, tensor in expected.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""Signed requests: what is taken, once; whatever is changed, replayed, late or forged is refused."""
+"""Signed requests are accepted once; changed, replayed, late or forged ones are refused."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def header(key: Key = KEY, method: str = "POST", target: str = "/x", body: bytes
     return sign(key, method, target, body, **options).headers["Authorization"]
 
 
-def test_the_signature_is_what_the_docstring_says() -> None:
-    """Put together by hand."""
+def test_signature_matches_the_documented_format() -> None:
+    """Compute the signature by hand."""
     clock = Clock()
     scheme, value = header(target="/v1/a?b=c", body=b"{}", audience="engine 1", clock=clock).split(" ")
-    sent, nonce, digest, signature = value.split(".")
-    assert (scheme, sent, digest) == (SCHEME, "1800000000000", hashlib.sha256(b"{}").hexdigest())
-    text = f"weightwire request 1\nengine 1\nPOST\n/v1/a?b=c\n{sent}\n{nonce}\n{digest}"
+    sent_at, nonce, digest, signature = value.split(".")
+    assert (scheme, sent_at, digest) == (SCHEME, "1800000000000", hashlib.sha256(b"{}").hexdigest())
+    text = f"weightwire request 1\nengine 1\nPOST\n/v1/a?b=c\n{sent_at}\n{nonce}\n{digest}"
     assert signature == hmac.new(TEXT.encode(), text.encode(), hashlib.sha256).hexdigest()
     assert (
         Verifier(KEY, audience="engine 1", clock=clock).check("POST", "/v1/a?b=c", f"{scheme} {value}", b"{}").nonce
@@ -58,27 +58,27 @@ def test_the_signature_is_what_the_docstring_says() -> None:
     flip=st.integers(min_value=0),
     where=st.sampled_from(["body", "header", "method", "target", "audience", "key"]),
 )
-def test_whatever_is_changed_is_refused(body: bytes, flip: int, where: str) -> None:
+def test_any_changed_part_of_a_request_is_refused(body: bytes, flip: int, where: str) -> None:
     clock = Clock()
     verifier = Verifier(KEY, audience="here", clock=clock)
-    given_ = {"method": "POST", "target": "/v1/update", "audience": "here"}
+    request = {"method": "POST", "target": "/v1/update", "audience": "here"}
     signed = header(
         OTHER if where == "key" else KEY,
         body=body,
         clock=clock,
-        **given_ | ({where: "/other"} if where in given_ else {}),
+        **request | ({where: "/other"} if where in request else {}),
     )
-    sent_body = body
+    received_body = body
     if where == "body":
         bits = bytearray(body + b"\0")
         bits[(flip // 8) % len(bits)] ^= 1 << (flip % 8)
-        sent_body = bytes(bits) if flip % 2 else body[:-1] if body else b"\0"
+        received_body = bytes(bits) if flip % 2 else body[:-1] if body else b"\0"
     if where == "header":
         value = bytearray(signed.encode())
         value[(flip // 7) % len(value)] ^= 1 << (flip % 7)
         signed = value.decode()
-    refused(verifier, "POST", "/v1/update", signed, sent_body)
-    good = header(body=body, clock=clock, **given_)  # and the next one is taken
+    refused(verifier, "POST", "/v1/update", signed, received_body)
+    good = header(body=body, clock=clock, **request)  # an unchanged request is still accepted
     assert verifier.check("POST", "/v1/update", good, body).nonce
 
 
@@ -93,7 +93,7 @@ def test_forged_headers_are_refused(value: str) -> None:
     refused(Verifier(KEY, bearer="controller"), "POST", "/", f"Bearer {value}")
 
 
-def test_a_request_counts_once_and_only_within_the_window() -> None:
+def test_request_is_accepted_once_within_the_window() -> None:
     clock = Clock()
     verifier = Verifier(KEY, window_s=30, clock=clock)
     signed = header(clock=clock)
@@ -103,14 +103,14 @@ def test_a_request_counts_once_and_only_within_the_window() -> None:
     assert "is a replay" in refused(verifier, "POST", "/x", signed)
     clock.now += 0.01
     assert "+30.0 s ago" in refused(verifier, "POST", "/x", signed)
-    ahead = header(clock=Clock(clock.now + 29))
-    verifier.check("POST", "/x", ahead, b"")
+    future = header(clock=Clock(clock.now + 29))
+    verifier.check("POST", "/x", future, b"")
     clock.now += 58
-    assert "is a replay" in refused(verifier, "POST", "/x", ahead)
+    assert "is a replay" in refused(verifier, "POST", "/x", future)
     assert "-31.0 s ago" in refused(verifier, "POST", "/x", header(clock=Clock(clock.now + 31)))
 
 
-def test_forgotten_requests_are_not_taken_again_when_the_clock_is_set_back() -> None:
+def test_expired_nonces_are_refused_after_the_clock_is_set_back() -> None:
     clock = Clock()
     verifier = Verifier(KEY, window_s=30, clock=clock)
     signed = header(clock=clock)
@@ -121,7 +121,7 @@ def test_forgotten_requests_are_not_taken_again_when_the_clock_is_set_back() -> 
     assert "set back" in refused(verifier, "POST", "/x", signed)
 
 
-def test_nonces_are_bounded_and_only_those_who_have_the_key_fill_them() -> None:
+def test_nonces_are_bounded_and_filled_by_valid_signatures_only() -> None:
     clock = Clock()
     verifier = Verifier(KEY, max_nonces=10, clock=clock)
     for _ in range(50):
@@ -137,15 +137,15 @@ def test_nonces_are_bounded_and_only_those_who_have_the_key_fill_them() -> None:
     assert len(verifier._nonces._active) == len(verifier._nonces._heap) == 1
 
 
-def test_of_many_threads_with_one_request_one_succeeds() -> None:
-    verifier, signed, taken = Verifier(KEY), header(), []
+def test_one_of_many_concurrent_identical_requests_succeeds() -> None:
+    verifier, signed, accepted = Verifier(KEY), header(), []
     barrier = threading.Barrier(8)
 
     def attempt() -> None:
         barrier.wait()
         try:
             verifier.check("POST", "/x", signed, b"")
-            taken.append(1)
+            accepted.append(1)
         except AuthError:
             pass
 
@@ -154,10 +154,10 @@ def test_of_many_threads_with_one_request_one_succeeds() -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert taken == [1]
+    assert accepted == [1]
 
 
-def test_a_body_is_known_before_it_is_read() -> None:
+def test_body_digest_is_known_before_the_body_is_read() -> None:
     grant = Verifier(KEY).check_head("POST", "/x", header(body=b"abc"))
     assert grant.body_digest == hashlib.sha256(b"abc").hexdigest()
     grant.check_body(b"abc")
@@ -165,7 +165,7 @@ def test_a_body_is_known_before_it_is_read() -> None:
         grant.check_body(b"ab")
 
 
-def test_bearer_tokens_are_taken_only_where_asked_for() -> None:
+def test_bearer_tokens_are_accepted_only_where_configured() -> None:
     token = f"Bearer {KEY.bearer_token('controller')}"
     assert Verifier(KEY, bearer="controller").check("POST", "/x", token, b"anything").nonce == ""
     refused(Verifier(KEY), "POST", "/x", token)
@@ -175,7 +175,7 @@ def test_bearer_tokens_are_taken_only_where_asked_for() -> None:
     refused(Verifier(KEY, bearer="controller"), "POST", "/x", None)
 
 
-def test_an_answer_is_to_one_request() -> None:
+def test_answer_signature_is_bound_to_one_request() -> None:
     nonce = sign(KEY, "POST", "/x").nonce
     signature = sign_answer(KEY, nonce, 200, b"{}")[ANSWER_HEADER]
     check_answer(KEY, nonce, 200, b"{}", signature)
@@ -191,13 +191,13 @@ def test_an_answer_is_to_one_request() -> None:
             check_answer(*arguments)
 
 
-def test_comparisons_take_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything secret goes through hmac.compare_digest."""
+def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that every secret is compared by hmac.compare_digest."""
     compared = []
 
-    def compare(one: str | bytes, other: str | bytes) -> bool:
-        compared.append((one, other))
-        return hmac.compare_digest(one, other)
+    def compare(first: str | bytes, second: str | bytes) -> bool:
+        compared.append((first, second))
+        return hmac.compare_digest(first, second)
 
     monkeypatch.setattr(auth, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     refused(Verifier(KEY), "POST", "/x", header(OTHER))
@@ -208,7 +208,7 @@ def test_comparisons_take_constant_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(compared) == 5
 
 
-def test_what_cannot_stand_in_a_first_line_is_not_signed() -> None:
+def test_invalid_request_line_raises_value_error() -> None:
     for wrong in ({"target": "/a b"}, {"target": "/a\n"}, {"method": "GET /"}, {"audience": "a\nb"}, {"target": ""}):
         with pytest.raises(ValueError, match="cannot sign"):
             header(**wrong)

@@ -1,4 +1,4 @@
-"""What CUDA IPC reads from the store is checked field by field; the copies themselves need a GPU (tests/gpu)."""
+"""CUDA IPC checks every field it reads from the store; the copies themselves need a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_a_handle_comes_back_in_the_order_that_pytorch_wants() -> None:
+def test_handle_is_read_in_the_order_of_pytorch() -> None:
     assert list(VALUES) == list(HANDLE_FIELDS)
-    found = _handle(json.dumps(VALUES).encode())
-    assert found == [b"\x01handle", 2**29, 512, b"/torch_1_2", 3, b"", False]
+    handle = _handle(json.dumps(VALUES).encode())
+    assert handle == [b"\x01handle", 2**29, 512, b"/torch_1_2", 3, b"", False]
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,13 +41,13 @@ def test_a_malformed_handle_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"null", b"{}", b"\xff"])
-def test_what_is_no_handle_is_refused(text: bytes) -> None:
+def test_invalid_handle_text_raises_transport_error(text: bytes) -> None:
     with pytest.raises(TransportError, match="no handle of an allocation"):
         _handle(text)
 
 
 @pytest.mark.parametrize("text", [b"[1, 2]", b"[1, 2, true]", b"{}", b"[1, 2, 3.0]", b"", b"\xff"])
-def test_what_is_no_bucket_is_refused(text: bytes) -> None:
+def test_invalid_bucket_text_raises_transport_error(text: bytes) -> None:
     assert _numbers(b"[1, 2, 3]", 3) == [1, 2, 3]
     with pytest.raises(TransportError, match="is no bucket"):
         _numbers(text, 3)

@@ -1,4 +1,4 @@
-"""The digest is the written formula, sees changes and changed places, and is the same wherever the bytes are."""
+"""The digest matches its formula, detects changes and permutations, and does not depend on alignment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightwire.errors import ManifestError
 
 
 def by_hand(content: bytes) -> str:
-    """multilinear64 from its definition, in Python's integers."""
+    """Compute multilinear64 from its definition with Python integers."""
     drawn = hashlib.shake_128(b"weightwire multilinear64").digest(8 * TILE)
     keys = [int.from_bytes(drawn[8 * k : 8 * k + 8], "little", signed=True) | 1 for k in range(TILE)]
 
@@ -37,28 +37,28 @@ def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 4 * TILE - 1, 4 * TILE, 4 * TILE + 9, 40 * TILE + 2])
-def test_it_is_the_formula(size):
+def test_multilinear64_matches_its_definition(size):
     data = random_bytes(size)
     assert digest("multilinear64", data) == by_hand(data.numpy().tobytes())
 
 
-def test_a_known_value():
+def test_digests_of_fixed_bytes():
     assert digest("sha256", torch.zeros(3, dtype=torch.uint8)) == hashlib.sha256(bytes(3)).hexdigest()
     assert digest("multilinear64", torch.arange(251, dtype=torch.uint8)) == by_hand(bytes(range(251)))
 
 
 @given(st.data())
-def test_a_changed_byte_shows(data):
+def test_flipped_bit_changes_the_digest(data):
     size = data.draw(st.integers(1, 5000))
     content = random_bytes(size, seed=1)
-    place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
+    index, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
     before = digest("multilinear64", content)
-    content[place] ^= 1 << bit
+    content[index] ^= 1 << bit
     assert digest("multilinear64", content) != before
 
 
 @given(st.integers(0, 9999), st.integers(0, 9999), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_a_swapped_pair_shows_even_if_only_the_sign_differs(first, second, dtype):
+def test_swapped_pair_changes_the_digest_even_if_only_the_sign_differs(first, second, dtype):
     values = torch.ones(10_000, dtype=dtype)
     values[first], values[second] = -1, 1
     swapped = values.clone()
@@ -69,22 +69,22 @@ def test_a_swapped_pair_shows_even_if_only_the_sign_differs(first, second, dtype
     ) == same
 
 
-def test_swapped_tiles_and_lengths_show():
-    one, two = random_bytes(4 * TILE, 1), random_bytes(4 * TILE, 2)
-    assert digest("multilinear64", torch.cat([one, two])) != digest("multilinear64", torch.cat([two, one]))
+def test_swapped_tiles_and_lengths_change_the_digest():
+    first, second = random_bytes(4 * TILE, 1), random_bytes(4 * TILE, 2)
+    assert digest("multilinear64", torch.cat([first, second])) != digest("multilinear64", torch.cat([second, first]))
     zeros = [digest("multilinear64", torch.zeros(size, dtype=torch.uint8)) for size in range(1, 9)]
     assert len(set(zeros)) == 8
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_where_the_bytes_lie_does_not_matter(name):
+def test_digest_does_not_depend_on_alignment(name):
     data = random_bytes(1000)
     for shift in range(9):
-        elsewhere = torch.empty(1009, dtype=torch.uint8)[shift : shift + 1000]
-        elsewhere.copy_(data)
-        assert begin(name, elsewhere)() == digest(name, data)
+        shifted = torch.empty(1009, dtype=torch.uint8)[shift : shift + 1000]
+        shifted.copy_(data)
+        assert begin(name, shifted)() == digest(name, data)
 
 
-def test_an_unknown_digest_is_an_error_that_lists_what_there_is():
+def test_unknown_digest_raises_and_lists_the_known_ones():
     with pytest.raises(ManifestError, match="unknown digest 'xxh3'; known: multilinear64, sha256"):
         digest("xxh3", random_bytes(1))

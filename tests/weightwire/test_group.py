@@ -1,4 +1,4 @@
-"""Members meet whoever comes first, places and names are used once, and an error names who is missing, silent or gone."""
+"""Members join in any order, ranks and names are used once, and errors name a missing, silent or dead member."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def bucket(number: int, size: int = 100_000) -> torch.Tensor:
 def test_buckets_reach_every_receiver(size):
     def on_member(group):
         medium = transport(group)
-        got = []
+        equal = []
         for number in range(5):
             buffer = bucket(number) if group.rank == 0 else torch.zeros(100_000, dtype=torch.uint8)
             (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
-            got.append(torch.equal(buffer, bucket(number)))
+            equal.append(torch.equal(buffer, bucket(number)))
         medium.close()
-        return got
+        return equal
 
     assert run_members(on_member, size) == [[True] * 5] * size
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_it_does_not_matter_who_comes_last(last):
+def test_members_join_in_any_order(last):
     def on_member(meet):
         if int(os.environ["RANK"]) == last:
             time.sleep(0.3)
@@ -56,8 +56,8 @@ def test_it_does_not_matter_who_comes_last(last):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_missing_member_is_named(first, tmp_path):
-    """By the member whose deadline passes first, and by the one that it tells, in the same words and with the same class."""
+def test_missing_member_is_named_by_all(first, tmp_path):
+    """Raise the same error on the member whose deadline passes first and on the one that it notifies."""
 
     def on_member(meet):
         rank = int(os.environ["RANK"])
@@ -72,18 +72,18 @@ def test_the_missing_member_is_named(first, tmp_path):
         (tmp_path / f"failed-{rank}").touch()
         return type(caught.value).__name__, str(caught.value)
 
-    *others, late = run_meeting(on_member, 3, join_timeout_s=5.0)
-    for (kind, text), member in zip(others, ("the sender (trainer,", "receiver 1 (engine-1,"), strict=True):
+    *failures, late = run_meeting(on_member, 3, join_timeout_s=5.0)
+    for (kind, text), member in zip(failures, ("the sender (trainer,", "receiver 1 (engine-1,"), strict=True):
         assert kind == "DeadlineError"
         assert text.startswith(member)
         assert ": timed out waiting for members to join group " in text
         assert text.endswith(": receiver 2 (engine-2)")
-    assert late[0] == "PeerLostError", "it is too late, and nobody else is missing"
+    assert late[0] == "PeerLostError", "the late member finds a failed group"
     assert "has failed: " in late[1]
     assert late[1].endswith(": receiver 2 (engine-2)")
 
 
-def test_a_name_is_used_once_and_a_place_has_one_member():
+def test_group_names_and_ranks_are_used_once():
     listener = Listener()
     name = listener.new_group(["trainer", "engine"])
     assert name != listener.new_group(["trainer", "engine"])
@@ -112,17 +112,17 @@ def test_an_ended_group_cannot_be_joined(tmp_path):
     assert run_members(on_member, 2)[1]
 
 
-def test_nobody_listens():
+def test_unreachable_sender_raises_transport_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(TransportError, match="the sender is gone, or not reachable"):
             join("127.0.0.1", free.getsockname()[1], "update", 1, 0.5)
 
 
-def test_the_listener_binds_to_its_address_alone():
+def test_listener_binds_to_its_address_only():
     listener = Listener("127.0.0.1")
     with socket.socket() as other:
-        other.bind(("127.0.0.2", listener.port))  # taken, if it had bound to every address
+        other.bind(("127.0.0.2", listener.port))  # fails if the listener is bound to every address
 
 
 def failing(medium, group, timeout_s):
@@ -134,11 +134,11 @@ def failing(medium, group, timeout_s):
             group.progress(number + 1)
     except WireError as error:
         return group.explain(error, "busy")
-    raise AssertionError("it did not fail")
+    raise AssertionError("100 buckets arrived without an error")
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_killed_member_is_named_by_all_others(dying):
+def test_killed_member_is_named_by_all_survivors(dying):
     def on_member(group):
         medium = transport(group)
         if group.rank == dying:
@@ -159,7 +159,7 @@ def test_a_killed_member_is_named_by_all_others(dying):
     assert dying == 0 or "has done" not in results[0][1].partition("gone")[0]
 
 
-def test_a_silent_member_is_named_with_how_far_it_is(tmp_path):
+def test_silent_member_is_named_with_its_progress(tmp_path):
     def on_member(group):
         medium = transport(group, timeout_s=5.0)
         if group.rank == 1:
@@ -185,7 +185,7 @@ def test_a_silent_member_is_named_with_how_far_it_is(tmp_path):
     assert "has done 1 buckets" in text
 
 
-def test_a_member_that_fails_tells_why():
+def test_failed_member_reports_its_reason():
     def on_member(group):
         if group.rank == 1:
             group.fail("no memory for 3 buckets")
@@ -206,13 +206,13 @@ def test_a_member_that_fails_tells_why():
         assert "no memory for 3 buckets" in results[rank]
 
 
-def test_a_process_that_goes_while_it_is_looked_at_has_ended(monkeypatch) -> None:
-    """Its file in /proc can be opened, and reading it is ESRCH."""
+def test_process_that_vanishes_while_being_read_has_ended(monkeypatch) -> None:
+    """Treat ESRCH while reading an open file of /proc as the end of the process."""
 
-    def gone(pid: int) -> list[str]:
+    def vanished(pid: int) -> list[str]:
         raise ProcessLookupError(3, "No such process")
 
     me = liveness.Identity.current()
     assert me.state() is None
-    monkeypatch.setattr(liveness, "_stat", gone)
+    monkeypatch.setattr(liveness, "_stat", vanished)
     assert me.state() == "ended"

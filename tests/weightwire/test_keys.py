@@ -1,4 +1,4 @@
-"""The key: where it comes from, and where it never goes."""
+"""The key: its sources, and that it is never printed or pickled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def same(one: Key, other: Key) -> bool:
-    return one.mac("test", "x") == other.mac("test", "x")
+def same(first: Key, second: Key) -> bool:
+    return first.mac("test", "x") == second.mac("test", "x")
 
 
 def test_a_mac_is_hmac_sha256() -> None:
@@ -35,7 +35,7 @@ def test_a_mac_is_hmac_sha256() -> None:
     assert Key(TEXT).mac("purpose", "text") == expected
 
 
-def test_the_first_of_argument_file_and_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_arguments_precede_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SecretKeyError, match=f"set {ENVIRONMENT} or {ENVIRONMENT}_FILE"):
         load_key()
     in_file = write_key(tmp_path / "key")
@@ -50,35 +50,35 @@ def test_the_first_of_argument_file_and_environment_counts(tmp_path: Path, monke
         load_key(TEXT, file=tmp_path / "key")
 
 
-def test_a_written_key_is_its_owners_alone_and_is_not_replaced(tmp_path: Path) -> None:
+def test_written_key_is_private_and_not_overwritten(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        written = write_key(tmp_path / "key")
+        key = write_key(tmp_path / "key")
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
-    assert same(read_key(tmp_path / "key"), written)
+    assert same(read_key(tmp_path / "key"), key)
     with pytest.raises(FileExistsError):
         write_key(tmp_path / "key")
-    assert same(read_key(tmp_path / "key"), written)
+    assert same(read_key(tmp_path / "key"), key)
     assert len({generate_key() for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601])
-def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     write_key(tmp_path / "key")
     (tmp_path / "key").chmod(mode)
     with pytest.raises(SecretKeyError, match="chmod 600"):
         read_key(tmp_path / "key")
 
 
-def test_what_is_no_key_file_is_refused_without_showing_it(tmp_path: Path) -> None:
+def test_invalid_key_file_is_refused_without_printing_it(tmp_path: Path) -> None:
     def refused(path: Path) -> str:
         with pytest.raises(SecretKeyError) as caught:
             read_key(path)
         return str(caught.value)
 
-    def written(content: bytes) -> Path:
+    def key_file(content: bytes) -> Path:
         path = tmp_path / "key"
         path.write_bytes(content)
         path.chmod(0o600)
@@ -88,11 +88,11 @@ def test_what_is_no_key_file_is_refused_without_showing_it(tmp_path: Path) -> No
     assert "Is a directory" in refused(tmp_path)
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert "not a regular file" in refused(tmp_path / "pipe")  # and does not wait for a writer
-    assert "7 characters" in refused(written(b"sesame1\n"))
-    assert "sesame1" not in refused(written(b"sesame1\n"))
-    assert "not ASCII" in refused(written(b"\xff" * 40))
-    assert "not printable" in refused(written(b"sesame\x00" * 6))
-    assert "1088 characters" in refused(written(b"x" * 10**6))
+    assert "7 characters" in refused(key_file(b"sesame1\n"))
+    assert "sesame1" not in refused(key_file(b"sesame1\n"))
+    assert "not ASCII" in refused(key_file(b"\xff" * 40))
+    assert "not printable" in refused(key_file(b"sesame\x00" * 6))
+    assert "1088 characters" in refused(key_file(b"x" * 10**6))
 
 
 def test_a_key_is_not_printed_pickled_or_part_of_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Manifests from strangers are read or refused, never half believed; buckets hold every byte once, in order, and nothing else."""
+"""Untrusted manifests are read completely or refused; buckets hold every byte once and in order."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def test_buckets_hold_every_byte_once(tensors, bucket_bytes):
     if total > 3000 * bucket_bytes:
         bucket_bytes = total // 3000 + 1
     buckets = plan_buckets(tensors, bucket_bytes)
-    place = 0
+    start = 0
     for index, bucket in enumerate(buckets):
-        assert (bucket.index, bucket.start) == (index, place)
+        assert (bucket.index, bucket.start) == (index, start)
         assert 0 < bucket.nbytes <= bucket_bytes
         assert bucket.nbytes == bucket_bytes or bucket is buckets[-1]
-        position = 0
+        offset = 0
         for piece in bucket.pieces:
-            assert piece.position == position
+            assert piece.position == offset
             assert piece.length > 0
             assert begins[piece.tensor] + piece.offset == bucket.start + piece.position
             assert piece.offset + piece.length <= tensors[piece.tensor].nbytes
-            position += piece.length
-        assert position == bucket.nbytes
-        place = bucket.stop
-    assert place == total
+            offset += piece.length
+        assert offset == bucket.nbytes
+        start = bucket.stop
+    assert start == total
 
 
 @given(manifests)
@@ -84,10 +84,10 @@ def test_another_protocol_is_refused(protocol):
 
 
 @given(manifests, st.data())
-def test_whatever_is_changed_is_read_as_it_is_or_refused(manifest, data):
-    """No other exception than ManifestError, and what is accepted says of itself what it was read from."""
-    whole = offer_of(manifest).to_json()
-    parent = whole
+def test_changed_offer_is_read_unchanged_or_refused(manifest, data):
+    """Raise ManifestError and nothing else, or read an offer that serializes to its input."""
+    fields = offer_of(manifest).to_json()
+    parent = fields
     for _ in range(data.draw(st.integers(0, 3))):
         inner = [key for key, value in items(parent) if isinstance(value, (dict, list)) and value]
         if not inner:
@@ -104,10 +104,10 @@ def test_whatever_is_changed_is_read_as_it_is_or_refused(manifest, data):
     else:
         parent.append(parent[0])
     try:
-        read = Offer.from_json(copy.deepcopy(whole))
+        read = Offer.from_json(copy.deepcopy(fields))
     except ManifestError:
         return
-    assert normal(read.to_json()) == normal(whole)
+    assert normal(read.to_json()) == normal(fields)
 
 
 def items(value):
@@ -142,7 +142,7 @@ def normal(value):
         ({"adapter": {"name": "x"}}, "without config"),
     ],
 )
-def test_what_is_wrong_is_named(change, text):
+def test_invalid_manifest_field_is_named(change, text):
     good = Manifest(1, (TensorSpec("a", "float32", (2,)),)).to_json()
     with pytest.raises(ManifestError, match=text):
         Manifest.from_json(good | change)
@@ -162,14 +162,14 @@ def test_what_is_wrong_is_named(change, text):
         ({"manifest": None}, "a mapping was expected"),
     ],
 )
-def test_what_is_wrong_in_an_offer_is_named(change, text):
+def test_invalid_offer_field_is_named(change, text):
     good = offer_of(Manifest(1, (TensorSpec("a", "float32", (2,)),)))
     assert Offer.from_json(good.to_json()) == good
     with pytest.raises(ManifestError, match=text):
         Offer.from_json(good.to_json() | change)
 
 
-def test_an_offer_is_for_its_workers():
+def test_offer_ranks_belong_to_its_workers():
     offer = offer_of(Manifest(1, (TensorSpec("a", "float32", (2,)),)))
     assert [offer.rank(0), offer.rank(1)] == [1, 2]
     with pytest.raises(ManifestError, match="for 2 workers, and this is worker 2"):
@@ -190,7 +190,7 @@ def test_a_malformed_seal_is_refused(change):
         Seal.from_json(Seal("update-1", 1, "0" * 64, ("ab",)).to_json() | change)
 
 
-def test_errors_travel_by_name():
+def test_errors_survive_pickle_and_json():
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.WireError):
             error = kind("engine-1 did it")
@@ -201,6 +201,6 @@ def test_errors_travel_by_name():
     assert type(errors.from_json("no mapping")) is errors.WireError
 
 
-def test_the_pure_parts_need_no_torch():
+def test_manifest_plan_and_offer_import_no_torch():
     code = "import sys, weightwire.manifest, weightwire.plan, weightwire.offer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

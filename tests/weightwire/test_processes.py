@@ -1,4 +1,4 @@
-"""Trainers and engines in processes of their own; and the package without anything of megascend."""
+"""Trainers and engines in separate processes, and the package without megascend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Remote(Trainer):
             self.listener, offer.update, offer.manifest, transport=self.transport, timeout_s=self.timeout_s
         )
 
-    def whole(self, version, weights):
+    def push_and_commit(self, version, weights):
         offer = self.begin(manifest_of(weights, version, 300))
         with self.connect(offer) as sender:
             seal = sender.send(weights.items())
@@ -56,8 +56,8 @@ def weights_and_death(after: int):
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after", "verified", "committed"])
-def test_a_trainer_killed_at_any_point(tmp_path, when):
-    """The old weights are in force (or, once committed, the new ones), and the next trainer's update works."""
+def test_killed_trainer_leaves_old_or_new_weights_and_a_working_engine(tmp_path, when):
+    """Keep the old weights (after a commit the new ones), and accept the next trainer's update."""
     with engines(tmp_path, "engine", weights=OLD, version=1) as (engine,):
 
         def dying():
@@ -87,7 +87,7 @@ def test_a_trainer_killed_at_any_point(tmp_path, when):
         elif not committed:
             assert "nobody continued it for 4 s" in dropped
         newest = tensors(3)
-        run_distributed(lambda: Remote([engine]).whole(3, newest), 1, init=False, timeout_s=60)
+        run_distributed(lambda: Remote([engine]).push_and_commit(3, newest), 1, init=False, timeout_s=60)
         assert same(engine.weights()[0][0], newest)
 
 
@@ -100,7 +100,7 @@ def until_free(engine):
     return state["update"]["problem"]
 
 
-def test_an_engine_killed_while_it_receives_and_started_again(tmp_path):
+def test_killed_engine_is_named_and_its_successor_receives(tmp_path):
     def killing(engine):
         for number, item in enumerate(NEW.items()):
             if number == 4:
@@ -119,11 +119,11 @@ def test_an_engine_killed_while_it_receives_and_started_again(tmp_path):
         assert "receiver 1 (first" in message
         assert "is gone" in message
     with engines(tmp_path, "second") as (engine,):
-        run_distributed(lambda: Remote([engine]).whole(2, NEW), 1, init=False, timeout_s=60)
+        run_distributed(lambda: Remote([engine]).push_and_commit(2, NEW), 1, init=False, timeout_s=60)
         assert same(engine.weights()[0][0], NEW)
 
 
-ALONE = """
+STANDALONE_UPDATE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 
@@ -152,16 +152,16 @@ print("in force")
 """
 
 
-def test_the_small_distribution_stands_alone(tmp_path):
-    """Built as an engine's environment installs it, it has all of weightwire, brings nothing, and an update runs on it."""
-    built = subprocess.run(
+def test_receiver_wheel_works_without_megascend(tmp_path):
+    """Build the wheel: it has all files of weightwire, depends on torch only, and runs an update."""
+    build = subprocess.run(
         [sys.executable, "-c", BUILD, str(ROOT), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    assert build.returncode == 0, build.stdout[-2000:] + build.stderr[-2000:]
     (wheel,) = tmp_path.glob("weightwire-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
@@ -176,8 +176,8 @@ def test_the_small_distribution_stands_alone(tmp_path):
     assert packed == {f"weightwire/{path.relative_to(source)}" for path in source.rglob("*.py")} | {
         "weightwire/py.typed"
     }
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "installed")],
+    completed = subprocess.run(
+        [sys.executable, "-c", STANDALONE_UPDATE, str(tmp_path / "installed")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -185,8 +185,8 @@ def test_the_small_distribution_stands_alone(tmp_path):
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "in force"
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.strip() == "in force"
 
 
 BUILD = """

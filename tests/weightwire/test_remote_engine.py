@@ -1,4 +1,4 @@
-"""The contract as JSON: what a client calls is what the engine on the other side is asked for; malformed calls are refused."""
+"""The engine contract as JSON: calls arrive unchanged at the remote engine, malformed calls are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 class Recording:
-    """Notes calls of any name, and returns what the table says."""
+    """Double that records calls of any name and returns the table's results."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, tuple[Any, ...]]] = []
@@ -51,7 +51,7 @@ class Recording:
 
 
 class OverJson(RemoteEngine):
-    """Makes each call of an engine in this process, by way of JSON text."""
+    """Remote engine that calls an engine of this process through JSON text."""
 
     name = "remote"
 
@@ -64,7 +64,7 @@ class OverJson(RemoteEngine):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_arrives_with_its_arguments_and_its_result_returns(name: str) -> None:
+def test_call_and_result_survive_json(name: str) -> None:
     arguments, result = CALLS_MADE[name]
     recording = Recording()
     remote = OverJson(recording)
@@ -72,12 +72,12 @@ def test_a_call_arrives_with_its_arguments_and_its_result_returns(name: str) -> 
     assert recording.called == [(name, arguments)]
 
 
-def test_every_method_of_the_contract_travels() -> None:
+def test_every_method_of_the_contract_is_a_remote_call() -> None:
     methods = {name for name, member in vars(InferenceEngine).items() if callable(member) and not name.startswith("_")}
     assert methods - {"paused", "close"} == set(CALLS)
 
 
-def test_deadlines_leave_the_other_side_time_for_its_answer() -> None:
+def test_remote_deadlines_exceed_those_of_the_call() -> None:
     remote = OverJson(Recording())
     asyncio.run(remote.verify(SEAL, 100.0))
     asyncio.run(remote.commit("u"))
@@ -119,7 +119,7 @@ def test_a_malformed_call_is_refused_before_it_is_made(call: str, arguments: dic
         read_call(call, arguments)
 
 
-def test_an_offer_and_a_seal_are_read_as_from_a_stranger() -> None:
+def test_malformed_offer_and_seal_raise_manifest_error() -> None:
     with pytest.raises(ManifestError, match="offer"):
         read_call("begin_update", {"offer": {"update": "u"}})
     with pytest.raises(ManifestError, match="seal"):
@@ -127,7 +127,7 @@ def test_an_offer_and_a_seal_are_read_as_from_a_stranger() -> None:
 
 
 class UpdatesOnly(InferenceEngine):
-    """Takes updates of nothing."""
+    """Engine that implements only the abstract methods."""
 
     name = "minimal"
 
@@ -143,7 +143,7 @@ class UpdatesOnly(InferenceEngine):
     async def drop(self, update: str) -> None: ...
 
 
-def test_an_engine_that_takes_updates_alone_refuses_other_calls_by_name() -> None:
+def test_update_only_engine_raises_unsupported_call_error() -> None:
     engine = UpdatesOnly()
     assert asyncio.run(engine.locations()) == [None, None]
     for call, message in (
@@ -160,7 +160,7 @@ def test_an_engine_that_takes_updates_alone_refuses_other_calls_by_name() -> Non
         InferenceEngine()  # type: ignore[abstract]
 
 
-def test_calls_of_several_engines_end_at_their_deadline_and_name_who_failed() -> None:
+def test_call_all_ends_at_its_deadline_and_names_failed_engines() -> None:
     engines = []
     for name in ("answers", "hangs", "fails"):
         engine = UpdatesOnly()
@@ -174,8 +174,8 @@ def test_calls_of_several_engines_end_at_their_deadline_and_name_who_failed() ->
         return engine.name
 
     with LoopThread("calls") as thread:
-        done, failed = thread.run(call_all(engines, call, 0.2))
-    assert done == {"answers": "answers"}
+        results, failed = thread.run(call_all(engines, call, 0.2))
+    assert results == {"answers": "answers"}
     assert {name: (type(error), str(error)) for name, error in failed.items()} == {
         "hangs": (TimeoutError, "it did not answer within 0.2 s"),
         "fails": (WireError, "no"),

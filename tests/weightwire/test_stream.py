@@ -1,4 +1,4 @@
-"""Updates that nobody has planned: every tensor comes whole, and what does not fit is refused before it is handed out."""
+"""Streamed updates: every tensor arrives complete, and inconsistent data is refused before a tensor is yielded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 
 
 def member(group: Any, version: int | None = 3, **changed: Any) -> tuple[Any, Any]:
-    """(transport, the stream's end of this member)."""
+    """Return (transport, this member's end of the stream)."""
     manifest = Manifest(0, (TensorSpec("bucket", "uint8", (BUCKET,)),), BUCKET)
     medium = make_transport("gloo", Setup(group, manifest, CPU, TIMEOUT_S))
     arguments = {"bucket_bytes": BUCKET, "version": 3 if group.rank == 0 else version, "timeout_s": TIMEOUT_S} | changed
@@ -52,22 +52,22 @@ def test_every_receiver_gets_every_tensor(version: int | None) -> None:
         medium, end = member(group, version)
         if group.rank == 0:
             return [send_all(end) is None]
-        got = list(end)
+        tensors = list(end)
         medium.close()
         return [
-            name == want and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
-            for (name, tensor), (want, expected) in zip(got, weights(), strict=True)
+            name == expected_name and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+            for (name, tensor), (expected_name, expected) in zip(tensors, weights(), strict=True)
         ]
 
     assert run_members(on_member, 3) == [[True], [True] * 5, [True] * 5]
 
 
-def refused(group: Any, medium: Any, end: Any, what: Any = None) -> list[Any]:
-    """Return the receiver's error, and the number of tensors it yielded before; the sender gets it, too."""
+def refused(group: Any, medium: Any, end: Any, send: Any = send_all) -> list[Any]:
+    """Return the member's error class and the number of tensors it yielded before."""
     handed_out = 0
     try:
         if group.rank == 0:
-            (what or send_all)(end)
+            send(end)
             group.await_receivers("end", 5.0)
         for _ in end:
             handed_out += 1
@@ -78,11 +78,11 @@ def refused(group: Any, medium: Any, end: Any, what: Any = None) -> list[Any]:
     return []
 
 
-def test_a_flipped_bit_is_found_before_the_tensor_is_handed_out() -> None:
+def test_flipped_bit_is_detected_before_the_tensor_is_yielded() -> None:
     last = sum(tensor.nbytes for _, tensor in weights()) % BUCKET
 
     class Flipping:
-        """Changes a bit of the last bucket."""
+        """Transport that flips a bit of the last bucket."""
 
         def __init__(self, medium: Any) -> None:
             self.medium = medium
@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_found_before_the_tensor_is_handed_out() -> None:
         return refused(group, medium, end)
 
     sender, receiver = run_members(on_member, 2)
-    assert receiver == [DigestError, 4]  # all but the one that ends in it
+    assert receiver == [DigestError, 4]  # every tensor except the one that ends in the last bucket
     assert sender in ([PeerLostError, 0], [])
 
 
@@ -113,7 +113,7 @@ def test_another_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["twice", "short", "larger bucket"])
-def test_tensors_that_do_not_fit_are_refused(fault: str) -> None:
+def test_inconsistent_streams_raise_manifest_error(fault: str) -> None:
     def on_member(group: Any) -> list[Any]:
         medium, end = member(
             group, **({"bucket_bytes": BUCKET // 2} if fault == "larger bucket" and group.rank else {})
@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit_are_refused(fault: str) -> None:
     assert handed_out == (1 if fault == "twice" else 0)
 
 
-def test_what_cannot_travel_is_refused_by_the_sender() -> None:
+def test_sender_refuses_unsupported_dtypes() -> None:
     def on_member(group: Any) -> list[Any]:
         medium, end = member(group)
         if group.rank:
@@ -165,14 +165,14 @@ def test_a_header_survives_json() -> None:
 @given(
     where=st.sampled_from(["version", "index", "last", "digest", "parts", "part", "missing", "extra"]),
     value=st.one_of(st.none(), st.booleans(), st.text(max_size=3), st.floats(), st.lists(st.integers(), max_size=6)),
-    place=st.integers(0, 4),
+    index=st.integers(0, 4),
 )
-def test_a_malformed_header_is_refused(where: str, value: Any, place: int) -> None:
+def test_a_malformed_header_is_refused(where: str, value: Any, index: int) -> None:
     fields = json.loads(HEADER.to_bytes())
     if where == "part":
-        fields["parts"][0][place] = value
+        fields["parts"][0][index] = value
     elif where == "missing":
-        del fields[sorted(fields)[place]]
+        del fields[sorted(fields)[index]]
     else:
         fields[where] = value
     text = json.dumps(fields).encode()
@@ -185,7 +185,7 @@ def test_a_malformed_header_is_refused(where: str, value: Any, place: int) -> No
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"null", b'"a"'])
-def test_what_is_no_header_is_refused(text: bytes) -> None:
+def test_invalid_header_text_raises_manifest_error(text: bytes) -> None:
     with pytest.raises(ManifestError):
         Header.from_bytes(text)
 

@@ -1,4 +1,4 @@
-"""Which transport serves an update, by where the trainer's and the engines' weights are."""
+"""Choice of the transport by the locations of the trainer's and the engines' weights."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from weightwire.transports.choice import Location, check, choose, fitting
 A, B = "GPU-aaaa", "GPU-bbbb"
 
 
-def place(device: str = "cpu", gpu: str = "", visible: tuple[str, ...] = (), host: str = "one", lends: bool = True):
+def location_of(
+    device: str = "cpu", gpu: str = "", visible: tuple[str, ...] = (), host: str = "one", lends: bool = True
+):
     return Location(device, host, f"space of {host}", gpu, visible, lends)
 
 
-TRAINER = place("cuda", A, (A, B))
+TRAINER = location_of("cuda", A, (A, B))
 CASES = {
-    "both on the CPU": (place(), [place()], "gloo"),
-    "CPU of another host": (place(), [place(host="two")], "gloo"),
-    "a trainer's GPU, an engine's CPU": (TRAINER, [place(host="two")], "gloo"),
-    "a GPU each": (TRAINER, [place("cuda", B, (B,))], "nccl"),
-    "GPUs of two hosts": (TRAINER, [place("cuda", "GPU-cccc", ("GPU-cccc",), "two")], "nccl"),
+    "both on the CPU": (location_of(), [location_of()], "gloo"),
+    "CPU of another host": (location_of(), [location_of(host="two")], "gloo"),
+    "a trainer's GPU, an engine's CPU": (TRAINER, [location_of(host="two")], "gloo"),
+    "a GPU each": (TRAINER, [location_of("cuda", B, (B,))], "nccl"),
+    "GPUs of two hosts": (TRAINER, [location_of("cuda", "GPU-cccc", ("GPU-cccc",), "two")], "nccl"),
     "GPUs that are not known": (TRAINER, [Location("cuda")], "nccl"),
-    "one GPU": (TRAINER, [place("cuda", A, (A,))], "cuda_ipc"),
-    "one GPU, expandable segments": (place("cuda", A, (A,), lends=False), [place("cuda", A, (A,))], "shared_memory"),
-    "one GPU, and another that does not see it": (
-        TRAINER,
-        [place("cuda", A, (A,)), place("cuda", B, (B,))],
+    "one GPU": (TRAINER, [location_of("cuda", A, (A,))], "cuda_ipc"),
+    "one GPU, expandable segments": (
+        location_of("cuda", A, (A,), lends=False),
+        [location_of("cuda", A, (A,))],
         "shared_memory",
     ),
-    "two engines on one GPU that sees the trainer's": (TRAINER, [place("cuda", B, (B, A))] * 2, "cuda_ipc"),
-    "a GPU and a CPU of one host": (TRAINER, [place("cuda", B, (B,)), place()], "shared_memory"),
-    "a trainer's CPU, an engine's GPU": (place(), [place("cuda", B, (B,))], "shared_memory"),
-    "NPUs": (place("npu"), [place("npu", host="two")], "hccl"),
-    "a trainer's NPU, an engine's CPU": (place("npu"), [place()], "gloo"),
+    "one GPU, and another that does not see it": (
+        TRAINER,
+        [location_of("cuda", A, (A,)), location_of("cuda", B, (B,))],
+        "shared_memory",
+    ),
+    "two engines on one GPU that sees the trainer's": (TRAINER, [location_of("cuda", B, (B, A))] * 2, "cuda_ipc"),
+    "a GPU and a CPU of one host": (TRAINER, [location_of("cuda", B, (B,)), location_of()], "shared_memory"),
+    "a trainer's CPU, an engine's GPU": (location_of(), [location_of("cuda", B, (B,))], "shared_memory"),
+    "NPUs": (location_of("npu"), [location_of("npu", host="two")], "hccl"),
+    "a trainer's NPU, an engine's CPU": (location_of("npu"), [location_of()], "gloo"),
 }
 
 
@@ -46,7 +52,7 @@ def named(receivers: list[Location]) -> dict[str, Location]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_auto_takes_a_transport_that_reaches_all_members(case: str) -> None:
+def test_auto_chooses_a_transport_that_reaches_all_members(case: str) -> None:
     sender, receivers, expected = CASES[case]
     assert choose(sender, named(receivers)) == expected
     check(expected, sender, named(receivers))
@@ -54,7 +60,7 @@ def test_auto_takes_a_transport_that_reaches_all_members(case: str) -> None:
 
 def test_no_fitting_transport_raises_with_the_remedy() -> None:
     with pytest.raises(TransportError, match=r"engine 0: cuda GPU-bbbb on two.*WEIGHTWIRE_STAGING=cpu"):
-        choose(place(), named([place("cuda", B, (B,), host="two")]))
+        choose(location_of(), named([location_of("cuda", B, (B,), host="two")]))
 
 
 @pytest.mark.parametrize(
@@ -63,21 +69,26 @@ def test_no_fitting_transport_raises_with_the_remedy() -> None:
         (
             "gloo",
             TRAINER,
-            place("cuda", B, (B,)),
+            location_of("cuda", B, (B,)),
             "moves memory of cpu, and engine 0 keeps weights on cuda.*fits: nccl",
         ),
-        ("nccl", TRAINER, place("cuda", A, (A,)), "needs a GPU for each member.*fits: cuda_ipc, shared_memory"),
+        ("nccl", TRAINER, location_of("cuda", A, (A,)), "needs a GPU for each member.*fits: cuda_ipc, shared_memory"),
         (
             "nccl",
             replace(TRAINER, nccl="2.27.5"),
-            replace(place("cuda", B, (A, B)), nccl="2.28.9"),
+            replace(location_of("cuda", B, (A, B)), nccl="2.28.9"),
             "needs one version of NCCL, and there are 2.27.5, 2.28.9.*fits: cuda_ipc",
         ),
-        ("cuda_ipc", TRAINER, place("cuda", B, (B,)), "see the trainer's GPU, which engine 0 does not.*fits: nccl"),
-        ("cuda_ipc", TRAINER, place("cuda", B, (B,), "two"), "needs all members on one machine.*fits: nccl"),
-        ("nccl", TRAINER, place(), "moves memory of cuda, and engine 0 keeps weights on cpu.*fits: gloo"),
-        ("nccl", place(), place("cuda", B, (B,)), "moves memory of cuda, not of cpu.*fits: shared_memory"),
-        ("shared_memory", place(), place(host="two"), "needs all members on one machine.*fits: gloo"),
+        (
+            "cuda_ipc",
+            TRAINER,
+            location_of("cuda", B, (B,)),
+            "see the trainer's GPU, which engine 0 does not.*fits: nccl",
+        ),
+        ("cuda_ipc", TRAINER, location_of("cuda", B, (B,), "two"), "needs all members on one machine.*fits: nccl"),
+        ("nccl", TRAINER, location_of(), "moves memory of cuda, and engine 0 keeps weights on cpu.*fits: gloo"),
+        ("nccl", location_of(), location_of("cuda", B, (B,)), "moves memory of cuda, not of cpu.*fits: shared_memory"),
+        ("shared_memory", location_of(), location_of(host="two"), "needs all members on one machine.*fits: gloo"),
     ],
 )
 def test_a_named_transport_that_does_not_fit_raises_with_those_that_do(transport, sender, receiver, problem) -> None:

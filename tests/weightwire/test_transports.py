@@ -1,4 +1,4 @@
-"""Every transport moves the same bytes; each says why it cannot, and leaves nothing behind."""
+"""Every transport moves the same bytes, reports why it cannot, and cleans up."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_killed_member_is_named(name, dying):
         return "nothing", ""
 
     results = run_members(on_member, 3, expect_lost={dying})
-    who = "the sender (trainer, process" if dying == 0 else "receiver 2 (engine-2, process"
+    member = "the sender (trainer, process" if dying == 0 else "receiver 2 (engine-2, process"
     for rank in {0, 1, 2} - {dying}:
         kind, text = results[rank]
         assert kind == "PeerLostError", text
-        assert who in text
+        assert member in text
 
 
 def test_files_are_a_checkpoint_that_safetensors_reads(tmp_path):
@@ -94,8 +94,8 @@ def test_files_are_a_checkpoint_that_safetensors_reads(tmp_path):
         weights = tensors(version)
         receiver.commit(trainer.push(version, weights, 128).update, engine.load)
         path = tmp_path / f"v{version:019d}" / "model.safetensors"
-        found = load_file(path)
-        assert same({name: found[name] for name in weights}, weights)
+        stored = load_file(path)
+        assert same({name: stored[name] for name in weights}, weights)
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt", "version": str(version)}
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"v{version:019d}" for version in (2, 10)]
@@ -106,7 +106,7 @@ def test_files_are_a_checkpoint_that_safetensors_reads(tmp_path):
     assert (folder / "adapter_config.json").read_text() == '{"r": 4, "lora_alpha": 8}'
 
 
-def test_files_that_were_changed_are_found(tmp_path, monkeypatch):
+def test_tampered_files_raise_wire_error(tmp_path, monkeypatch):
     receiver = Receiver("engine")
     trainer = Trainer([receiver], "files", directory=str(tmp_path))
     from weightwire.transports.files import FilesTransport
@@ -140,12 +140,12 @@ def test_files_that_were_changed_are_found(tmp_path, monkeypatch):
         ({"directory": "/proc/1/no"}, "cannot be written"),
     ],
 )
-def test_where_files_cannot_be(options, text):
+def test_invalid_file_directories_raise_errors(options, text):
     with pytest.raises((TransportError, PeerLostError), match=text):
         Trainer([Receiver("engine")], "files", **options).send(manifest_of(NEW, 1), NEW.items())
 
 
-def test_shared_memory_of_others_is_refused():
+def test_foreign_shared_memory_is_refused():
     memory = SharedSlots.create(100)
     space, pid, number, mark = memory.address()
     assert SharedSlots.open([space, pid, number, mark], 100, "the sender")._slot(1).numel() == 100
@@ -161,16 +161,16 @@ def test_shared_memory_of_others_is_refused():
 
 
 class Shouting(GlooTransport):
-    """Somebody's own."""
+    """Transport of a third party."""
 
 
-def test_a_transport_from_outside(monkeypatch):
-    """The whole of what docs/contributing.md tells: a factory under a name, on both sides."""
+def test_registered_transport_serves_an_update(monkeypatch):
+    """Register a factory under a name on both sides, as docs/contributing.md describes."""
     monkeypatch.setattr(base, "_registered", {})
-    made = []
+    setups = []
 
     def factory(setup):
-        made.append((setup.group.rank, dict(setup.options), setup.manifest.version))
+        setups.append((setup.group.rank, dict(setup.options), setup.manifest.version))
         return Shouting(setup)
 
     register_transport("shouting", factory, device_types=["cpu"])
@@ -179,13 +179,13 @@ def test_a_transport_from_outside(monkeypatch):
     seal = Trainer([receiver], "shouting", loud=True).push(4, NEW)
     receiver.commit(seal.update, engine.load)
     assert same(engine.weights, NEW)
-    assert sorted(made) == [(0, {"loud": True}, 4), (1, {"loud": True}, 4)]
-    for taken in ("shouting", "gloo"):
-        with pytest.raises(TransportError, match=f"{taken}' is already registered; known: .*gloo"):
-            register_transport(taken, factory, ["cpu"])
+    assert sorted(setups) == [(0, {"loud": True}, 4), (1, {"loud": True}, 4)]
+    for name in ("shouting", "gloo"):
+        with pytest.raises(TransportError, match=f"{name}' is already registered; known: .*gloo"):
+            register_transport(name, factory, ["cpu"])
 
 
-def test_what_there_is_not_is_an_error_that_lists_what_there_is():
+def test_unknown_transport_raises_and_lists_the_known_ones():
     with pytest.raises(TransportError, match=r"unknown transport 'pigeon'; known: .*files, gloo"):
         make_transport("pigeon", None)  # type: ignore[arg-type]
     setup = Setup(None, manifest_of(NEW, 1), torch.device("meta"), 1.0)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_what_there_is_not_is_an_error_that_lists_what_there_is():
         make_transport("gloo", setup)
 
 
-def test_a_receiver_without_its_transport_says_so(monkeypatch):
+def test_receiver_without_the_transport_raises(monkeypatch):
     receiver = Receiver("engine")
     monkeypatch.setitem(base.BUILT_IN, "gone", ("weightwire.transports.gone", "Gone", ("cpu",)))
     with pytest.raises((DeadlineError, PeerLostError, ImportError)):

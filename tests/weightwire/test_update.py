@@ -1,4 +1,4 @@
-"""An update is in force whole or not at all: states, versions, owners, digests, and what comes after a failure."""
+"""Updates are atomic: states, versions, owners, digests, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_weights_arrive_bit_for_bit(count, bucket_bytes):
     assert payload <= trainer.sender.traffic.nbytes <= 1.01 * payload
 
 
-def test_without_overlap_it_is_the_same():
+def test_update_without_overlap_is_equal():
     receiver, engine = Receiver("engine"), Engine()
     seal = Trainer([receiver]).send(manifest_of(NEW, 1, 100), NEW.items(), overlap=False)
     receiver.verify(seal, TIMEOUT_S)
@@ -84,12 +84,12 @@ def test_nothing_changes_before_the_commit(served):
     works_again(receiver, engine, 2)
 
 
-def test_calls_may_be_repeated(served):
+def test_receiver_calls_are_idempotent(served):
     receiver, engine = served
     seal = Trainer([receiver]).push(2, NEW)
     receiver.verify(seal, TIMEOUT_S)
     receiver.commit(seal.update, engine.load)
-    receiver.commit(seal.update, lambda found: pytest.fail("loaded twice"))
+    receiver.commit(seal.update, lambda tensors: pytest.fail("loaded twice"))
     receiver.drop(seal.update)
     assert same(engine.weights, NEW)
     assert receiver.version() == 2
@@ -103,22 +103,22 @@ def test_an_older_or_equal_version_is_refused(served, version):
     works_again(receiver, engine, 2)
 
 
-def test_adapters_have_versions_of_their_own(served):
+def test_adapters_have_separate_versions(served):
     receiver, engine = served
     factors = {"q.lora_A.weight": torch.ones(4, 8), "q.lora_B.weight": torch.zeros(8, 4)}
-    loaded = Engine()
+    adapter_engine = Engine()
     seal = Trainer([receiver]).push(1, factors, adapter=ADAPTER)
-    receiver.commit(seal.update, loaded.load)
-    assert same(loaded.weights, factors)
+    receiver.commit(seal.update, adapter_engine.load)
+    assert same(adapter_engine.weights, factors)
     assert (receiver.version("adapter alice"), receiver.version()) == (1, 1)
     with pytest.raises(VersionError, match="adapter alice"):
         receiver.open(Trainer([receiver]).offers(manifest_of(factors, 1, adapter=ADAPTER))[0])
     receiver.forget("adapter alice")
-    receiver.commit(Trainer([receiver]).push(1, factors, adapter=ADAPTER).update, loaded.load)
+    receiver.commit(Trainer([receiver]).push(1, factors, adapter=ADAPTER).update, adapter_engine.load)
     assert same(engine.weights, OLD)
 
 
-def test_two_owners(served):
+def test_update_of_another_owner_is_refused_while_one_is_open(served):
     receiver, engine = served
     first, second = Trainer([receiver], owner="trainer-1"), Trainer([receiver], owner="trainer-2")
     seal = first.push(2, NEW)
@@ -133,12 +133,12 @@ def test_two_owners(served):
 def test_another_owners_update_cannot_be_committed(served):
     receiver, engine = served
     Trainer([receiver]).push(2, NEW)
-    with pytest.raises(UpdateError, match="unknown update 'mine'"):
-        receiver.commit("mine", engine.load)
+    with pytest.raises(UpdateError, match="unknown update 'other'"):
+        receiver.commit("other", engine.load)
     assert same(engine.weights, OLD)
 
 
-def test_a_flipped_bit_is_found_and_named(served, monkeypatch):
+def test_flipped_bit_is_detected_and_its_bucket_named(served, monkeypatch):
     receiver, engine = served
     from weightwire.transports import gloo
 
@@ -195,7 +195,7 @@ def changed(kind):
 
 
 @pytest.mark.parametrize("kind", ["wrong shape", "wrong dtype", "missing", "extra", "wrong order"])
-def test_other_tensors_than_the_manifests(served, kind):
+def test_tensors_that_differ_from_the_manifest_raise_manifest_error(served, kind):
     receiver, engine = served
     weights, text = changed(kind)
     with pytest.raises(ManifestError, match=text):
@@ -213,9 +213,9 @@ def until_dropped(receiver):
         time.sleep(0.01)
 
 
-def test_the_engine_refuses_what_it_cannot_take():
-    wanted = manifest_of(OLD, 0)
-    receiver = Receiver("engine", check=lambda manifest: manifest.expect(wanted.tensors))
+def test_unsupported_offers_are_refused():
+    expected = manifest_of(OLD, 0)
+    receiver = Receiver("engine", check=lambda manifest: manifest.expect(expected.tensors))
     other = dict(NEW)
     other["step"] = other["step"].double()
     other["more"] = other.pop("empty")
@@ -233,7 +233,7 @@ def test_the_engine_refuses_what_it_cannot_take():
     assert receiver.status()["update"] is None
 
 
-def test_a_source_that_raises_ends_the_update_everywhere(served):
+def test_source_exception_ends_the_update_on_both_sides(served):
     receiver, engine = served
 
     def export():
@@ -250,21 +250,21 @@ def test_a_source_that_raises_ends_the_update_everywhere(served):
 # --- commits that fail ---
 
 
-def half(found):
+def half(tensors):
     """Load some tensors, and raise."""
-    for number, (_, tensor) in enumerate(found):
+    for number, (_, tensor) in enumerate(tensors):
         tensor.clone()
         if number == 2:
             raise ValueError("the third tensor")
 
 
-def test_a_commit_that_fails_restores(served):
+def test_failed_commit_restores_the_old_weights(served):
     receiver, engine = served
 
-    def load(found):
-        engine.kept = dict(engine.weights)
+    def load(tensors):
+        engine.backup = dict(engine.weights)
         engine.weights["embed.weight"] = torch.zeros(1)
-        half(found)
+        half(tensors)
 
     seal = Trainer([receiver]).push(2, NEW)
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_a_commit_that_fails_restores(served):
 
 
 @pytest.mark.parametrize("with_restore", [False, True])
-def test_a_commit_that_fails_and_cannot_be_undone_stops_serving(served, with_restore):
+def test_failed_restore_stops_serving(served, with_restore):
     receiver, engine = served
 
     def restore():
@@ -293,7 +293,7 @@ def test_a_commit_that_fails_and_cannot_be_undone_stops_serving(served, with_res
     factors = {"q.lora_A.weight": torch.ones(4, 8)}
     seal = Trainer([receiver]).push(3, factors, adapter=ADAPTER)
     receiver.commit(seal.update, Engine().load)
-    assert not receiver.serving, "an adapter does not mend a model"
+    assert not receiver.serving, "an adapter does not restore a model"
     works_again(receiver, engine, 2)
 
 
@@ -315,7 +315,7 @@ def test_a_commit_is_undone_when_another_worker_failed(served):
 # --- time ---
 
 
-def test_an_update_that_nobody_goes_on_with_is_dropped(served):
+def test_update_is_dropped_when_its_lease_lapses(served):
     receiver, engine = served
     trainer = Trainer([receiver])
     trainer.lease_s = 2.0
@@ -326,7 +326,7 @@ def test_an_update_that_nobody_goes_on_with_is_dropped(served):
     works_again(receiver, engine, 2)
 
 
-def test_a_trainer_that_never_comes(served):
+def test_missing_trainer_raises_deadline_error(served):
     receiver, engine = served
     trainer = Trainer([receiver])
     trainer.timeout_s = 0.4
@@ -350,7 +350,7 @@ def test_a_drop_ends_the_wait_for_a_trainer(served):
     works_again(receiver, engine, 2)
 
 
-def test_an_engine_that_does_not_come_is_named():
+def test_missing_engine_is_named():
     receiver = Receiver("engine-a")
     trainer = Trainer([receiver, Receiver("engine-b")])
     trainer.timeout_s = 3.0
@@ -365,7 +365,7 @@ class _Deaf(Receiver):
         pass
 
 
-def test_the_check_sees_the_manifest():
+def test_check_receives_the_manifest():
     seen: list[Manifest] = []
     receiver = Receiver("engine", check=seen.append)
     manifest = manifest_of(NEW, 5)
@@ -374,8 +374,8 @@ def test_the_check_sees_the_manifest():
     assert seen == [manifest]
 
 
-def test_many_updates_leave_nothing_behind():
-    """Neither threads nor open files; the listener is the same for all."""
+def test_many_updates_leak_no_threads_or_files():
+    """Leave no threads and no open files; one listener serves all updates."""
     receivers, engine = [Receiver("engine-a"), Receiver("engine-b")], Engine()
     trainer = Trainer(receivers)
 
@@ -385,25 +385,25 @@ def test_many_updates_leave_nothing_behind():
             receiver.commit(seal.update, engine.load)
             receiver.settle(seal.update)
 
-    def held():
+    def resources():
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     for version in range(3):
         update(version)
-    at_rest(held)
-    before = held()
+    at_rest(resources)
+    before = resources()
     for version in range(3, 33):
         update(version)
     until = time.monotonic() + 60
-    while any(now > then for now, then in zip(held(), before, strict=True)):
-        assert time.monotonic() < until, (held(), before)
+    while any(now > earlier for now, earlier in zip(resources(), before, strict=True)):
+        assert time.monotonic() < until, (resources(), before)
         time.sleep(0.1)
 
 
-def at_rest(held):
-    """Wait until what ends by itself has ended."""
-    last, since = held(), time.monotonic()
+def at_rest(resources):
+    """Wait until the number of threads and files is stable for 1.5 s."""
+    last, since = resources(), time.monotonic()
     while time.monotonic() < since + 1.5:
         time.sleep(0.05)
-        if held() != last:
-            last, since = held(), time.monotonic()
+        if resources() != last:
+            last, since = resources(), time.monotonic()

@@ -1,4 +1,4 @@
-"""What a vLLM worker checks of the tensors that come for its model."""
+"""Checks of a vLLM worker on the tensors of its model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What vLLM's server does with owners, pauses and updates, where its engine is a double with two workers.
+"""Owners, pauses and updates of vLLM's server with a double of its engine that has two workers.
 
 The double stands for vLLM's engine client: it pauses, resumes, and calls the workers' methods. Workers receive with real
-receivers; their "model" is a dictionary. ``tests/real_vllm`` has the same with a real vLLM, of one worker mostly.
+receivers; their "model" is a dictionary. ``tests/real_vllm`` tests a real vLLM, mostly with one worker.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Worker(WorkerExtension):
 
 
 class Engine:
-    """vLLM's engine client, as far as the control knows it."""
+    """Double of vLLM's engine client, with the methods that the control uses."""
 
     def __init__(self, workers: int = 2) -> None:
         self.workers = [Worker(number) for number in range(workers)]
@@ -183,7 +183,7 @@ def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_worker_that_fails_takes_all_back(control, engine, failing):
+def test_failed_worker_reverts_all_workers(control, engine, failing):
     async def act():
         await control.claim("a#1", 60)
         await push(control, 3.0, 1)
@@ -199,7 +199,7 @@ def test_one_worker_that_fails_takes_all_back(control, engine, failing):
     run(act())
 
 
-def test_a_worker_that_cannot_go_back_ends_service(control, engine):
+def test_failed_restore_of_a_worker_stops_serving(control, engine):
     async def act():
         await control.claim("a#1", 60)
         engine.workers[1].updates.faults = {"load", "restore"}
@@ -215,7 +215,7 @@ def test_a_worker_that_cannot_go_back_ends_service(control, engine):
     run(act())
 
 
-def test_what_one_worker_refuses_none_receives(control, engine):
+def test_offer_refused_by_one_worker_is_dropped_by_all(control, engine):
     async def act():
         await control.claim("a#1", 60)
         engine.workers[1].updates.faults = {"refuse"}
@@ -232,7 +232,7 @@ def test_what_one_worker_refuses_none_receives(control, engine):
     run(act())
 
 
-def test_a_wrong_digest_is_the_workers_and_ends_the_update(control, engine):
+def test_digest_error_of_a_worker_ends_the_update(control, engine):
     async def act():
         await control.claim("a#1", 60)
         offer, weights = offer_of(1.0, 1)
@@ -241,7 +241,7 @@ def test_a_wrong_digest_is_the_workers_and_ends_the_update(control, engine):
         other = Seal(seal.update, seal.version, seal.manifest, (*seal.digests[:-1], "0" * 16))
         with pytest.raises(
             DigestError, match=r"worker [01]: .*has not arrived as it was sent"
-        ):  # the first that knows it
+        ):  # the first worker to detect it
             await control.verify("a#1", other, TIMEOUT_S)
         with pytest.raises(UpdateError, match="was dropped"):
             await control.commit("a#1", offer.update)
@@ -251,7 +251,7 @@ def test_a_wrong_digest_is_the_workers_and_ends_the_update(control, engine):
     run(act())
 
 
-def test_owners(control, engine):
+def test_only_the_owner_updates_the_engine(control, engine):
     async def act():
         await control.claim("a#1", 60)
         with pytest.raises(OwnerError, match=r"owned by a#1.*b#1 can claim it then"):
@@ -259,7 +259,7 @@ def test_owners(control, engine):
         await push(control, 1.0, 7)
         offer, _ = offer_of(2.0, 8)
         await control.begin("a#1", offer)
-        await control.claim("a#2", 60)  # the same trainer, started again: its update is gone, its versions begin anew
+        await control.claim("a#2", 60)  # a restarted trainer: its update is dropped and its versions restart
         with pytest.raises(OwnerError, match="its owner is a#2"):
             await control.commit("a#1", offer.update)
         await push(control, 3.0, 1, owner="a#2")
@@ -302,7 +302,7 @@ def test_a_pause_lapses_and_a_commit_within_it_leaves_it(control, engine):
     run(act())
 
 
-def test_a_sender_that_goes_away_ends_the_wait(control):
+def test_lost_sender_ends_verify(control):
     async def act():
         await control.claim("a#1", 60)
         offer, _ = offer_of(1.0, 1)
@@ -323,15 +323,15 @@ def test_a_sender_that_goes_away_ends_the_wait(control):
     run(act())
 
 
-# --- what is pure ---
+# --- pure functions ---
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.32.0", "0.32.1.post1"])
 def test_supported_versions(version):
-    found = contract.supported(version)
-    assert contract.stages(found) == (found >= (0, 26))
-    options = arguments(["--model", "m"], found)
-    assert ("--weight-transfer-config" in options) == (found >= (0, 26))
+    release = contract.supported(version)
+    assert contract.stages(release) == (release >= (0, 26))
+    options = arguments(["--model", "m"], release)
+    assert ("--weight-transfer-config" in options) == (release >= (0, 26))
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.33.0", "1.0", "dev"])
@@ -340,7 +340,7 @@ def test_other_versions_are_refused(version):
         contract.supported(version)
 
 
-def test_the_servers_options():
+def test_server_options():
     options = arguments(["--model", "m", "--port=1"], (0, 32))
     assert options[options.index("--host") + 1] == "127.0.0.1"
     assert options[options.index("--middleware") + 1] == "weightwire.vllm.guard.Guard"
@@ -350,7 +350,7 @@ def test_the_servers_options():
             arguments([option, "x"], (0, 32))
 
 
-def test_tied_heads_may_be_there_or_not(tmp_path):
+def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):
     from safetensors.torch import save_file
 
     head, body = {"lm_head.weight": torch.ones(3, 2)}, {"embed.weight": torch.ones(3, 2), "norm": torch.ones(2)}
@@ -374,10 +374,10 @@ async def locations_of(control: Control, engine: Engine) -> tuple[list[Location]
 
     engine.collective_rpc = counted
     await control.info()
-    return [Location.from_json(each) for each in (await control.info())["locations"]], calls
+    return [Location.from_json(fields) for fields in (await control.info())["locations"]], calls
 
 
-def test_information_tells_where_each_worker_keeps_weights_and_asks_them_once(control: Control, engine: Engine) -> None:
+def test_info_reports_worker_locations_and_queries_them_once(control: Control, engine: Engine) -> None:
     locations, calls = asyncio.run(locations_of(control, engine))
     assert locations == [Location.of(torch.device("cpu"))] * 2
     assert calls == ["weightwire_location"]

@@ -1,4 +1,4 @@
-"""Which requests pass the guard of vLLM's server; ``tests/real_vllm`` has the routes of a real one."""
+"""Requests that pass the guard of vLLM's server; ``tests/real_vllm`` tests the routes of a real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = Key(generate_key())
 
 
 def answer(path: str, authorization: str | None = None, body: bytes = b"", method: str = "POST") -> int:
-    """Status of a request; 299 if it came through to what is guarded."""
+    """Return the status of a request; 299 if it passed the guard."""
     statuses: list[int] = []
 
     async def behind(scope: Any, receive: Any, send: Any) -> None:
@@ -55,13 +55,13 @@ def test_inference_and_health_are_open(path):
     ]
     + ["/version_of", "/metrics_reset", "/", "/docs", "/v1", "/weightwire/commit", "/weightwire/", "/V1/models"],
 )
-def test_everything_else_wants_the_key(path):
+def test_other_routes_require_the_key(path):
     assert answer(path) == 401
     assert answer(path, "Bearer " + "0" * 64) == 401
     assert answer(path, sign(Key(generate_key()), "POST", path).headers["Authorization"]) == 401
 
 
-def test_a_signature_or_the_token_opens_what_it_is_for():
+def test_signature_or_token_opens_its_route():
     signed = sign(KEY, "POST", "/pause", b"{}").headers["Authorization"]
     assert answer("/pause", signed, b"{}") == 299
     assert answer("/pause", signed, b"[]") == 401  # another body

@@ -157,7 +157,7 @@ def queued(checkpoint: str) -> dict[str, Any]:
     def on_rank() -> dict[str, Any]:
         settings = {"a": Lora(rank=3, seed=1), "b": Lora(rank=8, seed=2, targets=("v_proj", "down_proj"))}
         samples = {name: [sample for sample in samples_of("ab") if sample.adapter == name] for name in settings}
-        # Where a gradient is nothing but rounding, Adam's usual epsilon makes a whole step of it.
+        # Adam's default epsilon would turn gradients that are only rounding noise into full steps.
         adam = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, eps=1e-5)
         separate = []
         for name, lora in settings.items():

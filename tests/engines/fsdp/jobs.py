@@ -1,4 +1,4 @@
-"""Run functions of a script, one after the other, in a process of their own."""
+"""Runner of a script's functions, one after the other, in a separate process."""
 
 from __future__ import annotations
 

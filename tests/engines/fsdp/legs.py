@@ -1,4 +1,4 @@
-"""A part of a run, on a rank of any engine."""
+"""One leg of a run, on a rank of any engine."""
 
 from __future__ import annotations
 

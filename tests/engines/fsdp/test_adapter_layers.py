@@ -93,7 +93,7 @@ def with_deltas(adapter: Adapter, values: Tensor, registry: AdapterRegistry, mod
 
 @pytest.mark.parametrize("kind", ["[experts, out, in]", "[experts, in, out]", "interleaved, with biases"])
 @pytest.mark.parametrize("counts", [[5, 0, 7], [0, 12, 0]], ids=["two adapters", "one of three"])
-def test_experts_compute_what_transformers_does_with_merged_weights(kind, counts):
+def test_adapted_experts_match_transformers_with_merged_weights(kind, counts):
     torch.manual_seed(3)
     module = experts_of(kind)
     mlp = nn.Module()
@@ -174,7 +174,7 @@ def test_a_layer_that_sees_other_rows_than_the_tokens_is_refused():
     assert layer.q_proj(torch.randn(3, 2, HIDDEN)).shape == (3, 2, HIDDEN), "without adapters nothing is asked"
 
 
-def test_what_is_found_in_a_model():
+def test_layer_targets_of_a_model():
     scaled = type("Scaled", (nn.Embedding,), {})
     model = Model(q_proj=nn.Linear(HIDDEN, 4), gate=nn.Linear(HIDDEN, 4))
     names = [target.slices[0].name for target in layer_targets(model)]

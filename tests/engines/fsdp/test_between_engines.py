@@ -177,8 +177,8 @@ def test_more_runs_go_from_engine_to_engine(parity_folder, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_that_does_not_say_what_its_tensors_are_is_refused(parity_folder, tmp_path):
-    """A checkpoint without hf_parts.json, from another engine, leaves the model unchanged. Its own engine reads it."""
+def test_checkpoint_without_hf_parts_of_another_engine_is_refused(parity_folder, tmp_path):
+    """Refuse a checkpoint of another engine without hf_parts.json, unchanged; its own engine reads it."""
     pair = Pair("tied", "qwen3", 2, Parallel(tensor=2), {"ranks": 2}, TIED | {"num_hidden_layers": 2})
     checkpoint = case_checkpoint(parity_folder, pair.arch, **pair.overrides)
     saved = tmp_path / "saved"

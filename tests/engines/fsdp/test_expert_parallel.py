@@ -41,8 +41,8 @@ def matrices() -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("busy", [(0, 1, 2, 3), (0, 1), (3, 0)], ids=["all experts", "two", "two of different ranks"])
-def test_ranks_make_of_all_tokens_what_one_process_makes(size: int, busy: tuple[int, ...]) -> None:
-    """Values, and gradients of states, routing weights and experts; some ranks have no token to compute."""
+def test_expert_parallel_ranks_match_one_process(size: int, busy: tuple[int, ...]) -> None:
+    """Compare values, and gradients of states, routing weights and experts; some ranks have no token to compute."""
 
     def on_rank() -> tuple[Tensor, ...]:
         rank = dist.get_rank()

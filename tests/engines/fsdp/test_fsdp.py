@@ -1,4 +1,4 @@
-"""The FSDP engine against Hugging Face and torch AdamW. Its ranks are forks of processes in which there is no Megatron."""
+"""The FSDP engine compared with Hugging Face and torch AdamW. Its ranks are forks of processes without Megatron."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
 
 
 def test_trajectories_equal_hugging_faces(parity_folder, tmp_path):
-    """Ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
+    """Compare ten steps; each rank reads its part of the checkpoint, and no Megatron is imported in its process."""
     results = compare_with_hugging_face(LAYOUTS, parity_folder, tmp_path)
     assert all(ranks["foreign"] == [] for ranks in results)
     assert all(ranks["patched"] == "torch.cuda.random" for ranks in results)
@@ -115,7 +115,7 @@ def test_more_trajectories_equal_hugging_faces(parity_folder, tmp_path):
 
 @pytest.mark.nightly
 def test_experts_in_bf16_are_no_further_from_fp32_than_hugging_faces(parity_folder, tmp_path):
-    """Averages over ten steps of four models are within twice Hugging Face's distance from fp32.
+    """Bound averages over ten steps of four models by twice Hugging Face's distance from fp32.
 
     A step of one model shows nothing: routers choose other experts in bf16, and its norm is off by 0.1 or by 1.2, as Hugging
     Face's is.
@@ -205,7 +205,7 @@ def test_runs_resume_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
         assert_moved(results)
 
 
-def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
+def test_exports_match_transformers(parity_folder, tmp_path):
     tied, experts = (
         str(case_checkpoint(parity_folder, arch, **more)) for arch, more in (("qwen3", TIED), ("qwen3_moe", {}))
     )
@@ -218,8 +218,8 @@ def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
     assert max(furthest for _, furthest in exports) <= 2e-5
 
 
-def test_what_goes_wrong_goes_wrong_on_all_ranks(parity_folder, tmp_path):
-    """A NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, unsupported settings."""
+def test_failures_are_raised_on_all_ranks(parity_folder, tmp_path):
+    """Cover a NaN of one rank, routers that choose other experts in recomputation, a rank that leaves, bad settings."""
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     ranks, norms, left, refused = in_process(
         tmp_path,

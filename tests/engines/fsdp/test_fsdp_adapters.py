@@ -116,7 +116,7 @@ def compare_with_peft(layouts: list[Layout], parity_folder: Path, tmp_path: Path
 
 
 def test_adapters_equal_pefts(parity_folder, tmp_path):
-    """Several ranks, scalings and targets in the same batches; the frozen model has no gradients."""
+    """Use several ranks, scalings and targets in the same batches; the frozen model has no gradients."""
     results = compare_with_peft(LAYOUTS, parity_folder, tmp_path)
     for _, _, ranks in results:
         assert [memory["gradients"] for memory in ranks] == [0] * len(ranks)
@@ -150,7 +150,7 @@ def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parit
     assert without[0][1] != pytest.approx(expected[0][1], rel=1e-2)
 
 
-def test_tenants_that_are_kept_apart_saved_exported_and_refused(parity_folder, tmp_path):
+def test_tenants_are_isolated_saved_exported_and_refused(parity_folder, tmp_path):
     dense, tied = (
         str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, **more))
         for more in ({}, {"tie_word_embeddings": True})

@@ -98,7 +98,7 @@ def test_experts_in_more_layouts_equal_hugging_faces(parity_folder, tmp_path):
 
 
 def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
-    """Wrong ways to compute the norm of experts on another mesh give other numbers; a NaN of one rank; unsupported settings."""
+    """Detect wrong ways to compute the norm of experts on another mesh, a NaN of one rank, and unsupported settings."""
     experts, dense = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3_moe", "qwen3"))
     ranks, norms, refused = in_process(
         tmp_path,
@@ -118,7 +118,7 @@ def test_gradients_of_divided_experts_count_once(parity_folder, tmp_path):
 
 
 def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_path):
-    """Three steps; also with fewer micro batches than ranks have turns, so that one rank has none for the last."""
+    """Compare three steps, also with fewer micro batches than ranks have turns, so that one rank has none for the last."""
     experts = case_checkpoint(parity_folder, "qwen3_moe")
     cases: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
         ("transformers", ODD, EP2_SP2 | RECOMPUTED),

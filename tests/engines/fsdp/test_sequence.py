@@ -12,8 +12,8 @@ from megascend.errors import TopologyError
 from megascend.testing import run_distributed
 
 
-def test_heads_go_out_and_come_back_in_the_order_of_the_samples():
-    """Two packed samples of 4 and 8 tokens, whose numbers tell head and place; gradients go the same way back."""
+def test_head_exchange_keeps_the_order_of_the_samples():
+    """Exchange two packed samples of 4 and 8 tokens, whose numbers encode head and position; gradients return the same way."""
     ranks, lengths, heads = 2, (4, 8), 4
     numbers = 100.0 * torch.arange(heads)[:, None] + torch.arange(sum(lengths))
 

@@ -1,4 +1,4 @@
-"""Fast paths of the FSDP engine, as far as a CPU can test them: choice of attention, compilation, selective recomputation."""
+"""Fast paths of the FSDP engine that a CPU can test: choice of attention, compilation, selective recomputation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_heads_and_dropout_take_a_call_a_sample(width, value_width, dropou
     assert varlen.fits(query, value, dropout) == fits
 
 
-def test_what_attention_is_told_is_on_the_host_and_the_device():
+def test_sample_lengths_are_on_the_host_and_the_device():
     cpu = torch.device("cpu")
     lengths = attention.sample_lengths((3, 5, 2), None, cpu, torch.float32)
     assert not lengths.one_kernel
@@ -62,7 +62,7 @@ def test_what_attention_is_told_is_on_the_host_and_the_device():
 
 
 def test_the_kernel_for_packed_samples_is_for_short_ones(monkeypatch):
-    """The limit is the measured one: docs/fsdp.md."""
+    """Check the measured limit: docs/fsdp.md."""
     monkeypatch.setattr(varlen, "available", lambda device, dtype: True)
     for lengths, one_kernel in (((64,) * 9, True), ((1024, 1024), True), ((4096, 4096), False), ((4096, 100), False)):
         for compiled in (False, True):
@@ -83,7 +83,7 @@ def test_a_variable_that_keeps_torch_from_compiling_is_refused_with_the_setting(
 
 
 def test_selective_recomputation_keeps_attention_and_every_second_product():
-    """Products of a block of four matrices and attention, counted in the backward pass."""
+    """Count the products of a block of four matrices and attention in the backward pass."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     calls: dict[Any, int] = {}
@@ -116,8 +116,8 @@ def test_selective_recomputation_keeps_attention_and_every_second_product():
     assert counts == {"none": (8, 0), "selective": (8 + 2, 0), "full": (8 + 4, 1)}
 
 
-def test_experts_equal_transformers_own():
-    """Outputs and all gradients, with an expert that no token goes to, against transformers' loop over experts in fp64."""
+def test_experts_match_transformers():
+    """Compare outputs and all gradients with transformers' loop over experts in fp64; one expert gets no token."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -168,8 +168,7 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
 
 
 def test_compiled_layers_compute_the_same(parity_folder, tmp_path):
-    """Packed micro batches of different lengths; compiled in the first step, whole, and not again. Without the last part of
-    torch.compile, the generator of code."""
+    """Compile packed micro batches of different lengths once, in the first step, as full graphs, without code generation."""
     recomputed = {"fsdp": COMPILED, "recompute": Recompute(granularity="selective")}
     hold_against_hugging_face(parity_folder, tmp_path, "aot_eager", [("qwen3", 1, recomputed)], 3)
 

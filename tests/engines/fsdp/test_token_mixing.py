@@ -1,4 +1,4 @@
-"""Layers that mix tokens are recognised by their modules, and attention by the options that it passes."""
+"""Detection of token-mixing layers by their modules, and of attention by the options that it passes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StateSpace(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *layers: nn.Module, layer_types: tuple[str, ...] = (), beside: nn.Module | None = None) -> None:
+    def __init__(self, *layers: nn.Module, layer_types: tuple[str, ...] = (), extra: nn.Module | None = None) -> None:
         super().__init__()
         text = SimpleNamespace(model_type="novel", layer_types=layer_types)
         self.config = SimpleNamespace(get_text_config=lambda: text)
         self.layers = nn.ModuleList(layers)
-        self.beside = beside
+        self.extra = extra
 
 
 def check(model: Model, packing: bool = True, context: int = 1) -> None:
@@ -84,9 +84,9 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
     check(model, packing=False)
 
 
-def test_mixers_beside_the_layers_are_refused() -> None:
+def test_mixers_outside_of_the_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\(ShortConvolution\)"):
-        check(Model(layer(Attention()), beside=ShortConvolution()))
+        check(Model(layer(Attention()), extra=ShortConvolution()))
 
 
 def test_models_without_attention_of_the_registry_are_refused_in_every_layout() -> None:
@@ -111,7 +111,7 @@ WINDOWED = {
     ("model_type", "head"),
     [("phimoe", None), ("qwen2_moe", None), ("qwen2_moe", ScalarHead("token", bias=True)), ("mistral", None)],
 )
-def test_sliding_window_made_by_a_mask_alone_is_refused(model_type: str, head: ScalarHead | None) -> None:
+def test_sliding_window_only_in_the_mask_is_refused(model_type: str, head: ScalarHead | None) -> None:
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -159,7 +159,7 @@ def test_attention_that_asks_for_more_raises_config_error(options: dict[str, Any
 
 @pytest.mark.parametrize("packed", [None, (3, 2)], ids=["a row each", "packed"])
 def test_attention_returns_contiguous_tensors_as_transformers_does(packed: tuple[int, ...] | None) -> None:
-    """Some layers call ``view`` on them."""
+    """Return contiguous tensors, because some layers call ``view`` on them."""
     starts = None if packed is None else torch.tensor([0, 3, 5], dtype=torch.int32)
     lengths = SampleLengths(packed, starts=starts, longest=None if packed is None else torch.tensor([3]))
     options = {KEYWORD: lengths, "position_ids": torch.arange(5)[None]}

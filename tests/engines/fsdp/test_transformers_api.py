@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds: computed as transformers does, or refused."""
+"""Buffers that are not in checkpoints: computed as transformers does, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of masks for the NPU's fused attention go by a mask's values, not by its name."""
+"""Masks of the NPU's fused attention are checked by value, not by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = 8
 
 @pytest.fixture(autouse=True)
 def _needs_bootstrap(megatron_imported):
-    """megascend.engines.megatron imports Megatron."""
+    """Import Megatron first, which megascend.engines.megatron needs."""
 
 
 def kernel_mask(mask, mask_type="causal", shape=(2, 4, S, S), **options):
@@ -36,11 +36,11 @@ def test_a_dense_causal_mask_is_dropped(form, dtype):
 
 
 def test_a_sequence_of_2048_tokens_is_no_exception():
-    """The kernel would take this one, and read it as the compressed triangle."""
+    """Refuse a mask that the kernel would accept and read as the compressed triangle."""
     assert kernel_mask(triangle(2048)[None, None], shape=(1, 1, 2048, 2048)) is None
 
 
-def test_padding_at_the_end_says_nothing_that_causal_attention_does_not_know():
+def test_trailing_padding_needs_no_kernel_mask():
     mask = triangle().expand(2, 1, S, S).clone()
     mask[1, :, :, 5:] = True  # as Hugging Face collators build it
     assert kernel_mask(mask) is None
@@ -67,7 +67,7 @@ def test_a_mask_that_lets_the_future_in_is_refused():
         kernel_mask(torch.zeros(S, S, dtype=torch.bool))
 
 
-def test_a_padding_mask_of_keys_alone_is_refused_with_the_shapes_that_would_do():
+def test_key_padding_mask_is_refused_with_the_supported_shapes():
     with pytest.raises(DataError, match=r"\[2, 1, 1, 8\].*\[8, 8\], \[1, 1, 8, 8\], \[2, 1, 8, 8\], \[2, 4, 8, 8\]"):
         kernel_mask(torch.zeros(2, 1, 1, S, dtype=torch.bool))
 
@@ -86,7 +86,7 @@ def test_a_context_parallel_rank_holds_rows_of_the_triangle():
         kernel_mask(rows, shape=(1, 4, 4, S), positions=torch.tensor([2, 3, 4, 5]))
 
 
-def test_a_mask_beside_packing_is_refused():
+def test_mask_with_packing_is_refused():
     with pytest.raises(DataError, match="separates them by their lengths"):
         kernel_mask(triangle(), packed=True)
 

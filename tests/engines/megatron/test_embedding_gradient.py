@@ -58,7 +58,7 @@ def test_gradients_and_weights_are_the_same(parity_folder, world_size, tied):
 
 
 def test_in_bf16_it_is_the_more_exact_one(parity_folder):
-    """Compared with the fp32 gradient of the same hidden states: rows that occur often are not rounded to bf16 on the way."""
+    """Compare with the fp32 gradient of the same hidden states: rows that occur often are not rounded to bf16 in between."""
     from megascend.engines.megatron.embedding_gradient import _LookUp
 
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def test_in_bf16_it_is_the_more_exact_one(parity_folder):
     assert float((plain.grad - exact).abs().max()) > 1e-3
 
 
-def test_what_stands_in_for_the_look_up_is_called(parity_folder):
+def test_replaced_embedding_forward_is_called(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def calls():

@@ -185,7 +185,7 @@ def with_companions(parity_folder, tmp_path) -> Path:
     return checkpoint
 
 
-def test_tokenizer_and_companions_come_along(with_companions, tmp_path):
+def test_tokenizer_and_companions_are_exported(with_companions, tmp_path):
     train_and_export(with_companions, tmp_path / "out", LAYOUTS["single"], steps=0)
     for name in COMPANIONS:
         assert (tmp_path / "out" / name).read_text() == (with_companions / name).read_text()
@@ -207,15 +207,15 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, tran
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_may_be_exported_over_its_own_checkpoint(with_companions, tmp_path, transformers_alone):
+def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path, transformers_alone):
     actual = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
     _, expected = transformers_alone(with_companions)
     assert largest_difference(actual, expected) <= 1e-5
     assert all((with_companions / name).is_file() for name in COMPANIONS)
 
 
-def test_training_goes_on_from_an_export(with_companions, tmp_path):
-    """Exported, loaded again in another layout: the same logits."""
+def test_export_loads_in_another_layout(with_companions, tmp_path):
+    """Export, load in another layout, and compare logits."""
     logits = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
     again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
     assert largest_difference(logits, again) <= 1e-5
@@ -242,7 +242,7 @@ def export_one_after_another(checkpoint: Path, folder: Path, layouts: list[Paral
 
 @pytest.mark.parametrize("owned", [True, False], ids=["own default group", "the trainer's default group"])
 def test_layouts_of_one_process_export_after_each_other(parity_folder, owned, tmp_path):
-    """mcore-bridge keeps its export group in a module global: a second layout would use the first one's."""
+    """Export twice: mcore-bridge keeps its export group in a module global, so a second layout would use the first one's."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     layouts = [Parallel(expert=2), Parallel(pipeline=2), Parallel(tensor=2), Parallel(expert=2)]
     results = run_distributed(
@@ -275,7 +275,7 @@ def with_prediction_heads(parity_folder, tmp_path) -> tuple[Path, dict[str, torc
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads, tmp_path, precision):
-    """They keep their values and dtype; trained tensors have the dtype of training, except for the fp32 biases."""
+    """Keep their values and dtype; trained tensors have the dtype of training, except for the fp32 biases."""
     checkpoint, heads = with_prediction_heads
     train_and_export(checkpoint, tmp_path / "out", Layout(2, Parallel(expert=2)), precision, steps=1)
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
@@ -292,7 +292,7 @@ def test_heads_for_multi_token_prediction_are_carried_over(with_prediction_heads
 
 
 def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder, tmp_path, monkeypatch):
-    """The tensors are as mcore-bridge writes GLM-4: transformers would start with random MLPs. The target is unchanged."""
+    """Export tensors as mcore-bridge writes GLM-4, with which transformers would start with random MLPs; the target stays."""
     from megascend.backends import MegatronBackend
     from megascend.engines.megatron import named_weights
 

@@ -78,7 +78,7 @@ def test_a_life_of_adapters_is_the_same(parity_folder, world_size):
 
 
 def test_a_life_of_adapters_of_experts_is_the_same(parity_folder):
-    """Padding is sent to experts, too, and every row of theirs belongs to some adapter."""
+    """Send padding to experts as well; every row of theirs belongs to an adapter."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2)
 
     def lives():
@@ -118,7 +118,7 @@ def test_a_life_of_a_model_is_the_same(parity_folder, world_size, tied):
 
 
 def test_a_model_is_replayed_operation_by_operation(parity_folder):
-    """Like test_one_adapter_is_replayed_operation_by_operation: weights, parameters and learning rates are static memory."""
+    """Check like test_one_adapter_is_replayed_operation_by_operation that weights and learning rates are static memory."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     layouts = {name: lengths for name, lengths in LAYOUTS.items() if name in ("rows", "one", "row")}
 
@@ -193,7 +193,7 @@ def test_a_capture_that_fails_leaves_no_gradient_behind(parity_folder):
 
 
 def test_one_adapter_is_replayed_operation_by_operation(parity_folder):
-    """A replay depends on static memory only, not on any number of the call in which it was captured."""
+    """Check that a replay depends on static memory only, not on any number of the call in which it was captured."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def figures(settings):
@@ -250,7 +250,7 @@ def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
     assert not from_inside
 
 
-def test_what_is_not_captured_runs_as_usual_and_is_said_once(parity_folder, caplog):
+def test_uncaptured_steps_run_eagerly_and_are_reported_once(parity_folder, caplog):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
 
     def reports():
@@ -294,7 +294,7 @@ class Full:
 
 
 def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
-    """The micro batch that ran out of memory is computed once, without captures; larger ones are no longer captured."""
+    """Retry the micro batch that ran out of memory without captures; larger ones are not captured any more."""
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     lengths = (20, 20, 20, 140, 140, 140, 300, 140, 20, 20, 20)
 

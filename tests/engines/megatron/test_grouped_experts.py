@@ -90,7 +90,7 @@ def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Traject
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", [("upstream", "grouped"), ("grouped", "upstream")], ids=" to ".join)
 def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_path):
-    """The optimizer's shards of two ranks have another order of parameters."""
+    """Load a checkpoint whose optimizer shards of two ranks have another order of parameters."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     before, after = (Case("DP2", 2, **MOE | {"experts": experts}) for experts in order)
     ranks = run_distributed(resumed, 2, before, after, checkpoint, tmp_path / "saved", init=False, timeout_s=120)
@@ -114,7 +114,7 @@ def test_a_checkpoint_serves_either(order: tuple[Any, Any], parity_folder, tmp_p
     ids=lambda value: getattr(value, "name", value),
 )
 def test_tenants_equal_pefts(case: Case, tenants: int, parity_folder, tmp_path):
-    """Adapters on experts, whose rows are sorted by tenant and expert on the device; one tenant's are in order already."""
+    """Adapt experts, whose rows are sorted by tenant and expert on the device; one tenant's are in order already."""
     checkpoint = case_checkpoint(parity_folder, case.arch)
     adapters = [case_adapter(checkpoint, case, seed=seed) for seed in range(tenants)]
     ranks = run_distributed(
@@ -129,7 +129,7 @@ def test_tenants_equal_pefts(case: Case, tenants: int, parity_folder, tmp_path):
 
 
 def test_the_grouped_path_is_the_one_that_runs(parity_folder):
-    """Experts lie in one tensor, which their parameters and Megatron's gradient buffer are parts of; each has a gradient."""
+    """Check that experts are views of one tensor and of Megatron's gradient buffer, and that each has a gradient."""
     from megascend.engines.megatron.grouped_experts import IndexedDispatcher, one_view
 
     backend = case_backend(MORE[0], case_checkpoint(parity_folder, "qwen3_moe"))
@@ -180,7 +180,7 @@ def config(**changed: Any) -> Any:
         ("cpu", {"moe_expert_capacity_factor": 1.0}, "tokens above a capacity are dropped"),
     ],
 )
-def test_what_grouped_experts_refuse(device, changed, words):
+def test_unsupported_settings_of_grouped_experts_raise_config_error(device, changed, words):
     device = types.SimpleNamespace(type=device)
     assert not is_enabled("auto", config(**changed), "bf16", device)
     with pytest.raises(ConfigError, match=f"moe.experts: grouped, but {words}; set moe.experts: upstream"):
@@ -204,8 +204,8 @@ def is_enabled(experts: Any, config: Any, precision: Any, device: Any, *, overla
         ((9, 0), "bf16", {"moe_ffn_hidden_size": 40, "expert_tensor_parallel_size": 2}, "not 64 and 20"),
     ],
 )
-def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, words, monkeypatch, caplog):
-    """And where ``auto`` leaves experts to upstream, with the reason in the log."""
+def test_unsupported_gpu_settings_raise_config_error(capability, precision, changed, words, monkeypatch, caplog):
+    """Also check that ``auto`` leaves experts to upstream, with the reason in the log."""
     kernel, gpu = "torch" if capability == (9, 0) else None, torch.device("cuda", 0)
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: kernel)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
@@ -216,7 +216,7 @@ def test_what_grouped_experts_refuse_on_a_gpu(capability, precision, changed, wo
     assert words in caplog.text
 
 
-def test_experts_are_grouped_by_themselves_on_gpus_that_can(monkeypatch, caplog):
+def test_auto_groups_experts_on_supported_gpus(monkeypatch, caplog):
     monkeypatch.setattr("megascend.engines.megatron.grouped_experts.kernel_of", lambda device: "torch")
     gpu = torch.device("cuda", 0)
     assert is_enabled("auto", config(), "bf16", gpu)

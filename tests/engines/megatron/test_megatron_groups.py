@@ -24,7 +24,7 @@ def open_groups(runtime: Runtime, world: int, **parallel: Any) -> ProcessGroups:
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"context": 2, "expert": 4}])
-def test_every_group_adds_up_over_the_ranks_of_the_topology(
+def test_every_group_reduces_over_the_ranks_of_the_topology(
     megatron_imported: Runtime, parallel: dict[str, Any]
 ) -> None:
     def sums() -> dict[str, float]:
@@ -86,7 +86,7 @@ def test_groups_of_one_rank_are_few(megatron_imported: Runtime, monkeypatch: pyt
         groups.destroy()
 
 
-def test_ranks_that_meet_nobody_on_an_axis_share_a_group_for_it(megatron_imported: Runtime) -> None:
+def test_axes_of_size_one_share_a_single_rank_group(megatron_imported: Runtime) -> None:
     def single_rank_groups() -> tuple[int, list[bool], float]:
         groups = open_groups(megatron_imported, 2)
         shared = [groups.device_group(name) for name in ("tp", "pp", "cp", "mp", "ep")]
@@ -103,7 +103,7 @@ def test_ranks_that_meet_nobody_on_an_axis_share_a_group_for_it(megatron_importe
         assert count <= 17
 
 
-def test_a_default_group_of_the_trainer_is_used_and_left_alone(megatron_imported: Runtime) -> None:
+def test_existing_default_group_is_adopted_and_not_destroyed(megatron_imported: Runtime) -> None:
     def adopt() -> tuple[list[int], bool, int]:
         before = len(dist.distributed_c10d._world.pg_map)
         groups = open_groups(megatron_imported, 2)

@@ -1,4 +1,4 @@
-"""Settings of models that are honoured, against Hugging Face, and those that are refused before anything is built."""
+"""Supported model settings, compared with Hugging Face, and settings that are refused before anything is built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_honoured_as_in_hugging_face(parity_folder, case):
-    """Logits, and losses and gradient norms of two steps."""
+    """Compare logits, and losses and gradient norms of two steps."""
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
     difference = differences(
@@ -58,7 +58,7 @@ def test_honoured_as_in_hugging_face(parity_folder, case):
         ("qwen3_moe", {"num_experts_per_tok": 1}, r"num_experts_per_tok: 1 with norm_topk_prob: true"),
     ],
 )
-def test_what_the_model_asks_for_and_cannot_have_is_refused_before_ranks_meet(parity_folder, arch, overrides, message):
+def test_unsupported_model_settings_raise_before_start_up(parity_folder, arch, overrides, message):
     from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, arch, **overrides)
@@ -79,7 +79,7 @@ def test_what_the_model_asks_for_and_cannot_have_is_refused_before_ranks_meet(pa
         ("qwen3_moe", "mla_up_proj", "recompute.modules: mla_up_proj, but qwen3_moe has no latent attention"),
     ],
 )
-def test_recomputing_what_a_model_has_not_is_refused(parity_folder, arch, module, message):
+def test_recomputing_missing_modules_raises_config_error(parity_folder, arch, module, message):
     from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, arch)
@@ -91,6 +91,6 @@ def test_recomputing_what_a_model_has_not_is_refused(parity_folder, arch, module
     run_distributed(on_rank, 1, init=False)
 
 
-def test_a_module_that_nobody_knows_is_refused_by_its_setting():
+def test_unknown_recompute_module_raises_config_error():
     with pytest.raises(ConfigError, match=r"modules\.0: Input should be 'core_attn', 'layernorm', 'mlp', 'moe'"):
         selective("attention")

@@ -123,7 +123,7 @@ def trained_adapter(checkpoint: Path, parallel: Parallel) -> Any:
 
 
 @pytest.mark.parametrize(("arch", "parallel"), [("qwen3", Parallel(tensor=2)), ("qwen2", Parallel(pipeline=2))])
-def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, parallel):
+def test_merged_adapter_matches_peft(parity_folder, tmp_path, arch, parallel):
     from megascend.lora.factors import merged
 
     checkpoint = case_checkpoint(parity_folder, arch)
@@ -148,7 +148,7 @@ def test_a_merged_adapter_is_what_peft_merges(parity_folder, tmp_path, arch, par
             torch.testing.assert_close(actual[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_an_adapter_alone_is_what_save_adapter_writes(parity_folder, tmp_path):
+def test_adapter_weights_match_save_adapter(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
 
     def on_rank():
@@ -243,8 +243,8 @@ def peaks(checkpoint: Path, parallel: Parallel, receivers: str) -> Callable[[], 
     ],
     ids=["TP2", "PP2", "EP2", "TP2 x PP2"],
 )
-def test_memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
-    """Independent of the number of layers. On other ranks: only the largest tensor's shard."""
+def test_peak_memory_is_one_layer_on_receivers_and_one_shard_elsewhere(parity_folder, world_size, parallel, arch):
+    """Check that memory does not grow with the number of layers, and other ranks hold only the largest tensor's shard."""
     shallow = case_checkpoint(parity_folder, arch, vocab_size=64)
     deep = case_checkpoint(parity_folder, arch, vocab_size=64, num_hidden_layers=8)
     few, many = (
@@ -263,7 +263,9 @@ def test_memory_is_one_layer_where_it_is_asked_for_and_one_shard_elsewhere(parit
     small = 4096  # headers
     assert few[0] <= layer + 2 * fused + small
     for rank in range(1, world_size):
-        assert few[rank] <= fused + small, rank  # experts lie apart and are sent as one; mcore-bridge 1.4 copies all
+        assert few[rank] <= fused + small, (
+            rank
+        )  # experts are separate tensors and sent as one; mcore-bridge 1.4 copies all
 
 
 # --- readers that stop ---
@@ -322,7 +324,7 @@ def test_the_only_reader_may_stop_whenever_it_likes(parity_folder):
     assert all(grad_modes)
 
 
-def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder, tmp_path):
+def test_stalled_reader_is_named_in_time(parity_folder, tmp_path):
     checkpoint, named = case_checkpoint(parity_folder, "qwen3"), tmp_path / "named"
 
     def on_rank():
@@ -342,7 +344,7 @@ def test_a_reader_that_neither_goes_on_nor_stops_is_named_in_time(parity_folder,
     assert "Rank 0 has not come" in message
 
 
-def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(parity_folder):
+def test_unexpected_tensors_raise_for_the_reader(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
@@ -359,8 +361,8 @@ def test_other_tensors_than_the_checkpoints_are_an_error_for_who_reads_them(pari
     run_distributed(on_rank, 1, init=False)
 
 
-def test_the_facade_hands_out_the_model_merged_and_alone(parity_folder, tmp_path):
-    """Two ranks with other receivers: only the main one, or both."""
+def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder, tmp_path):
+    """Use two ranks with other receivers: only the main one, or both."""
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():

@@ -55,7 +55,7 @@ def checkpoint(parity_folder: Path) -> Path:
     [Case("parrot", arch="parrot"), Case("parrot TP2 + SP", 2, Parallel(tensor=2, sequence=True), arch="parrot")],
     ids=lambda case: case.name,
 )
-def test_it_trains_as_in_hugging_face(case: Case, parity_folder: Path, checkpoint: Path) -> None:
+def test_registered_architecture_trains_like_hugging_face(case: Case, parity_folder: Path, checkpoint: Path) -> None:
     tokens = token_lists()
     difference = differences(train_case(case, checkpoint, tokens), hf_reference(parity_folder, checkpoint, tokens))
     assert difference.loss <= case.loss_bound, difference
@@ -152,7 +152,7 @@ def test_without_its_package_it_is_refused_and_a_package_is_named_that_fails(
         megascend.register_architecture("parrot", megatron="parrot.megatron")
 
 
-def test_what_is_kept_of_it_depends_on_the_code_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architecture_cache_key_depends_on_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "a_package"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")

@@ -54,7 +54,7 @@ def trajectory(backend, samples, steps: int = STEPS) -> tuple[list[float], list[
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_gradients_are_those_of_the_definitions(function):
-    """The two losses written out in float64, differentiated by autograd down to the router's logits."""
+    """Compare with the two losses written out in float64, differentiated by autograd down to the router's logits."""
     from megascend.engines.load_balancing import gradients, scores
 
     layers, tokens, experts, top_k = 3, 11, 5, 2
@@ -89,7 +89,7 @@ def test_without_tokens_there_is_no_gradient():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
-    """Losses and gradient norms of three steps, packed and padded, samples of odd lengths."""
+    """Compare losses and gradient norms of three steps, packed and padded, with samples of odd lengths."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists(lengths=ODD)
@@ -118,8 +118,8 @@ def test_both_losses_are_the_references_in_every_layout(parity_folder, layout):
             assert grad_norms == pytest.approx(norms[formula].grad_norms, abs=3e-4), (formula, packing)
 
 
-def test_the_reference_tells_padding_and_formulas_apart(parity_folder):
-    """The bounds above must detect another formula, no loss, and a padding token that counts."""
+def test_reference_distinguishes_padding_and_formulas(parity_folder):
+    """Check that the bounds above detect another formula, a missing loss, and a padding token that counts."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
     plain = hf_reference(parity_folder, checkpoint, tokens, 1).grad_norms[0]
@@ -148,8 +148,8 @@ print(float(loss), float(torch.cat([p.grad.flatten() for p in model.parameters()
 """
 
 
-def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(parity_folder):
-    """The loss that the Hugging Face model itself returns for a padded batch and its mask."""
+def test_aux_loss_of_a_padded_batch_matches_transformers(parity_folder):
+    """Compare with the loss that the Hugging Face model returns for a padded batch and its mask."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=ODD)
     completed = run_reference(PADDED, json.dumps([str(checkpoint), tokens, PROMPT, COEFFICIENT]))
@@ -174,8 +174,8 @@ def test_a_padded_batch_counts_what_transformers_counts_by_its_attention_mask(pa
         "selective recompute",
     ],
 )
-def test_pipelines_and_recomputation_find_their_own_micro_batch(parity_folder, name):
-    """Several micro batches in flight, each with its own padding; recomputed routers are not counted twice."""
+def test_aux_loss_with_pipelines_and_recomputation(parity_folder, name):
+    """Keep several micro batches with different padding in flight; recomputed routers are not counted twice."""
     full, selective = Recompute(granularity="full"), Recompute(granularity="selective", modules=("moe",))
     world_size, parallel, recompute = {
         "PP2": (2, Parallel(pipeline=2), Recompute()),
@@ -207,7 +207,7 @@ def test_pipelines_and_recomputation_find_their_own_micro_batch(parity_folder, n
 
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_dummy_batches_count_nowhere(parity_folder, formula):
-    """Three samples in three micro batches on two ranks: the mean is over three, and the fourth is nobody's."""
+    """Average three samples in three micro batches on two ranks over three: the fourth is a dummy."""
     checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
     tokens = token_lists(lengths=(40, 34, 27))
     samples = causal_samples(tokens)
@@ -243,7 +243,7 @@ def test_fp16_scales_the_loss_with_the_rest(parity_folder):
 # --- the settings ---
 
 
-def test_a_coefficient_without_a_formula_is_refused_with_what_to_set():
+def test_coefficient_without_a_formula_raises_with_the_setting():
     with pytest.raises(ConfigError, match=r"set moe\.aux_loss to megatron \(what megascend 0\.1 always used\)"):
         Moe(aux_loss_coefficient=0.01)
     with pytest.raises(ConfigError, match="needs aux_loss_coefficient above 0"):
@@ -260,7 +260,7 @@ def test_a_coefficient_without_a_formula_is_refused_with_what_to_set():
         ("qwen3_moe", Parallel(), {"bias_update_rate": 0.001}, r"routers of qwen3_moe have no correction bias"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, settings, message):
+def test_unsupported_router_settings_raise_config_error(parity_folder, arch, parallel, settings, message):
     checkpoint = case_checkpoint(parity_folder, arch)
     if "aux_loss" in settings:
         settings = settings | {"aux_loss_coefficient": 0.1}
@@ -272,7 +272,7 @@ def test_what_cannot_be_honoured_is_refused(parity_folder, arch, parallel, setti
     run_distributed(on_rank, parallel.pipeline, init=False)
 
 
-# --- the correction bias, and whatever else a step could change ---
+# --- the correction bias, and other state that a step could change ---
 
 
 def state(backend) -> dict[str, torch.Tensor]:
@@ -351,7 +351,7 @@ print(json.dumps([found[name].tolist() for name in found]))
     ids=["single", "TP2 + SP", "CP2", "EP2", "PP2"],
 )
 def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, world_size, parallel):
-    """The load is what the Hugging Face model's own routers see, each sample by itself."""
+    """Compare with the load of the Hugging Face model's routers for every sample separately."""
     checkpoint = case_checkpoint(parity_folder, "glm4_moe")
     tokens = token_lists(lengths=(20, 34, 9))
     completed = run_reference(BIAS, json.dumps([str(checkpoint), tokens]))
@@ -389,7 +389,7 @@ def test_the_bias_moves_by_the_load_of_all_ranks_real_tokens(parity_folder, worl
 
 
 def test_the_bias_survives_16_bits_and_a_checkpoint(parity_folder, tmp_path):
-    """fp32 in every precision; what training has made of it is saved and loaded."""
+    """Keep fp32 in every precision, and save and load the trained bias."""
     checkpoint = case_checkpoint(parity_folder, "glm4_moe")
     samples = causal_samples(token_lists())
 

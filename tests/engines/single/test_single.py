@@ -1,4 +1,4 @@
-"""The single-process engine against Megatron's, Hugging Face and peft. It runs in processes of its own."""
+"""The single-process engine compared with Megatron's, Hugging Face and peft. It runs in separate processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
 
 
 def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
-    """Ten steps: losses, norms and logits; and no module of Megatron or its kind is in the process, nor torch.cuda redirected."""
+    """Compare losses, norms and logits of ten steps; the process imports no Megatron and does not redirect torch.cuda."""
     cases = [
         Case("single"),
         Case("tied", arch="qwen2", overrides={"tie_word_embeddings": True}, loss_bound=2e-5),
@@ -148,7 +148,7 @@ def test_a_run_resumes_to_the_bit(parity_folder, tmp_path):
     assert half[1] > plain[1] > 60
 
 
-def test_exports_are_what_transformers_would_save(parity_folder, tmp_path):
+def test_exports_match_transformers(parity_folder, tmp_path):
     dense, experts = (case_checkpoint(parity_folder, arch) for arch in ("qwen3", "qwen3_moe"))
     (tmp_path / "dense").mkdir()
     (tmp_path / "experts").mkdir()
@@ -221,7 +221,7 @@ def test_adapters_equal_pefts_and_move_between_engines(arch, parity_folder, tmp_
     assert difference.logits <= 2e-5, difference
 
 
-def test_a_skipped_step_changes_nothing_and_what_is_refused(parity_folder, tmp_path):
+def test_skipped_step_changes_nothing_and_unsupported_settings_raise(parity_folder, tmp_path):
     checkpoint = case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2)
     (step, unchanged), refused = in_process(
         tmp_path, ("overflow", (str(checkpoint),), {}), ("refused", (str(checkpoint),), {})

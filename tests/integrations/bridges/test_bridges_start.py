@@ -1,4 +1,4 @@
-"""The five-minute start of docs/integrations/megatron.md, as it stands there, against transformers."""
+"""The five-minute start of docs/integrations/megatron.md, run verbatim and compared with transformers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGASCEND_MEGATRON_BRIDGE to a checkout of Megatron-Bridge (tag v0.3.1)")
-def test_its_own_example_takes_a_model_in_and_out(tmp_path: Path) -> None:
+def test_bridge_round_trip_example_preserves_weights(tmp_path: Path) -> None:
     new_model(tmp_path, "model", "llama")
     example = str(Path(CHECKOUT) / "examples" / "conversion" / "hf_megatron_roundtrip.py")
     program = [sys.executable, example, "--hf-model-id", "model", "--output-dir", "out"]

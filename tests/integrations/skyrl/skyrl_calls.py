@@ -1,4 +1,4 @@
-"""Two tenants' requests as SkyRL's engine hands them to a backend, and a backend to give them to."""
+"""Two tenants' requests in the form that SkyRL's engine passes to a backend, and a backend for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STEPS = 4
 
 
 def backend(model: Path, **settings: Any) -> MegascendBackend:
-    """One rank in fp32 on the CPU."""
+    """Start one rank in fp32 on the CPU."""
     values = {"precision": "fp32", "platform": "cpu", "max_lora_adapters": 4, "max_lora_rank": 8, **settings}
     return MegascendBackend(str(model), MegascendBackend.config_class(**values))
 
 
 def request_of(tenant: str, step: int, loss: str = "cross_entropy") -> types.ForwardBackwardInput:
-    """Three samples of a tenant's own."""
+    """Build three samples of a tenant."""
     generator = torch.Generator().manual_seed(1000 * len(tenant) + ord(tenant[0]) + step % 2)
 
     def datum(length: int) -> types.Datum:
@@ -45,7 +45,7 @@ def request_of(tenant: str, step: int, loss: str = "cross_entropy") -> types.For
 
 
 def batch_of(tenants: list[str], step: int, loss: str = "cross_entropy") -> types.PreparedModelPassBatch:
-    """One batch with a request of each tenant, made by SkyRL's own function."""
+    """Build one batch with a request of each tenant by SkyRL's own function."""
     return prepare_model_pass_batch({f"r-{name}": (name, request_of(name, step, loss)) for name in tenants})
 
 

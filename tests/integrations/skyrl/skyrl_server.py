@@ -92,7 +92,7 @@ def _wait(address: str, server: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _end_group(group: int, patience_s: float = 10) -> list[str]:
-    """Command lines of what is left of a group of processes after a while; they are ended then."""
+    """Return command lines of a process group's remaining processes after a while, and end them."""
     import psutil
 
     deadline = time.monotonic() + patience_s

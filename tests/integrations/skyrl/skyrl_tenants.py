@@ -18,7 +18,7 @@ LENGTHS = (7, 12, 5)
 
 
 def sequences(name: str, step: int) -> list[list[int]]:
-    """Token ids of a tenant's samples in a step; every other step they are the same again."""
+    """Build token ids of a tenant's samples in a step; every second step repeats them."""
     generator = torch.Generator().manual_seed(10 * ord(name[0]) + step % 2)
     return [torch.randint(0, 200, (length + 1,), generator=generator).tolist() for length in LENGTHS]
 
@@ -43,7 +43,7 @@ def models(address: str, model: str, names: list[str]) -> dict[str, tinker.Train
 
 
 def train(tenants: dict[str, tinker.TrainingClient]) -> dict[str, list[dict[str, float]]]:
-    """Metrics of every step, by tenant. All send their work before one waits."""
+    """Return metrics of every step, by tenant. All tenants send their requests before one waits."""
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in tenants}
     for step in range(STEPS):
         passes = {name: client.forward_backward(batch(name, step), "cross_entropy") for name, client in tenants.items()}

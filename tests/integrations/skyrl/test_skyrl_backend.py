@@ -1,4 +1,4 @@
-"""megascend as a backend of SkyRL's Tinker engine: its own abstract class, its own types, its own preparation of batches."""
+"""megascend as a backend of SkyRL's Tinker engine, with SkyRL's abstract class, types and preparation of batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory, batch_sizes: list[int]) ->
         built.close()
 
 
-def test_two_tenants_in_one_batch_learn_as_alone(backend: Any, batch_sizes: list[int]) -> None:
+def test_two_tenants_in_one_batch_learn_as_in_separate_batches(backend: Any, batch_sizes: list[int]) -> None:
     single = {name: calls.train(backend, [name])[name] for name in calls.TENANTS}
     assert 2 not in batch_sizes
     mixed = calls.train(backend, list(calls.TENANTS))
@@ -54,7 +54,7 @@ def test_two_tenants_in_one_batch_learn_as_alone(backend: Any, batch_sizes: list
         assert losses[2] < losses[0]
 
 
-def test_losses_of_policies_and_what_is_not_there(backend: Any) -> None:
+def test_policy_losses_and_unsupported_requests(backend: Any) -> None:
     backend.create_model("ann", calls.TENANTS["ann"])
     try:
         result = backend.forward(calls.batch_of(["ann"], 0, "importance_sampling"))["r-ann"]

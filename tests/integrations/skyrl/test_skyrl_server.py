@@ -1,4 +1,4 @@
-"""SkyRL's own Tinker server, started by our launcher, with a real client of the version that it speaks."""
+"""SkyRL's Tinker server, started by megascend's launcher, with a real client of its protocol version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TENANTS)
-def test_two_tenants_in_one_batch_learn_as_alone(report: dict[str, Any], name: str) -> None:
+def test_two_tenants_in_one_batch_learn_as_in_separate_batches(report: dict[str, Any], name: str) -> None:
     single, mixed = report["alone"][name], report["mixed"][name]
     assert {step["models_in_batch:max"] for step in single} == {1.0}
     # SkyRL looks for work every 0.1 s, so that the tenants now and then miss each other
@@ -70,5 +70,5 @@ def test_checkpoints_load_and_are_sampled_from(report: dict[str, Any]) -> None:
     assert sampler == pytest.approx(trainer, abs=1e-4)
 
 
-def test_what_is_wrong_with_a_request_reaches_the_client(report: dict[str, Any]) -> None:
+def test_request_error_reaches_the_client(report: dict[str, Any]) -> None:
     assert "target_tokens" in report["refusal"]

@@ -1,4 +1,4 @@
-"""The five-minute start of docs/integrations/skyrl.md, as it stands there but for the port."""
+"""The five-minute start of docs/integrations/skyrl.md, run verbatim except for the port."""
 
 from __future__ import annotations
 

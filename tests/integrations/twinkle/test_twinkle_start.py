@@ -1,4 +1,4 @@
-"""The five-minute start of docs/integrations/twinkle.md, as it stands there."""
+"""The five-minute start of docs/integrations/twinkle.md, run verbatim."""
 
 from __future__ import annotations
 

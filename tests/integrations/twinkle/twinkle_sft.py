@@ -19,7 +19,7 @@ STEPS, RATE = 4, 1e-3
 
 
 def batches() -> list[list[list[int]]]:
-    """Token ids of every step's sequences; not 0, which transformers takes for padding and gives no gradient."""
+    """Build token ids of every step; not 0, which transformers takes for padding and gives no gradient."""
     generator = torch.Generator().manual_seed(0)
     return [[torch.randint(1, 200, (n,), generator=generator).tolist() for n in LENGTHS] for _ in range(STEPS)]
 

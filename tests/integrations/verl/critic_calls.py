@@ -1,4 +1,4 @@
-"""verl's engine with a critic, in one process: values, steps of verl's own value loss, a checkpoint, weights, as tensors.
+"""verl's engine with a critic in one process: values, steps of verl's value loss, a checkpoint, and weights, as tensors.
 
 python critic_calls.py CRITIC CAUSAL_MODEL OUT_DIRECTORY
 """
@@ -62,7 +62,7 @@ def batch(part: slice = slice(None)) -> Any:
 
 
 def configs(path: str, **engine: Any) -> dict[str, Any]:
-    """verl's, of a critic; ``engine``'s are those of its layout."""
+    """Build verl's configurations of a critic; ``engine``'s are those of its layout."""
     return {
         "model_config": HFModelConfig(path=path, model_type="value_model"),
         "engine_config": McoreEngineConfig(override_transformer_config={"params_dtype": "float32"}, **engine),

@@ -1,4 +1,4 @@
-"""A critic on several ranks by verl's own worker: what each rank answers, as JSON, and the trained weights, as tensors.
+"""A critic on several ranks with verl's worker: answers of each rank as JSON, and trained weights as tensors.
 
 torchrun critic_ranks.py CRITIC OUT_DIRECTORY SETTINGS_OF_THE_ENGINE
 """

@@ -1,4 +1,4 @@
-"""The engine's methods that verl's SFT trainer does not call, in one process: what they answer, as JSON.
+"""Calls, in one process, of the engine methods that verl's SFT trainer does not use; writes their results as JSON.
 
     python engine_calls.py MODEL OUT.json
 
@@ -34,7 +34,7 @@ def batch(**more: Any) -> Any:
 
 
 def policy_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """-(log-probability - 0.1 * entropy), summed over trained tokens, by the global batch's tokens."""
+    """Compute -(log-probability - 0.1 * entropy), summed over trained tokens, by the global batch's tokens."""
     mask = torch.roll(data["loss_mask"].values(), -1)
     values = model_output["log_probs"].values() - 0.1 * model_output["entropy"].values()
     return -(values * mask).sum() / data["batch_num_tokens"] * data["dp_size"], {"seen": len(data)}

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of plain transformers, to compare an engine with.
+"""Reference log-probabilities and entropies of plain transformers.
 
     python reference_scores.py MODEL IDS.json OUT.json
 

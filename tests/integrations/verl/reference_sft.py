@@ -1,4 +1,4 @@
-"""verl's SFT batches through plain transformers and torch's AdamW: losses and gradient norms to compare an engine with.
+"""Reference losses and gradient norms of verl's SFT batches with plain transformers and torch's AdamW.
 
     python reference_sft.py MODEL TRAIN.parquet VALIDATION.parquet EPOCHS BATCH LR OUT.json
 
@@ -18,7 +18,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 
 def loss_of(model, rows) -> torch.Tensor:
-    """Mean over all trained tokens of the batch; the first token of a sequence is never predicted."""
+    """Average over all trained tokens of the batch; the first token of a sequence is never predicted."""
     total, count = torch.zeros(()), 0
     for row in rows:
         ids, mask = row["input_ids"], row["loss_mask"].float()

@@ -1,4 +1,4 @@
-"""verl's training steps on megascend's engine, and where the host would wait for a device in them.
+"""verl's training steps on megascend's engine, and the positions where the host would wait for a device.
 
     python step_waits.py MODEL OUT.json
 
@@ -45,7 +45,7 @@ ON_CPU = (
 
 
 def batch(tokens: int, first: int = 0) -> Any:
-    """Sequences whose first token is trained if ``first`` is 1, in micro batches of so many tokens."""
+    """Build sequences whose first token is trained if ``first`` is 1, in micro batches of so many tokens."""
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, 250, (length,), generator=generator) for length in LENGTHS]
     nested = lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)  # noqa: E731

@@ -1,4 +1,4 @@
-"""``scripts/bench_verl.py``: verl's own Megatron engine and megascend's compute the same; their speed on a CPU says nothing."""
+"""``scripts/bench_verl.py``: verl's Megatron engine and megascend's agree; their speed on a CPU is not meaningful."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import families
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 
-def test_verls_own_engine_and_ours(tmp_path: Path) -> None:
+def test_verl_megatron_engine_and_megascend_agree(tmp_path: Path) -> None:
     runs = ["--run", "megatron", "--run", "megascend", "--warmup", "2", "--steps", "3"]
     work = ["--tiny", "--platform", "cpu", "--shortest", "8", "--lr", "1e-3", "--json", tmp_path / "found.json"]
     command = [sys.executable, ROOT / "scripts" / "bench_verl.py", *runs, *work]

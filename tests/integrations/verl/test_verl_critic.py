@@ -1,4 +1,4 @@
-"""A critic of verl's, trained by megascend with verl's own value loss, is transformers' token classifier with torch's AdamW.
+"""A critic of verl, trained by megascend with verl's value loss, equals transformers' token classifier with AdamW.
 
 On one rank by the engine's methods, on several by verl's own worker.
 """
@@ -40,7 +40,7 @@ print(json.dumps(sum(found, [])))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """critic_calls.py's findings, and what transformers makes of the same sequences."""
+    """Run critic_calls.py, and transformers on the same sequences."""
     directory = tmp_path_factory.mktemp("critic")
     write_tiny_checkpoint(directory / "critic", "qwen3", **CRITIC)
     write_tiny_checkpoint(directory / "causal", "qwen3")
@@ -142,7 +142,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_two_ranks_it_is_transformers_too(folder: Path, reference: dict[str, torch.Tensor], layout: str) -> None:
-    """Losses, norms and rates reach verl from the ranks that have outputs, and only from those; weights are whole on all."""
+    """Get losses, norms and rates from the ranks that have outputs, and full weights from all."""
     settings, answering = LAYOUTS[layout]
     out = folder / layout
     out.mkdir()

@@ -1,4 +1,4 @@
-"""What verl's SFT trainer does not call: LoRA, entropy, a policy loss, weights, the adapter off, checkpoints, refusals."""
+"""Engine features beyond verl's SFT trainer: LoRA, entropy, policy loss, weights, disabled adapter, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """engine_calls.py's report, and transformers' scores of the same sequences."""
+    """Run engine_calls.py, and transformers' scores of the same sequences."""
     directory = tmp_path_factory.mktemp("engine")
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
@@ -54,7 +54,7 @@ def test_scores_are_those_of_transformers_at_verls_places(
 
 
 def test_a_policy_loss_with_entropy_is_verls_number(calls: dict[str, Any], scores: dict[str, Any]) -> None:
-    """In two micro batches, which have all four sequences."""
+    """Use two micro batches, which have all four sequences."""
     total, tokens = 0.0, 0
     for logprobs, entropy, mask in zip(scores["log_probs"], scores["entropy"], calls["masks"], strict=True):
         for position, trained in enumerate(mask[1:]):
@@ -65,7 +65,7 @@ def test_a_policy_loss_with_entropy_is_verls_number(calls: dict[str, Any], score
 
 
 def test_the_learning_rate_is_that_of_verls_scheduler(calls: dict[str, Any]) -> None:
-    """It warms up from 0: the first step changes nothing, and a loaded checkpoint goes on where it was."""
+    """Warm up from 0: the first step changes nothing, and a loaded checkpoint continues the schedule."""
     assert calls["rates"] == pytest.approx([0.0025, 0.005, 0.0075])
     assert calls["next rate"] == pytest.approx(0.01)
     assert calls["losses"][1] == calls["losses"][0]
@@ -87,7 +87,7 @@ def test_weights_have_hugging_faces_names_and_values(folder: Path, calls: dict[s
     assert calls["weights"] == expected
 
 
-def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
+def test_adapter_weights_have_peft_names_and_shapes(calls: dict[str, Any]) -> None:
     layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"]
     expected = {
         f"base_model.model.model.layers.{layer}.{name}.lora_{factor}.weight"
@@ -100,6 +100,6 @@ def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
     assert (calls["config"]["r"], calls["config"]["lora_alpha"]) == ("4", "8")
 
 
-def test_what_a_batch_asks_for_and_megascend_does_not_have_is_named(calls: dict[str, Any]) -> None:
+def test_unsupported_batch_options_are_named(calls: dict[str, Any]) -> None:
     for name in ("temperature", "calculate_sum_pi_squared", "enable_routing_replay"):
         assert f"{name}=" in calls["errors"][name]

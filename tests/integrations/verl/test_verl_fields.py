@@ -50,7 +50,7 @@ def test_every_field_has_a_rule() -> None:
 
 
 def test_every_rule_is_of_a_field() -> None:
-    """But for attributes that verl sets later."""
+    """Compare rules with verl's fields, except for attributes that verl sets later."""
     later = {"share_embeddings_and_output_weights"}
     fields: dict[int, set[str]] = {}
     for of, rules in classes():
@@ -75,7 +75,7 @@ def test_the_shipped_defaults_are_accepted(config: str, changes: dict[str, Any])
 
 
 def test_the_rollouts_shipped_defaults_are_accepted() -> None:
-    """But for the ranks of a replica, of which the local engine has one."""
+    """Accept the defaults except the ranks of a replica, of which the local engine has one."""
     from importlib.resources import files
 
     from omegaconf import OmegaConf

@@ -32,7 +32,7 @@ REWARD, DIFFERENCE = "critic/score/mean", "training/rollout_probs_diff_max"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of random weights, prompts and a reward."""
+    """Write two models with random weights, prompts and a reward."""
     directory = tmp_path_factory.mktemp("grpo")
     write_prompts(directory)
     command = ["--arch", "qwen3", "--hidden", "64", "--layers", "2"]
@@ -74,7 +74,7 @@ def writing_below(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reward_rises(folder: Path, layout: str) -> None:
-    """And every token's probability is the same for the actor and for what sampled it, to 1e-5, in every step."""
+    """Also check that actor and sampler give every token the same probability, to 1e-5, in every step."""
     ranks, settings = LAYOUTS[layout]
     if "vLLM" in layout:
         model = f"actor_rollout_ref.model.path={folder / WIDE_HEADS}"
@@ -103,7 +103,7 @@ def test_the_reward_rises(folder: Path, layout: str) -> None:
 
 
 def test_a_killed_run_resumes(folder: Path) -> None:
-    """With the weights that it had: a run that starts at its checkpoint is as good as it was, and the engine has them, too."""
+    """Resume with the saved weights: the reward starts at its former level, and the engine has the weights, too."""
     name, log = "killed", folder / "killed.jsonl"
     command = grpo_command(folder, name, 1, STEPS, "trainer.save_freq=10")
     tracker, end = folder / name / "latest_checkpointed_iteration.txt", time.monotonic() + RL_DEADLINE_S

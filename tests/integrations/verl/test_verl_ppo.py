@@ -1,4 +1,4 @@
-"""verl's own PPO with Ray, a critic and a reference model: each in a process of its own, on the devices of the actor's."""
+"""verl's PPO with Ray, a critic and a reference model, each in a separate process on the actor's devices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rises(steps: dict[int, dict[str, float]]) -> None:
 
 @pytest.mark.torchrun
 def test_ppo_with_a_critic_and_a_reference_trains_and_resumes(folder: Path) -> None:
-    """The reference is the actor of the first step; a resumed critic is the one that was saved."""
+    """Check that the reference is the actor of the first step, and a resumed critic is the saved one."""
     steps = trained(folder, "one", 1, STEPS, *REFERENCE, f"trainer.save_freq={STEPS}")
     rises(steps)
     assert abs(steps[1][KL]) < 1e-6
@@ -78,7 +78,7 @@ def test_ppo_with_a_critic_and_a_reference_trains_and_resumes(folder: Path) -> N
 
 @pytest.mark.torchrun
 def test_actor_and_critic_may_have_different_layouts(folder: Path) -> None:
-    """On two ranks the actor is data parallel, and its critic tensor parallel."""
+    """Run a data parallel actor and a tensor parallel critic on two ranks."""
     rises(trained(folder, "two", 2, STEPS, "critic.megatron.tensor_model_parallel_size=2"))
 
 
@@ -115,8 +115,8 @@ print(json.dumps(found))
 """
 
 
-def test_what_has_a_pool_of_its_own(tmp_path: Path) -> None:
-    """A critic or a reference model on Megatron-Core; with LoRA there is none, and verl's other engines stay where they are.
+def test_roles_with_a_separate_resource_pool(tmp_path: Path) -> None:
+    """Give critic and reference on Megatron-Core a pool; with LoRA there is none, and verl's other engines share theirs.
 
     Beside both and a reward model, a device has room for four processes, and not for three.
     """

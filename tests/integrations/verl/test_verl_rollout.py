@@ -1,4 +1,4 @@
-"""The actor of a rollout's replica without Ray: what it samples, and new weights, held against transformers."""
+"""The actor of a rollout replica without Ray: samples and weight updates, compared with transformers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
     asyncio.run(served.close())
 
 
-def test_what_is_not_sampled_is_refused_by_name(model: Path) -> None:
+def test_unsupported_sampling_requests_raise(model: Path) -> None:
     served = Served(model)
     for parameters, message in (
         ({"top_p": 0.5}, "top_p=0.5"),

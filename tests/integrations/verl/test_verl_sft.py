@@ -26,7 +26,7 @@ MOE = "qwen3_moe"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, data, and what transformers makes of both."""
+    """Write two models and data, and run transformers on both."""
     directory = tmp_path_factory.mktemp("verl")
     write_data(directory)
     for arch in ("qwen3", MOE):
@@ -93,7 +93,7 @@ def killed(folder: Path) -> Path:
 
 
 def test_a_killed_run_resumes_with_the_same_losses(folder: Path, killed: Path) -> None:
-    """And of its checkpoints one is kept, as trainer.max_ckpt_to_keep asks; an export is beside the last."""
+    """Keep one checkpoint, as trainer.max_ckpt_to_keep sets; the last one has an export."""
     log = folder / "resumed.jsonl"
     settings = ["checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
     completed = python(sft_command(folder, "qwen3", "killed", 2, *settings), folder, VERL_FILE_LOGGER_PATH=str(log))
@@ -116,7 +116,7 @@ def test_a_setting_that_megascend_does_not_have_ends_the_run_by_name(folder: Pat
 
 
 def test_verl_does_not_carry_on_without_the_engine(folder: Path) -> None:
-    """Here because Megatron-Core was imported too early; verl itself would only log it at debug level."""
+    """Raise because Megatron-Core was imported too early; verl itself would only log it at debug level."""
     completed = python(["-c", "import megatron.core, verl; print('carried on')"], folder)
     assert completed.returncode == 1
     assert "carried on" not in completed.stdout

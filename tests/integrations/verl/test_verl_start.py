@@ -1,4 +1,4 @@
-"""The starts of docs/integrations/verl.md, as they stand there."""
+"""The quick starts of docs/integrations/verl.md, run verbatim."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
 
 
 def test_reinforcement_learning_on_a_cpu(tmp_path: Path) -> None:
-    """The reward rises, and the actor and transformers, which samples, give every token the same probability to 1e-5."""
+    """Check that the reward rises, and actor and transformers, which samples, give equal probabilities to 1e-5."""
     model = scripts("## Five-minute start", "## Reinforcement learning")[0].splitlines()[0]
     assert model.startswith("megascend new-model")
     blocks = scripts("## Reinforcement learning", "## How it is found")

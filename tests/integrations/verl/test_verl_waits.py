@@ -1,4 +1,4 @@
-"""A training step of verl's waits for the device once, however many micro batches it has."""
+"""A training step of verl waits for the device once, for any number of micro batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = ("sft_loss", "another", "sft_loss, first trained")
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """step_waits.py's report."""
+    """Run step_waits.py."""
     directory = tmp_path_factory.mktemp("waits")
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
@@ -33,7 +33,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_for_the_norm_alone(steps: dict[str, Any], case: str) -> None:
+def test_host_waits_only_for_the_gradient_norm(steps: dict[str, Any], case: str) -> None:
     single_batch, five_batches = steps[f"{case}, 64"], steps[f"{case}, 12"]
     assert (single_batch["micro batches"], five_batches["micro batches"]) == (1, 5)
     for step in (single_batch, five_batches):
@@ -41,7 +41,7 @@ def test_the_host_waits_for_the_norm_alone(steps: dict[str, Any], case: str) -> 
 
 
 def test_verls_sft_loss_needs_the_logits_once(steps: dict[str, Any]) -> None:
-    """And twice where it is no cross entropy of each sequence by itself, or another function."""
+    """Compute logits twice if the loss is not a cross entropy of each sequence, or another function."""
     passes = {case: steps[f"{case}, 12"]["projections"] for case in CASES}
     assert passes == {"sft_loss": 5, "another": 10, "sft_loss, first trained": 10}
 

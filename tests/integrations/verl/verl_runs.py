@@ -1,4 +1,4 @@
-"""Files and commands of the tests that start verl's own programs."""
+"""Files and commands of tests that start verl's programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP32 = "+engine.override_transformer_config.params_dtype=float32"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process that imports verl on this machine's CPU; ``vendor`` megascend unless ``more`` says otherwise."""
+    """Build the environment of a process that imports verl on this machine's CPU; ``vendor`` is megascend by default."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "megascend", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return {**os.environ, **variables, **more}
@@ -37,7 +37,7 @@ def python(
 
 
 def write_data(folder: Path) -> None:
-    """24 conversations of different lengths to train on, 8 to hold out."""
+    """Write 24 training conversations of different lengths, and 8 held-out ones."""
     import pandas
 
     rows = []
@@ -94,7 +94,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 
 def write_prompts(folder: Path) -> None:
-    """32 prompts to train on, 8 to hold out, and the reward's module."""
+    """Write 32 training prompts, 8 held-out ones, and the reward's module."""
     import pandas
 
     rows = [
@@ -147,6 +147,6 @@ def critic_settings(folder: Path) -> list[str]:
 
 
 def logged_steps(path: Path) -> dict[int, dict[str, float]]:
-    """All figures of verl's file logger, by step."""
+    """Return all figures of verl's file logger, by step."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return {record["step"]: record["data"] for record in records}

@@ -1,8 +1,7 @@
-"""Faults in a real vLLM's workers, as one of its plug-ins. What to do stands in the file that ``WEIGHTWIRE_FAULT`` names, while
-it is there.
+"""Faults in a real vLLM's workers, as a vLLM plug-in. The file that ``WEIGHTWIRE_FAULT`` names lists the active faults.
 
-``load``: a commit fails after five tensors; ``load:1``: in the second worker alone. ``restore``: so does going back. ``slow``: a
-commit takes two seconds longer.
+``load``: a commit fails after five tensors; ``load:1``: only in the second worker. ``restore``: restoring the old weights fails.
+``slow``: a commit takes two seconds longer.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 
-def wanted() -> set[str]:
-    """Faults that are to happen now."""
+def active_faults() -> set[str]:
+    """Return the faults that are active now."""
     path = Path(os.environ.get("WEIGHTWIRE_FAULT", "/nonexistent"))
     return set(path.read_text().split()) if path.exists() else set()
 
 
 def failing(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The tensors, as far as the fault lets them."""
+    """Yield tensors until the fault raises."""
     import torch.distributed as dist
 
-    mine = {"load", f"load:{dist.get_rank()}"}
-    for place, tensor in enumerate(tensors):
-        if place == 5 and mine & wanted():
+    names = {"load", f"load:{dist.get_rank()}"}
+    for index, tensor in enumerate(tensors):
+        if index == 5 and names & active_faults():
             raise RuntimeError("the fault of a test: no sixth tensor")
         yield tensor
 
 
 def register() -> None:
-    """Put the faults in their places, once a process."""
+    """Install the faults, once per process."""
     from weightwire.vllm import model, updates
 
     load, restore = updates.load, model.Snapshot.restore
@@ -40,12 +39,12 @@ def register() -> None:
         return
 
     def faulty_load(module: Any, config: Any, tensors: Iterable[tuple[str, Any]]) -> None:
-        if "slow" in wanted():
+        if "slow" in active_faults():
             time.sleep(2)
         load(module, config, failing(tensors))
 
     def faulty_restore(self: model.Snapshot) -> None:
-        if "restore" in wanted():
+        if "restore" in active_faults():
             raise RuntimeError("the fault of a test: no way back")
         restore(self)
 

@@ -1,4 +1,4 @@
-"""An engine that notes what it is asked for, a clock that a test moves, and a server to call."""
+"""Doubles for the controller's tests: a recording engine, a manual clock, and a served controller."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ManualClock:
         return timer
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass, and whatever that sets off run until nothing is left to do at once."""
+        """Advance the time, fire the due timers in order, and run every task that is ready."""
         await settle()
         end = self._now + seconds
         while due := sorted((timer for timer in self._timers if timer.when <= end), key=lambda timer: timer.when):
@@ -77,7 +77,7 @@ class _ManualTimer:
 
 
 async def settle() -> None:
-    """Let tasks run that wait for nothing outside this loop."""
+    """Run the tasks that wait for nothing outside this loop."""
     for _ in range(30):
         await asyncio.sleep(0)
 
@@ -86,10 +86,10 @@ class NotingEngine(InferenceEngine):
     """Engine double: records pauses and updates, and fails where a test asks for it.
 
     Attributes:
-        calls: what it was asked for, in order.
+        calls: the calls it received, in order.
         fails: names of methods that raise.
         hangs: names of methods that do not return until cancelled.
-        holds: names of methods that return when the name is gone from here.
+        holds: names of methods that return once a test removes the name.
     """
 
     def __init__(self, name: str, receivers: int = 1) -> None:
@@ -103,14 +103,14 @@ class NotingEngine(InferenceEngine):
         self.in_force = ""
         self._receivers = receivers
 
-    async def _called(self, what: str, told: object = "") -> None:
-        self.calls.append(f"{what} {told}".strip())
-        if what in self.hangs:
+    async def _called(self, call: str, detail: object = "") -> None:
+        self.calls.append(f"{call} {detail}".strip())
+        if call in self.hangs:
             await asyncio.Event().wait()
-        while what in self.holds:
+        while call in self.holds:
             await asyncio.sleep(0.01)
-        if what in self.fails:
-            raise EngineError(f"{self.name} cannot {what}")
+        if call in self.fails:
+            raise EngineError(f"{self.name} cannot {call}")
 
     async def receivers(self) -> int:
         await self._called("receivers")
@@ -157,7 +157,7 @@ class Blocking:
             if hasattr(result, "__aenter__"):
                 return self._within(result)
             if hasattr(result, "__anext__"):
-                return self._each(result)
+                return self._items(result)
             return self._thread.run(result) if asyncio.iscoroutine(result) else result
 
         return call
@@ -170,13 +170,13 @@ class Blocking:
         finally:
             self._thread.run(context.__aexit__(None, None, None))
 
-    def _each(self, stream: Any) -> Iterator[Any]:
+    def _items(self, stream: Any) -> Iterator[Any]:
         while (result := self._thread.run(anext(stream, None))) is not None:
             yield result
 
 
 class BlockingClient(Blocking):
-    """A client of a controller, with a thread of its own."""
+    """A blocking client of a controller, on its own thread."""
 
     def __init__(self, where: object, key: Key, **options: Any) -> None:
         super().__init__(
@@ -195,7 +195,7 @@ class BlockingClient(Blocking):
 
 
 class Served:
-    """A controller served on a thread, with everything that a test looks at."""
+    """A controller served on a thread, with access to its state."""
 
     def __init__(self, clock: ManualClock | None = None, controller: Limits | None = None, **options: Any) -> None:
         self.thread = LoopThread("served controller")
@@ -233,7 +233,7 @@ class Served:
         return socket.create_connection((self.server.address.host, self.server.address.port), timeout=30)
 
     def state(self) -> Any:
-        """All that a call could have changed."""
+        """Return the state that a call could have changed."""
 
         async def look() -> Any:
             owners = [claim.owner for claim in self.controller._ownership.claims()]
@@ -272,7 +272,7 @@ class Served:
         )
 
     def send(self, data: bytes, *, end: bool = False) -> tuple[int, Any]:
-        """Send bytes; the answer's status (0 if there is none) and JSON."""
+        """Send bytes; return the answer's status (0 without an answer) and JSON."""
         with self.connect() as connection:
             with contextlib.suppress(OSError):
                 connection.sendall(data)
@@ -282,7 +282,7 @@ class Served:
 
 
 def read_response(connection: socket.socket) -> tuple[int, Any]:
-    """Status and JSON (or text) of what comes until the connection ends; 0 and None if nothing does."""
+    """Read until the connection ends; return status and JSON (or text), or 0 and None without an answer."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(2**16):
@@ -295,8 +295,8 @@ def read_response(connection: socket.socket) -> tuple[int, Any]:
 
 
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for something that comes by itself; the time is a deadline, not a measurement."""
+    """Wait until a condition holds; the time is a deadline, not a measurement."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, f"the condition did not hold within {seconds} s"
         time.sleep(0.01)

@@ -1,6 +1,6 @@
-"""A controller in a process of its own: ``python controller_program.py PUBLISH ENGINE_PORT``.
+"""A controller in a separate process: ``python controller_program.py PUBLISH ENGINE_PORT``.
 
-Its engine is in the test's process; what it is asked for travels as a line, and comes back as one. The key is in the environment.
+Its engine is in the test's process: a call is sent as one line and answered by one. The key is in the environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AReaL's callbacks, by a stand-in that makes the calls of its trainers and workers (as of 2026-05-21), with its client."""
+"""AReaL's callbacks, from a stand-in that makes the calls of its trainers and workers (as of 2026-05-21)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ META = {
 
 
 class ArealStandIn:
-    """Posts as ``areal.infra.controller.rollout_callback.RolloutCallback`` and the workers' ``_send_callback`` do."""
+    """Client that posts like AReaL's ``infra.controller.rollout_callback.RolloutCallback`` and ``_send_callback``."""
 
     def __init__(self, controller_addr: str) -> None:
         self.controller_addr = controller_addr

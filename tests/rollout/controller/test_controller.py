@@ -1,4 +1,4 @@
-"""What is done to engines, and that all of it is undone: on failure, when leases lapse, and on close."""
+"""Effects on engines are undone on failure, when leases lapse, and on close."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megascend.rollout.controller.ownership import Claim
 
 
 class World:
-    """A controller of two engines on a clock of the test's."""
+    """A controller of two engines on a manual clock."""
 
     def __init__(self, **limits: float) -> None:
         self.clock = ManualClock()
-        self.one, self.two = NotingEngine("one"), NotingEngine("two", receivers=2)
-        self.controller = Controller([self.one, self.two], limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
+        self.engines = self.first, self.second = NotingEngine("one"), NotingEngine("two", receivers=2)
+        self.controller = Controller(list(self.engines), limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
 
     async def update(self, claim: Claim, name: str, timeout_s: float = 60) -> None:
         """Run a complete update of all three members."""
@@ -39,10 +39,6 @@ class World:
         await engine.begin_update(an_offer(name, 3))
         await engine.verify(a_seal(name), timeout_s)
         await engine.commit(name)
-
-    @property
-    def engines(self) -> tuple[NotingEngine, NotingEngine]:
-        return self.one, self.two
 
 
 def with_world(test: Callable[[World], Coroutine[Any, Any, None]], **limits: float) -> None:
@@ -58,15 +54,15 @@ def with_world(test: Callable[[World], Coroutine[Any, Any, None]], **limits: flo
     asyncio.run(run())
 
 
-def test_an_update_is_committed_when_all_have_verified_it() -> None:
+def test_update_is_committed_when_all_engines_have_verified_it() -> None:
     async def test(world: World) -> None:
         control = world.controller
         claim = await control.claim("trainer", lease_s=60)
         assert await control.engine(claim.id).receivers() == 3
         await world.update(claim, "a")
         assert [engine.in_force for engine in world.engines] == ["a", "a"]
-        assert world.one.calls == ["receivers", "begin a as 1+1", "verify a", "commit a"]
-        assert world.two.calls == ["receivers", "begin a as 2+2", "verify a", "commit a"]
+        assert world.first.calls == ["receivers", "begin a as 1+1", "verify a", "commit a"]
+        assert world.second.calls == ["receivers", "begin a as 2+2", "verify a", "commit a"]
         await control.engine(claim.id).begin_update(an_offer("b", 3))
         with pytest.raises(ControllerError, match="'b' of 'trainer' has not been verified on all engines"):
             await control.engine(claim.id).commit("b")
@@ -90,21 +86,21 @@ def test_an_update_is_committed_when_all_have_verified_it() -> None:
     with_world(test)
 
 
-@pytest.mark.parametrize("what", ["begin", "verify", "commit"])
+@pytest.mark.parametrize("call", ["begin", "verify", "commit"])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how: str) -> None:
+def test_failed_update_is_dropped_and_paused_engines_resume(call: str, how: str) -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.engine(claim.id).pause(lease_s=30)
-        getattr(world.two, how).add(what)
+        getattr(world.second, how).add(call)
         kind = EngineError if how == "fails" else EngineTimeoutError
         with pytest.raises(kind, match="engine 'two'"):
             await world.update(claim, "a", timeout_s=0.5)
         assert [engine.open for engine in world.engines] == [None, None]
         assert [engine.paused for engine in world.engines] == [False, False]
-        assert world.two.in_force == ""
-        assert world.one.in_force == ("a" if what == "commit" else "")
-        getattr(world.two, how).clear()
+        assert world.second.in_force == ""
+        assert world.first.in_force == ("a" if call == "commit" else "")
+        getattr(world.second, how).clear()
         await world.update(claim, "b")
         assert [engine.in_force for engine in world.engines] == ["b", "b"]
 
@@ -115,7 +111,7 @@ def test_a_failed_update_is_dropped_and_what_was_paused_continues(what: str, how
 def test_a_pause_that_fails_on_one_engine_leaves_none_paused(how: str) -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
-        getattr(world.two, how).add("pause")
+        getattr(world.second, how).add("pause")
         with pytest.raises(EngineError, match=r"pause failed: engine 'two'.*\(done by one\)"):
             await world.controller.engine(claim.id).pause(lease_s=30)
         assert [engine.paused for engine in world.engines] == [False, False]
@@ -123,7 +119,7 @@ def test_a_pause_that_fails_on_one_engine_leaves_none_paused(how: str) -> None:
     with_world(test, **dict.fromkeys(("engine_timeout_s", "commit_timeout_s"), 0.5 if how == "hangs" else 60))
 
 
-def test_a_pause_lapses_without_anybody_calling() -> None:
+def test_pause_ends_when_its_lease_lapses() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=600)
         await world.controller.engine(claim.id).pause(lease_s=30)
@@ -134,51 +130,51 @@ def test_a_pause_lapses_without_anybody_calling() -> None:
         assert [engine.paused for engine in world.engines] == [True, True]
         await world.clock.advance(1)
         assert [engine.paused for engine in world.engines] == [False, False]
-        assert world.one.calls == ["pause 30", "pause 30", "resume"]
+        assert world.first.calls == ["pause 30", "pause 30", "resume"]
         assert world.controller.status()["engines"]["one"]["owner"] == "trainer"
 
     with_world(test)
 
 
-def test_a_pause_that_is_renewed_as_it_lapses_lasts() -> None:
+def test_pause_renewed_as_it_lapses_stays_active() -> None:
     async def test(world: World) -> None:
         pauses = world.controller._pauses
         await pauses.pause(["one"], 30, allowed=lambda: None)
         world.clock._now += 30
-        (lapsed,) = pauses.lapsed()  # what continues it has not yet had its turn
+        (lapsed,) = pauses.lapsed()  # the task that resumes it has not run yet
         await pauses.pause(["one"], 30, allowed=lambda: None)
         await pauses.end_lapsed(*lapsed)
-        assert world.one.paused
-        assert world.one.calls == ["pause 30", "pause 30"]
+        assert world.first.paused
+        assert world.first.calls == ["pause 30", "pause 30"]
         await world.clock.advance(30)
-        assert not world.one.paused
+        assert not world.first.paused
 
     with_world(test)
 
 
-def test_an_engine_that_cannot_be_continued_is_tried_again_a_few_times() -> None:
+def test_failed_resume_is_retried_a_few_times() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=600)
         await world.controller.engine(claim.id).pause(lease_s=30)
-        world.two.fails.add("resume")
+        world.second.fails.add("resume")
         await world.clock.advance(30 + 2 * RESUME_AGAIN_S)
-        assert world.one.calls.count("resume") == 1
-        assert world.two.calls.count("resume") == 3
-        world.two.fails.clear()
+        assert world.first.calls.count("resume") == 1
+        assert world.second.calls.count("resume") == 3
+        world.second.fails.clear()
         await world.clock.advance(RESUME_AGAIN_S)
-        assert not world.two.paused
+        assert not world.second.paused
         await world.clock.advance(100)
-        assert world.two.calls.count("resume") == 4
+        assert world.second.calls.count("resume") == 4
         await world.controller.engine(claim.id).pause(lease_s=30)
-        world.two.fails.add("resume")
+        world.second.fails.add("resume")
         await world.clock.advance(500)
-        assert world.two.calls.count("resume") == 4 + RESUME_ATTEMPTS
-        world.two.paused = False  # as its own lease has it
+        assert world.second.calls.count("resume") == 4 + RESUME_ATTEMPTS
+        world.second.paused = False  # the engine's own lease ends the pause
 
     with_world(test)
 
 
-def test_a_claim_that_lapses_undoes_everything_and_frees_the_engines() -> None:
+def test_lapsed_claim_undoes_its_calls_and_releases_the_engines() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("first", lease_s=60)
         await world.controller.engine(claim.id).begin_update(an_offer("a", 3))
@@ -206,7 +202,7 @@ def test_calls_and_renewals_keep_a_claim() -> None:
         for _ in range(3):
             await world.clock.advance(50)
             await world.controller.engine(claim.id).receivers()
-        world.one.hangs.add("receivers")
+        world.first.hangs.add("receivers")
         running = asyncio.ensure_future(world.controller.engine(claim.id).receivers())
         await settle()
         await world.clock.advance(500)  # not while a call of the owner runs
@@ -219,7 +215,7 @@ def test_calls_and_renewals_keep_a_claim() -> None:
     with_world(test)
 
 
-def test_of_two_owners_one_is_refused_or_waits() -> None:
+def test_claim_of_an_owned_engine_is_refused_or_waits() -> None:
     async def test(world: World) -> None:
         first = await world.controller.claim("first", ["one"], lease_s=60)
         await world.controller.claim("beside", ["two"], lease_s=600)
@@ -250,7 +246,7 @@ def test_a_cancelled_call_is_undone() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.engine(claim.id).pause(lease_s=60)
-        world.one.hangs.add("verify")
+        world.first.hangs.add("verify")
         running = asyncio.ensure_future(world.update(claim, "a"))
         await settle()
         running.cancel()
@@ -262,11 +258,11 @@ def test_a_cancelled_call_is_undone() -> None:
     with_world(test)
 
 
-def test_close_ends_what_runs_and_continues_what_is_paused() -> None:
+def test_close_cancels_calls_and_resumes_engines() -> None:
     async def test(world: World) -> None:
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.engine(claim.id).pause(lease_s=60)
-        world.two.hangs.add("verify")
+        world.second.hangs.add("verify")
         running = asyncio.ensure_future(world.update(claim, "a"))
         waiting = asyncio.ensure_future(world.controller.claim("second", lease_s=60, wait_s=60))
         rollout = world.controller.tasks.expect("r", deadline_s=60)
@@ -284,15 +280,15 @@ def test_close_ends_what_runs_and_continues_what_is_paused() -> None:
     with_world(test)
 
 
-def test_close_names_the_engines_that_it_could_not_continue() -> None:
+def test_close_reports_engines_that_fail_to_resume() -> None:
     async def run() -> None:
         world = World()
         claim = await world.controller.claim("trainer", lease_s=60)
         await world.controller.engine(claim.id).pause(lease_s=60)
-        world.two.fails.add("resume")
+        world.second.fails.add("resume")
         with pytest.raises(EngineError, match=r"resume failed: engine 'two'"):
             await world.controller.close()
-        assert not world.one.paused
+        assert not world.first.paused
 
     asyncio.run(run())
 
@@ -310,45 +306,47 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
-def test_whatever_owners_do_nothing_stays_paused_or_open(steps: list[tuple[str, str, int, str]]) -> None:
-    """Two owners in any order, engines that fail at any call: one owner at a time, and afterwards all is as before."""
+def test_any_sequence_of_calls_leaves_nothing_paused_or_open(steps: list[tuple[str, str, int, str]]) -> None:
+    """Run any calls of two owners on failing engines: one owner at a time, and everything is undone at the end."""
 
     async def test(world: World) -> None:
         claims: dict[str, str] = {}
         control = world.controller
-        for what, owner, number, failing in steps:
+        for call, owner, number, failing in steps:
             for engine in world.engines:
                 engine.fails = {"begin", "verify", "commit", "pause"} if engine.name == failing else set()
-            held = claims.get(owner, "0" * 32)
+            claim_id = claims.get(owner, "0" * 32)
             before = {engine.name: control.status()["engines"][engine.name]["owner"] for engine in world.engines}
             calls = [len(engine.calls) for engine in world.engines]
             try:
-                if what == "claim":
+                if call == "claim":
                     claims[owner] = (await control.claim(owner, lease_s=10.0 * number)).id
                     assert set(before.values()) == {None}
-                elif what == "renew":
-                    control.renew(held, 10.0 * number)
-                elif what == "release":
-                    await control.release(held)
-                elif what == "time":
+                elif call == "renew":
+                    control.renew(claim_id, 10.0 * number)
+                elif call == "release":
+                    await control.release(claim_id)
+                elif call == "time":
                     await world.clock.advance(7.0 * number)
-                elif what == "begin":
-                    await control.engine(held).begin_update(an_offer(str(number), 3))
-                elif what == "verify":
-                    await control.engine(held).verify(a_seal(str(number)), timeout_s=60)
-                elif what == "pause":
-                    await control.engine(held).pause(lease_s=5.0 * number)
-                elif what == "resume":
-                    await control.engine(held).resume()
+                elif call == "begin":
+                    await control.engine(claim_id).begin_update(an_offer(str(number), 3))
+                elif call == "verify":
+                    await control.engine(claim_id).verify(a_seal(str(number)), timeout_s=60)
+                elif call == "pause":
+                    await control.engine(claim_id).pause(lease_s=5.0 * number)
+                elif call == "resume":
+                    await control.engine(claim_id).resume()
                 else:
-                    await getattr(control.engine(held), what)(str(number))
+                    await getattr(control.engine(claim_id), call)(str(number))
             except ControllerError:
-                assert [len(engine.calls) for engine in world.engines] == calls, "refused, and yet engines were called"
+                assert [len(engine.calls) for engine in world.engines] == calls, "a refused call reached engines"
             except EngineError:
                 assert failing
                 assert not any(engine.paused for engine in world.engines)
-            if what not in ("claim", "time") and owner not in before.values():
-                assert [len(engine.calls) for engine in world.engines] == calls, "acted for who owns nothing"
+            if call not in ("claim", "time") and owner not in before.values():
+                assert [len(engine.calls) for engine in world.engines] == calls, (
+                    "a caller without a claim reached engines"
+                )
         await world.clock.advance(100)
         assert [(engine.paused, engine.open) for engine in world.engines] == [(False, None)] * 2
         assert world.controller.status()["engines"]["one"]["owner"] is None

@@ -1,4 +1,4 @@
-"""Forged, replayed, oversized, truncated and malformed requests, and plain noise: refused, and nothing has changed."""
+"""Forged, replayed, oversized, truncated, malformed and random requests are refused and change no state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEWER = settings(EXAMPLES, max_examples=60)
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """One controller, whose every call a test may try to spoil; nobody else calls it."""
+    """Serve one controller that only these tests call."""
     with (
         pytest.MonkeyPatch.context() as patch,
         Served(limits=HttpLimits(max_body_bytes=20_000, max_head_bytes=4096, body_timeout_s=30)) as served,
@@ -39,7 +39,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def _nothing_changes(served: Served) -> Iterator[None]:
-    """Whatever a test has sent, the state is what it was, and the next call is answered."""
+    """Check after each test that the state is unchanged and the next call is answered."""
     before = served.state()
     yield
     assert served.state() == before
@@ -53,7 +53,7 @@ def claim_call(served: Served) -> bytes:
 
 @EXAMPLES
 @given(noise=st.binary(max_size=600), end=st.booleans())
-def test_noise(served: Served, noise: bytes, end: bool) -> None:
+def test_random_bytes_are_refused(served: Served, noise: bytes, end: bool) -> None:
     with served.connect() as connection:
         try:
             connection.sendall(noise)
@@ -84,7 +84,7 @@ HEADERS = st.lists(
     headers=HEADERS,
     body=st.binary(max_size=100),
 )
-def test_requests_that_look_like_http(served: Served, method: str, target: str, headers: list, body: bytes) -> None:
+def test_random_http_requests_are_refused(served: Served, method: str, target: str, headers: list, body: bytes) -> None:
     lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers), "", ""]
     status, _ = served.send("\r\n".join(lines).encode("utf-8", "replace") + body)
     assert status in (0, 400, 401, 404, 405)
@@ -92,29 +92,29 @@ def test_requests_that_look_like_http(served: Served, method: str, target: str, 
 
 @EXAMPLES
 @given(cut=st.integers(min_value=0))
-def test_truncated(served: Served, cut: int) -> None:
-    """Signed well, and ended early, anywhere."""
+def test_truncated_requests_are_refused(served: Served, cut: int) -> None:
+    """Refuse a correctly signed request that ends early at any byte."""
     request = served.request("/v1/claim", claim_call(served))
     assert served.send(request[: cut % len(request)], end=True)[0] in (0, 400, 401, 408)
 
 
 @EXAMPLES
 @given(where=st.integers(min_value=0), bit=st.integers(0, 7))
-def test_one_bit_changed(served: Served, where: int, bit: int) -> None:
+def test_flipped_bit_is_refused(served: Served, where: int, bit: int) -> None:
     """Refuse a change of any signed part; unsigned parts, such as the host's name, do not matter."""
     body = served.call("/v1/status")
     request = bytearray(served.request("/v1/status", body))
     value = request.index(b"Weightwire1")
     first_line, header = range(request.index(b" HTTP")), range(value, request.index(b"\r", value))
-    place = where % len(request)
-    request[place] ^= 1 << bit
+    index = where % len(request)
+    request[index] ^= 1 << bit
     status, answer = served.send(
-        bytes(request), end=place not in (*first_line, *header) and place < len(request) - len(body)
+        bytes(request), end=index not in (*first_line, *header) and index < len(request) - len(body)
     )
-    if place >= len(request) - len(body):
+    if index >= len(request) - len(body):
         assert status == 400
         assert "not the one that was signed" in answer["error"]["message"]
-    elif place in first_line or place in header:
+    elif index in first_line or index in header:
         assert status in (0, 400, 401, 404, 405)
     else:
         assert status in (0, 200, 400, 401, 408, 413)
@@ -125,21 +125,21 @@ def test_one_bit_changed(served: Served, where: int, bit: int) -> None:
     route=st.sampled_from(sorted(ROUTES)),
     how=st.sampled_from(["another key", "another route", "another audience", "longer"]),
 )
-def test_forged(served: Served, route: str, how: str) -> None:
+def test_forged_requests_are_refused(served: Served, route: str, how: str) -> None:
     body = claim_call(served)
     key = OTHER if how == "another key" else served.key
     signed_for = "/v1/other" if how == "another route" else route
     audience = "an engine" if how == "another audience" else AUDIENCE
     headers = sign(key, "POST", signed_for, body, audience=audience).headers
-    sent = body + b" " if how == "longer" else body
-    status, answer = served.send(served.head(route, len(sent), headers) + sent)
+    payload = body + b" " if how == "longer" else body
+    status, answer = served.send(served.head(route, len(payload), headers) + payload)
     assert (status, answer["error"]["kind"]) == (400 if how == "longer" else 401, "malformed")
     assert KEY not in str(answer)
 
 
 @FEWER
 @given(route=st.sampled_from(sorted(ROUTES)))
-def test_replayed(served: Served, route: str) -> None:
+def test_replayed_requests_are_refused(served: Served, route: str) -> None:
     request = served.request(route, b"{}")
     assert served.send(request)[0] == 400
     status, answer = served.send(request)
@@ -148,7 +148,7 @@ def test_replayed(served: Served, route: str) -> None:
 
 @FEWER
 @given(route=st.sampled_from(sorted(ROUTES)), size=st.integers(20_001, 10**18))
-def test_oversized(served: Served, route: str, size: int) -> None:
+def test_oversized_requests_are_refused(served: Served, route: str, size: int) -> None:
     headers = sign(served.key, "POST", route, b"x", audience=AUDIENCE).headers
     status, answer = served.send(served.head(route, size, headers) + b"x" * 1000)
     assert status == 413
@@ -175,7 +175,7 @@ ANSWERED = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}
     spoil=st.sampled_from(["", "", "version", "instance", "id", "caller", "arguments", "field"]),
     value=JSON,
 )
-def test_malformed_calls_of_who_has_the_key(
+def test_malformed_signed_calls_are_refused(
     served: Served, route: str, arguments: dict, spoil: str, value: object
 ) -> None:
     call = {"version": 1, "instance": served.controller.instance, "id": new_id(), "caller": "x", "arguments": arguments}
@@ -183,10 +183,10 @@ def test_malformed_calls_of_who_has_the_key(
         call[spoil] = value
     body = json.dumps(call).encode()
     status, answer = served.send(served.request(route, body))
-    # A claim that nobody has, or rollouts that nobody expects, are refused too; anything else was not understood.
+    # 404 and 409: the arguments were well formed, but name a claim or rollouts that do not exist.
     assert status in (400, 404, 409)
     assert answer["error"]["kind"] in ("malformed", "not_expected", "refused", "restarted")
-    for call_id in [call["id"]] if isinstance(call["id"], str) else []:  # an answer that was kept is no change of state
+    for call_id in [call["id"]] if isinstance(call["id"], str) else []:  # a stored answer is not a change of state
         served.thread.run(_forget(served, call_id))
 
 
@@ -217,7 +217,7 @@ async def _forget(served: Served, call_id: str) -> None:
     ],
     ids=lambda body: repr(body[:12]),
 )
-def test_bodies_that_are_no_call(served: Served, body: bytes) -> None:
+def test_invalid_bodies_raise_message_error(served: Served, body: bytes) -> None:
     with pytest.raises(MessageError):
         read_call(body)
     with pytest.raises(MessageError):
@@ -226,12 +226,12 @@ def test_bodies_that_are_no_call(served: Served, body: bytes) -> None:
     assert (status, answer["error"]["kind"]) == (400, "malformed")
 
 
-def test_the_verifier_is_asked_before_a_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller without the key that announces a large body is answered before it has sent any of it."""
-    asked = []
+def test_verifier_runs_before_the_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a caller without the key that announces a large body before it sends any of it."""
+    checks = []
     check = Verifier.check_head
-    monkeypatch.setattr(Verifier, "check_head", lambda self, *head: asked.append(head) or check(self, *head))
+    monkeypatch.setattr(Verifier, "check_head", lambda self, *head: checks.append(head) or check(self, *head))
     with served.connect() as connection:
         connection.sendall(served.head("/v1/claim", 19_000, {"Authorization": "Weightwire1 forged"}))
         assert read_response(connection)[0] == 401
-    assert len(asked) == 1
+    assert len(checks) == 1

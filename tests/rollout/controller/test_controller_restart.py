@@ -1,4 +1,4 @@
-"""A controller in a process of its own that is killed, stopped by signals, and started again."""
+"""A controller in a separate process that is killed, stopped by signals, and restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightwire.keys import ENVIRONMENT, Key
 
 
 class LeasedEngine:
-    """An engine in the test's process that is told over a socket what to do; its pauses lapse by a clock of the test's."""
+    """An engine in the test's process, called over a socket; its pauses lapse on a manual clock."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.clock = ManualClock()
@@ -37,16 +37,16 @@ class LeasedEngine:
         return self._server.sockets[0].getsockname()[1]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        what, *arguments = (await reader.readline()).decode().split()
-        self.calls.append(" ".join([what, *arguments]))
-        while what in self.holds:
+        call, *arguments = (await reader.readline()).decode().split()
+        self.calls.append(" ".join([call, *arguments]))
+        while call in self.holds:
             await asyncio.sleep(0.01)
-        if what == "pause":
+        if call == "pause":
             self.paused = True
             self._pauses += 1
             this = self._pauses
             self.clock.call_at(self.clock.now() + float(arguments[0]), lambda: self._lapse(this))
-        if what == "resume":
+        if call == "resume":
             self.paused = False
         writer.write(b"done\n")
         writer.close()
@@ -75,12 +75,12 @@ class Job:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         until(lambda: self.publish.exists() and read_address(self.publish).instance != former, 120)
 
-    def kill(self, which: signal.Signals) -> tuple[int, str]:
-        """Send a signal, and wait for the end; returns the exit status and what was written to stderr."""
+    def kill(self, number: signal.Signals) -> tuple[int, str]:
+        """Send a signal and wait for the end; return the exit status and stderr."""
         assert self.process is not None
-        self.process.send_signal(which)
-        _, told = self.process.communicate(timeout=60)
-        return self.process.returncode, told
+        self.process.send_signal(number)
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr
 
     def client(self, timeout_s: float = 60.0) -> BlockingClient:
         return BlockingClient(self.publish, Key(KEY), caller="trainer", timeout_s=timeout_s)
@@ -99,8 +99,8 @@ def _job(folder: Path) -> Iterator[Job]:
         thread.close()
 
 
-def test_killed_and_started_again(tmp_path: Path) -> None:
-    """Callers are told, nothing is done twice, the engine continues by its own lease, and the next claim works."""
+def test_killed_controller_restarts_and_accepts_claims(tmp_path: Path) -> None:
+    """Report the restart to callers, repeat no call, resume by the engine's own lease, and accept the next claim."""
     with _job(tmp_path) as job, job.client() as client, job.client() as worker:
         client.expect(["r1"], deadline_s=600)
         first = client.instance
@@ -123,7 +123,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
                 update.result(60)
             assert job.engine.calls == ["pause 30", "begin a", "verify a"]
             with pytest.raises(ControllerRestartedError, match="restarted"):
-                worker.complete("r1", {})  # of the former one
+                worker.complete("r1", {})  # a rollout of the former process
             with pytest.raises(RolloutTaskError, match="'r1' is not expected here"):
                 worker.complete("r1", {})
             with pytest.raises(LeaseLapsedError, match=r"one are not ours any more: .*restarted"):
@@ -137,17 +137,17 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         assert job.engine.calls[3:] == ["begin b", "verify b", "commit b"]
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_everything_continued(tmp_path: Path, which: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_resumes_engines_and_ends_the_controller(tmp_path: Path, number: signal.Signals) -> None:
     with _job(tmp_path) as job, job.client() as client:
         with client.claim("trainer", lease_s=600) as claim:
             claim.pause(lease_s=600)
             claim.begin_update(an_offer("a", 1))
             assert job.engine.paused
-            client.target._timeout_s = 0.3  # nobody answers any more
-            status, told = job.kill(which)
-        assert (status, job.engine.paused) == (128 + which, False)
+            client.target._timeout_s = 0.3  # the controller does not answer any more
+            status, stderr = job.kill(number)
+        assert (status, job.engine.paused) == (128 + number, False)
         assert job.engine.calls == ["pause 600", "begin a", "drop a", "resume"]
         assert not job.publish.exists()
-        assert "Traceback" not in told
-        assert KEY not in told
+        assert "Traceback" not in stderr
+        assert KEY not in stderr

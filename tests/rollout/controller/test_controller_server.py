@@ -1,4 +1,4 @@
-"""The controller on real sockets: calls and their repetition, bounds, slow and dead callers, what waiting costs."""
+"""The controller on real sockets: calls and their repetition, bounds, slow and dead callers, cost of waiting."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ OTHER = Key("f" * 32)
 
 def test_a_trainer_owns_engines_updates_and_pauses_them() -> None:
     with Served() as served, served.client() as client:
-        one, two = served.engines
+        first_engine, second_engine = served.engines
         with client.claim("trainer", lease_s=60) as claim:
             assert claim.engines == ("one", "two")
             assert claim.receivers() == 2
             claim.begin_update(an_offer("a", 2))
             claim.verify(a_seal("a"), timeout_s=60)
             claim.commit("a")
-            assert one.in_force == two.in_force == "a"
+            assert first_engine.in_force == second_engine.in_force == "a"
             with claim.paused(lease_s=60):
-                assert [one.paused, two.paused] == [True, True]
+                assert [first_engine.paused, second_engine.paused] == [True, True]
                 assert client.status()["engines"]["one"]["paused_s"] > 0
-            assert [one.paused, two.paused] == [False, False]
+            assert [first_engine.paused, second_engine.paused] == [False, False]
             with (
                 served.client() as rival,
                 pytest.raises(EngineOwnedError, match="belongs to 'trainer'"),
                 rival.claim("rival"),
             ):
                 pass
-            two.fails.add("verify")
+            second_engine.fails.add("verify")
             claim.begin_update(an_offer("b", 2))
             with pytest.raises(EngineError, match=r"verify failed: engine 'two'.*cannot verify"):
                 claim.verify(a_seal("b"), timeout_s=60)
-            assert one.calls[-1] == "drop b"
+            assert first_engine.calls[-1] == "drop b"
             with pytest.raises(ValueError, match="within a block"), claim.paused(lease_s=60):
                 raise ValueError("within a block")
-            assert not one.paused
+            assert not first_engine.paused
         assert client.status()["engines"]["one"]["owner"] is None
         with pytest.raises(LeaseLapsedError, match="'trainer' on one, two was released"):
             claim.pause(lease_s=1)
@@ -90,7 +90,7 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
     clock = ManualClock()
     with Served(clock=clock) as served, served.client() as client:
         engine = ControllerEngine(served.where, served.key, owner="trainer")
-        assert asyncio.run(engine.receivers()) == 2  # each on an event loop of its own
+        assert asyncio.run(engine.receivers()) == 2  # every call runs in a new event loop
         served.thread.run(clock.advance(61))
         with pytest.raises(
             EngineLostError, match=r"engines of the controller .*: pause: the lease of 'trainer' .* lapsed"
@@ -114,7 +114,7 @@ async def _count_renewals(served: Served) -> list[str]:
 
 
 def test_many_completions_each_sent_twice() -> None:
-    """Futures in the controller's process; every worker says every completion twice, and has the same answer both times."""
+    """Complete futures of the controller's process, each twice: both calls get the same answer."""
     with Served() as served:
 
         async def expect() -> list[asyncio.Future]:
@@ -128,7 +128,7 @@ def test_many_completions_each_sent_twice() -> None:
             await client.status()
             places = asyncio.Semaphore(32)
 
-            async def one(number: int) -> None:
+            async def complete(number: int) -> None:
                 body = served.call("/v1/rollouts/complete", rollout=f"r{number}", result={"number": number})
                 async with places:
                     first, second = await asyncio.gather(
@@ -136,7 +136,7 @@ def test_many_completions_each_sent_twice() -> None:
                     )
                     assert first == second == {}
 
-            await asyncio.gather(*(one(number) for number in range(150)))
+            await asyncio.gather(*(complete(number) for number in range(150)))
 
         futures = served.thread.run(expect())
         asyncio.run(work())
@@ -144,7 +144,7 @@ def test_many_completions_each_sent_twice() -> None:
         assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
 
 
-def test_results_come_to_a_remote_trainer_as_they_are_completed() -> None:
+def test_remote_trainer_gets_results_as_they_complete() -> None:
     with Served() as served, served.client() as trainer, served.client() as worker:
         trainer.expect(["a", "b", "c"], deadline_s=600)
         results = trainer.results(["a", "b", "c"])
@@ -163,7 +163,7 @@ def test_results_come_to_a_remote_trainer_as_they_are_completed() -> None:
 
 
 def test_waiting_costs_no_processor_time() -> None:
-    """Forty requests wait for results that do not come, and forty futures in the process: nothing runs meanwhile."""
+    """Wait with forty requests for results that never arrive: the process uses no CPU time."""
     with Served() as served:
 
         async def wait() -> float:
@@ -183,7 +183,7 @@ def test_waiting_costs_no_processor_time() -> None:
             await asyncio.gather(*waiting, return_exceptions=True)
             return min(spent)
 
-        assert asyncio.run(wait()) < 0.1  # of this process, both sides, in the second that they waited
+        assert asyncio.run(wait()) < 0.1  # CPU seconds of both sides within one second of waiting
 
 
 def test_a_repeated_call_has_its_first_answer_and_no_effect() -> None:
@@ -200,46 +200,46 @@ def test_a_repeated_call_has_its_first_answer_and_no_effect() -> None:
         answers = [served.send(served.request("/v1/claim", refused)) for _ in range(2)]
         assert answers[0] == answers[1]
         assert answers[0][1]["error"]["kind"] == "owned"
-        # The same id with other words, and elsewhere.
+        # The same id with a different body, and on a different route.
         for route, other in (
             ("/v1/pause", pause.replace(b"60.0", b"61.0")),
             ("/v1/renew", pause),
             ("/v1/resume", pause),
         ):
             status, answer = served.send(served.request(route, other))
-            if route == "/v1/renew":  # has no effect that could be repeated: it is answered anew
+            if route == "/v1/renew":  # has no effect that must not be repeated, so its answers are not stored
                 assert status == 200
             else:
                 assert (status, answer["error"]["kind"]) == (400, "malformed")
         assert served.engines[0].calls == ["pause 60"]
 
 
-def test_a_call_whose_caller_goes_is_finished_and_its_answer_kept() -> None:
+def test_call_of_a_disconnected_caller_completes_and_keeps_its_answer() -> None:
     with Served() as served:
-        one = served.engines[0]
-        one.holds.add("pause")
+        engine = served.engines[0]
+        engine.holds.add("pause")
         claim = served.call("/v1/claim", owner="t", engines=["one"], lease_s=60.0)
         _, claimed = served.send(served.request("/v1/claim", claim))
         body = served.call("/v1/pause", claim=claimed["result"]["claim"], lease_s=60.0)
         with served.connect() as connection:
             connection.sendall(served.request("/v1/pause", body))
-            until(lambda: one.calls == ["pause 60"])
+            until(lambda: engine.calls == ["pause 60"])
         with served.connect() as again:  # the first is gone
             again.sendall(served.request("/v1/pause", body))
-            one.holds.clear()
+            engine.holds.clear()
             assert read_response(again)[0] == 200
-        assert one.calls == ["pause 60"]
-        assert one.paused
+        assert engine.calls == ["pause 60"]
+        assert engine.paused
 
 
-@pytest.mark.parametrize("what", ["old", "ahead"])
-def test_a_call_that_is_too_old_is_not_carried_out(what: str) -> None:
+@pytest.mark.parametrize("age", ["old", "ahead"])
+def test_call_outside_the_time_window_is_not_executed(age: str) -> None:
     with Served() as served:
-        made = time.time() + (-121 if what == "old" else 200)
-        body = write_call(served.controller.instance, new_id(lambda: made), "test", {"owner": "t", "lease_s": 60.0})
+        created = time.time() + (-121 if age == "old" else 200)
+        body = write_call(served.controller.instance, new_id(lambda: created), "test", {"owner": "t", "lease_s": 60.0})
         status, answer = served.send(served.request("/v1/claim", body))
         assert (status, answer["error"]["kind"]) == (400, "malformed")
-        assert ("after 120 s" if what == "old" else "clocks differ") in answer["error"]["message"]
+        assert ("after 120 s" if age == "old" else "clocks differ") in answer["error"]["message"]
         assert served.state()[0] == []
 
 
@@ -292,11 +292,11 @@ def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
         client.complete("b", {})
         with pytest.raises(ControllerBusyError, match="3 calls arrived within 120 s"):
             client.fail("c", "")
-        assert client.status()["rollouts"]["kept"] == 2  # what has no effect is answered still
+        assert client.status()["rollouts"]["kept"] == 2  # calls without an effect are still answered
 
 
-def test_callers_that_send_nothing_do_not_keep_others_out() -> None:
-    """Thirty connections that never finish their head, where eight may be: the oldest are cut off, and every call is answered."""
+def test_idle_connections_do_not_block_other_callers() -> None:
+    """Open thirty connections that never finish their head, with a limit of eight: the oldest are closed, calls succeed."""
     limits = HttpLimits(max_connections=8)
     starts = [b"", b"P", b"POST /v1/status HTTP/1.1", b"POST / HTTP/1.1\r\nHost: x\r\nX: y", b"POST /" + b"x" * 4000]
     with Served(limits=limits) as served, served.client() as client:
@@ -336,7 +336,7 @@ def test_callers_that_stop_halfway_or_do_not_read_are_cut_off(monkeypatch: pytes
         assert dict(client.results(["large"]))["large"]["text"] == "x" * 12_000_000  # type: ignore[index]
 
 
-def test_a_late_body_is_refused_unsigned_so_that_it_is_sent_again() -> None:
+def test_late_body_gets_an_unsigned_408_and_can_be_retried() -> None:
     with Served(limits=HttpLimits(body_timeout_s=0.2)) as served, served.connect() as connection:
         connection.sendall(served.request("/v1/status", served.call("/v1/status"))[:-1])
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -344,8 +344,8 @@ def test_a_late_body_is_refused_unsigned_so_that_it_is_sent_again() -> None:
         assert ANSWER_HEADER.encode().lower() not in answer.lower()
 
 
-def test_strangers_do_not_cut_off_callers_that_wait() -> None:
-    """Six callers wait where eight connections may be: each is of an owner of its own, and the strangers are the most."""
+def test_idle_connections_do_not_evict_waiting_callers() -> None:
+    """Let six callers wait with a limit of eight: idle connections share one owner, which has the most and is evicted."""
     with Served(limits=HttpLimits(max_connections=8)) as served, served.client() as client:
         client.expect(["a"], deadline_s=60)
         waiting = [served.connect() for _ in range(6)]
@@ -360,7 +360,7 @@ def test_strangers_do_not_cut_off_callers_that_wait() -> None:
             connection.close()
 
 
-def test_more_requests_at_once_than_may_be_are_told_to_come_back() -> None:
+def test_too_many_concurrent_requests_raise_controller_busy_error() -> None:
     with Served(limits=HttpLimits(max_requests=2)) as served, served.client(timeout_s=2.0) as client:
         client.expect(["a"], deadline_s=60)
         body = [served.call("/v1/rollouts/wait", rollouts=["a"], timeout_s=60.0) for _ in range(2)]
@@ -381,7 +381,7 @@ async def _complete(served: Served, name: str) -> None:
     served.controller.tasks.complete(name, {})
 
 
-def test_only_who_has_the_key_is_answered() -> None:
+def test_caller_without_the_key_is_refused() -> None:
     with Served() as served:
         with (
             BlockingClient(served.where, OTHER, caller="x", timeout_s=10) as stranger,
@@ -398,8 +398,8 @@ def test_only_who_has_the_key_is_answered() -> None:
         assert served.send(served.head("/v1/status", len(body), token) + body)[0] == 200
 
 
-def test_an_answer_of_somebody_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something has taken the port, and answers as the controller would, but for the key."""
+def test_unsigned_answer_raises_controller_lost_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse the answer of a process that took the port and does not have the key."""
     with Served() as served, BlockingClient(served.where, served.key, caller="x", timeout_s=2.0) as client:
         client.status()
 
@@ -411,10 +411,10 @@ def test_an_answer_of_somebody_else_is_not_believed(monkeypatch: pytest.MonkeyPa
             client.status()
 
 
-def test_nobody_there_and_a_controller_that_closes() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def test_unreachable_and_closing_controllers_raise_errors() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         with (
             BlockingClient(f"127.0.0.1:{port}", Key(KEY), caller="x", timeout_s=0.3) as client,
             pytest.raises(ControllerLostError, match=f"127.0.0.1:{port}.*in time"),
@@ -428,16 +428,16 @@ def test_nobody_there_and_a_controller_that_closes() -> None:
         async def first() -> tuple[str, object]:
             return await asyncio.to_thread(next, results)
 
-        found = waiting.submit(first())
+        pending = waiting.submit(first())
         until(lambda: served.server._requests == 1)
         served.thread.run(served.server.close("the run is over"))
-        name, error = found.result(30)
+        name, error = pending.result(30)
         assert (name, type(error)) == ("a", RolloutTaskError)
         assert "the run is over" in str(error)
         waiting.close()
 
 
-def test_a_port_that_is_taken_is_named_and_a_free_one_published(tmp_path: Path) -> None:
+def test_port_in_use_is_named_and_free_port_is_published(tmp_path: Path) -> None:
     with Served(publish=tmp_path / "controller.json") as served:
         assert served.server.address.port > 0
         assert served.server.address.host == "127.0.0.1"
@@ -454,9 +454,7 @@ def test_a_port_that_is_taken_is_named_and_a_free_one_published(tmp_path: Path) 
         pass
 
 
-def test_a_controller_for_other_machines_says_by_which_name_they_reach_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wildcard_host_requires_an_advertised_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="set advertise= to the one"):
         Served(host="0.0.0.0", publish=tmp_path / "controller.json")
     with Served(host="0.0.0.0", advertise="localhost", publish=tmp_path / "controller.json") as served:
@@ -465,17 +463,17 @@ def test_a_controller_for_other_machines_says_by_which_name_they_reach_it(
             assert client.status()["instance"] == served.controller.instance
 
 
-def test_another_instance_is_told_apart() -> None:
+def test_other_instance_raises_controller_restarted_error() -> None:
     with Served() as served, served.client() as client:
         client.status()
         client.target._instance = "0" * 16
         with pytest.raises(ControllerRestartedError, match="not 0000000000000000: it was restarted"):
             client.expect(["a"], deadline_s=60)
         assert served.controller.tasks.status()["in_flight"] == 0
-        client.expect(["a"], deadline_s=60)  # the caller has been told
+        client.expect(["a"], deadline_s=60)  # the restart was reported once; the next call goes to the new instance
 
 
-def test_what_cannot_be_said_in_json_is_the_callers_error() -> None:
+def test_non_json_arguments_raise_message_error() -> None:
     with Served() as served, served.client() as client:
         for wrong in ({"x": float("nan")}, {"x": object()}, {"x": b""}):
             with pytest.raises(MessageError, match="JSON"):
@@ -488,7 +486,7 @@ def test_what_cannot_be_said_in_json_is_the_callers_error() -> None:
             pass
 
 
-def test_a_fault_of_ours_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_is_returned_to_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     with Served() as served, served.client() as client:
 
         def broken() -> dict:

@@ -1,4 +1,4 @@
-"""Weights through the controller: a trainer of this process, two engines that receive over Gloo, 2 and 1 members."""
+"""Weight updates through the controller: a trainer in this process, two engines with 2 and 1 members over Gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 class ReceivingEngine(InferenceEngine):
-    """An engine of some members, each of which has a receiver and keeps what it loads."""
+    """An engine whose members each have a receiver and store the weights they load."""
 
     def __init__(self, name: str, members: int) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class ReceivingEngine(InferenceEngine):
 
     async def commit(self, update: str) -> None:
         for receiver, weights in zip(self._receivers, self.weights, strict=True):
-            receiver.commit(update, lambda found, weights=weights: weights.update((n, t.clone()) for n, t in found))
+            receiver.commit(update, lambda tensors, weights=weights: weights.update((n, t.clone()) for n, t in tensors))
 
     async def drop(self, update: str) -> None:
         for receiver in self._receivers:
@@ -55,13 +55,13 @@ class ReceivingEngine(InferenceEngine):
 
 
 def push(listener: Listener, claim: Blocking, version: int, weights: dict[str, torch.Tensor]) -> None:
-    """One update, as a trainer makes it."""
+    """Send one update as a trainer does."""
     names = ["trainer", *(f"member {number}" for number in range(1, claim.receivers() + 1))]
     assert len(names) == 4
     manifest = Manifest(version, tuple(spec_of(*item) for item in weights.items()), bucket_bytes=64)
     update = listener.new_group(names)
-    place = (listener.host, listener.port, 1, len(names) - 1)
-    claim.begin_update(Offer(update, "trainer", *place, "gloo", TIMEOUT_S, TIMEOUT_S, manifest))
+    endpoint = (listener.host, listener.port, 1, len(names) - 1)
+    claim.begin_update(Offer(update, "trainer", *endpoint, "gloo", TIMEOUT_S, TIMEOUT_S, manifest))
     with Sender.connect(listener, update, manifest, transport="gloo", timeout_s=TIMEOUT_S) as sender:
         seal = sender.send(weights.items())
     claim.verify(seal, TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Each call is carried out once, whatever comes in between."""
+"""Every call is executed at most once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megascend.rollout.http_client import Answer
 
 
 class World:
-    """Replies on a clock of the test's, and calls that count how often they were carried out."""
+    """Replies on a manual clock, with a record of executed calls."""
 
     def __init__(self, max_replies: int = 100) -> None:
         self.now = 1_800_000_000.0
         self.replies = Replies(keep_s=100, max_replies=max_replies, clock=lambda: self.now)
-        self.done: list[str] = []
+        self.executed: list[str] = []
 
     def call(self) -> Call:
         call_id = new_id(lambda: self.now)
@@ -26,7 +26,7 @@ class World:
 
     async def say(self, call: Call, gate: asyncio.Event | None = None, fails: bool = False) -> Answer:
         async def carry_out() -> Answer:
-            self.done.append(call.id)
+            self.executed.append(call.id)
             if gate is not None:
                 await gate.wait()
             if fails:
@@ -36,7 +36,7 @@ class World:
         return await self.replies.once(call, "/x", b"body", carry_out)
 
 
-def test_answers_are_kept_for_their_time_and_no_call_is_carried_out_after_it() -> None:
+def test_answers_are_kept_and_expired_calls_are_not_executed() -> None:
     async def run() -> None:
         world = World()
         first = world.call()
@@ -52,7 +52,7 @@ def test_answers_are_kept_for_their_time_and_no_call_is_carried_out_after_it() -
         world.now -= 50  # a clock that is set back does not make it new
         with pytest.raises(MessageError, match="not executed"):
             await world.say(first)
-        assert world.done.count(first.id) == 1
+        assert world.executed.count(first.id) == 1
 
     asyncio.run(run())
 
@@ -63,7 +63,7 @@ def test_a_call_that_takes_longer_than_answers_are_kept() -> None:
         long = world.call()
         first = asyncio.ensure_future(world.say(long, gate))
         await asyncio.sleep(0)
-        for _ in range(5):  # answers that come meanwhile are forgotten all the same
+        for _ in range(5):  # other answers still expire while the long call runs
             world.now += 60
             await world.say(world.call())
         again = asyncio.ensure_future(world.say(long, gate))
@@ -73,12 +73,12 @@ def test_a_call_that_takes_longer_than_answers_are_kept() -> None:
         answer = await again
         world.now += 99
         assert await world.say(long) is answer
-        assert world.done.count(long.id) == 1
+        assert world.executed.count(long.id) == 1
 
     asyncio.run(run())
 
 
-def test_what_was_refused_without_effect_may_be_tried_again_and_bounds_hold() -> None:
+def test_refused_call_may_be_retried_and_reply_count_is_bounded() -> None:
     async def run() -> None:
         world = World(max_replies=2)
         call = world.call()
@@ -89,7 +89,7 @@ def test_what_was_refused_without_effect_may_be_tried_again_and_bounds_hold() ->
         await world.say(world.call())
         with pytest.raises(ControllerBusyError, match="2 calls arrived within 100 s"):
             await world.say(world.call())
-        assert (await world.say(call)).status == 200  # said again, it is answered still
+        assert (await world.say(call)).status == 200  # a repeated call still gets its stored answer
         world.now += 101
         await world.say(world.call())
         with pytest.raises(MessageError, match="used for another call"):
@@ -100,5 +100,5 @@ def test_what_was_refused_without_effect_may_be_tried_again_and_bounds_hold() ->
 
 def replies_last(world: World) -> Call:
     """Return the last call, to be sent to another route."""
-    call_id = world.done[-1]
+    call_id = world.executed[-1]
     return Call("", call_id, int(call_id[:13]) / 1000, "x", {})

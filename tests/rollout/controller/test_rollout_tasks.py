@@ -1,4 +1,4 @@
-"""Futures that a callback completes: once, in time, and no more of them than there may be."""
+"""Rollout futures are completed once, within their deadline, and bounded in number."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_number_and_bytes_are_bounded() -> None:
     with_tasks(test)
 
 
-def test_results_that_nobody_fetches_are_let_go() -> None:
+def test_unfetched_results_expire() -> None:
     async def test(tasks: RolloutTasks, clock: ManualClock) -> None:
         tasks.expect_all(["a"], 60)
         tasks.complete("a", {}, size=10, keep_s=100)
@@ -94,7 +94,7 @@ def test_results_that_nobody_fetches_are_let_go() -> None:
     with_tasks(test)
 
 
-def test_who_waits_gets_what_is_there_up_to_a_size() -> None:
+def test_wait_returns_available_results_up_to_a_size() -> None:
     async def test(tasks: RolloutTasks, clock: ManualClock) -> None:
         tasks.expect_all(["a", "b", "c"], 60)
         waiting = asyncio.ensure_future(tasks.wait(["a", "b", "c"], 3600, max_bytes=50))

@@ -1,4 +1,4 @@
-"""An engine's processes end when the one that started them is killed: all of them, and the one that watches."""
+"""All processes of an engine, including the watcher, end when the process that started them is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for kind in ("worker", "deaf", "group"):
 note("server")
 time.sleep(1000)
 """
-"""A stand-in for vLLM: workers, one of which does not listen, and one of which is in a process group of its own."""
+"""Stand-in for vLLM: workers, one of which ignores SIGTERM, and one of which is in a separate process group."""
 
 TRAINER = """
 import os, signal, sys, time
@@ -48,7 +48,7 @@ from megascend.rollout.engines.vllm_process import VllmProcess
 server, folder, forks = sys.argv[1:]
 process = VllmProcess(server, "model", log=folder + "/log")
 if forks == "forks" and os.fork() == 0:
-    time.sleep(1000)  # it holds what its parent held
+    time.sleep(1000)  # the child inherits the pipe by which the watcher would notice the parent's end
 print(process.pid, flush=True)
 time.sleep(1000)
 """
@@ -61,26 +61,26 @@ def server(tmp_path: Path) -> Iterator[Path]:
     path.write_text(SERVER.format(python=sys.executable, pids=str(tmp_path / "pids")))
     path.chmod(0o755)
     yield path
-    for process in there(tmp_path):
+    for process in running_processes(tmp_path):
         process.kill()
 
 
-def there(folder: Path) -> list[psutil.Process]:
+def running_processes(folder: Path) -> list[psutil.Process]:
     """Return the processes whose command names the folder: the stand-in's, and its watchers."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.status() != psutil.STATUS_ZOMBIE and str(folder / "server") in " ".join(process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-def wait_for(condition, what: str) -> None:
+def wait_for(condition, message: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, message
         time.sleep(0.05)
 
 
@@ -114,26 +114,29 @@ def test_nothing_is_left_when_the_trainer_is_killed(
         trainer.wait()
         engine = {*kinds(tmp_path).values()}
         # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
-        wait_for(lambda: not any(each.pid in engine for each in there(tmp_path)), "processes of the engine are left")
-        of_the_trainer = lambda process: process.cmdline()[1:2] == ["-c"]  # noqa: E731
-        wait_for(lambda: all(of_the_trainer(each) for each in there(tmp_path)), "the watcher is left")
+        wait_for(
+            lambda: not any(process.pid in engine for process in running_processes(tmp_path)),
+            "processes of the engine are left",
+        )
+        is_trainer = lambda process: process.cmdline()[1:2] == ["-c"]  # noqa: E731
+        wait_for(lambda: all(is_trainer(process) for process in running_processes(tmp_path)), "the watcher is left")
     finally:
         os.killpg(trainer.pid, signal.SIGKILL) if forks == "forks" else None
         trainer.kill()
         trainer.wait()
 
 
-def test_what_closing_leaves_is_ended_and_the_watcher_with_it(tmp_path: Path, server: Path) -> None:
+def test_close_ends_remaining_processes_and_the_watcher(tmp_path: Path, server: Path) -> None:
     from megascend.rollout.engines.vllm_process import VllmProcess
 
     with VllmProcess(server, "model", log=tmp_path / "log") as process:
         wait_for(lambda: set(kinds(tmp_path)) == set(KINDS), "the stand-in did not start")
         process.check()
-    wait_for(lambda: not there(tmp_path), "processes are left")
+    wait_for(lambda: not running_processes(tmp_path), "processes are left")
 
 
-def test_a_program_starts_as_a_child_does(tmp_path: Path) -> None:
-    """With what it was given and nothing else: descriptors, signals, and a session of its own."""
+def test_guarded_program_inherits_the_state_of_a_plain_child(tmp_path: Path) -> None:
+    """Compare descriptors and signal masks with a plain child; the guarded one leads its own session."""
     from megascend.rollout.engines.guarded import GuardedProcess
 
     report = "ls /proc/self/fd | wc -l; grep SigIgn /proc/self/status; ps -o sid= -p $$; echo $$"
@@ -144,18 +147,18 @@ def test_a_program_starts_as_a_child_does(tmp_path: Path) -> None:
         guarded = GuardedProcess(["sh", "-c", report], output=output)
     assert guarded.process.wait(DEADLINE_S) == 0
     guarded.release()
-    expected, found = plain.stdout.split("\n"), (tmp_path / "out").read_text().split("\n")
-    assert found[:2] == expected[:2]
-    assert int(found[2]) == int(found[3]) == guarded.process.pid
+    expected, actual = plain.stdout.split("\n"), (tmp_path / "out").read_text().split("\n")
+    assert actual[:2] == expected[:2]
+    assert int(actual[2]) == int(actual[3]) == guarded.process.pid
 
 
-def test_a_program_that_ends_by_itself_has_its_exit_code_and_no_watcher(tmp_path: Path, server: Path) -> None:
+def test_exited_program_reports_its_code_and_leaves_no_watcher(tmp_path: Path, server: Path) -> None:
     from megascend.rollout.engines.guarded import GuardedProcess
 
     server.write_text("#!/bin/sh\nexit 3\n")
     guarded = GuardedProcess([str(server)])
     assert guarded.process.wait(DEADLINE_S) == 3
-    wait_for(lambda: not there(tmp_path), "the watcher is left")
+    wait_for(lambda: not running_processes(tmp_path), "the watcher is left")
     guarded.release()
     missing = GuardedProcess([str(tmp_path / "none")], output=(tmp_path / "out").open("wb"))
     assert missing.process.wait(DEADLINE_S) == 127
@@ -192,7 +195,7 @@ sys.stdin.read()
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["killed", "given up", "shut down"])
 def test_nothing_is_left_of_a_ray_actors_engine(tmp_path: Path, server: Path, how: str) -> None:
-    """In verl's environment, however the actor ends: killed, no longer held, or with the driver."""
+    """Kill, drop, or shut down an actor of verl's environment."""
     if not VERL_PYTHON.exists():
         pytest.skip(
             f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
@@ -214,7 +217,10 @@ def test_nothing_is_left_of_a_ray_actors_engine(tmp_path: Path, server: Path, ho
         engine = {*kinds(tmp_path).values()}
         assert len(engine) == len(KINDS)
         # Not psutil.pid_exists: an orphan that has ended stays a zombie until init reaps it, which took a minute here.
-        wait_for(lambda: not any(each.pid in engine for each in there(tmp_path)), "processes of the engine are left")
+        wait_for(
+            lambda: not any(process.pid in engine for process in running_processes(tmp_path)),
+            "processes of the engine are left",
+        )
     finally:
         if driver.poll() is None:
             driver.communicate(timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The local engine in a process of its own: the same answers as in this one, and an end that is told."""
+"""The local engine in a separate process: equal answers, and its death is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightwire.engine import Sampling
 SAMPLING = Sampling(max_tokens=6, seed=4)
 
 
-def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(tmp_path: Path) -> None:
+def test_separate_process_gives_equal_answers_and_its_death_raises(tmp_path: Path) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3")
 
     async def compare() -> None:
@@ -26,12 +26,12 @@ def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(t
         far = LocalEngine(checkpoint, name="far engine")
         try:
             prompts = [[5, 6, 7], [9]]
-            mine = await asyncio.gather(*(near.generate(prompt, SAMPLING, 3) for prompt in prompts))
-            theirs = await asyncio.gather(*(far.generate(prompt, SAMPLING, 3) for prompt in prompts))
-            for some, others in zip(mine, theirs, strict=True):
-                assert [one.tokens for one in some] == [one.tokens for one in others]
-                for one, other in zip(some, others, strict=True):
-                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # other batches, other rounding
+            local = await asyncio.gather(*(near.generate(prompt, SAMPLING, 3) for prompt in prompts))
+            remote = await asyncio.gather(*(far.generate(prompt, SAMPLING, 3) for prompt in prompts))
+            for local_answers, remote_answers in zip(local, remote, strict=True):
+                assert [answer.tokens for answer in local_answers] == [answer.tokens for answer in remote_answers]
+                for answer, other in zip(local_answers, remote_answers, strict=True):
+                    assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # other batches, other rounding
             assert await far.version() == 0
             with pytest.raises(EngineError, match="generate: prompt has 0 token ids, not 1 to"):
                 await far.generate([], SAMPLING)
@@ -54,7 +54,7 @@ def test_a_process_of_its_own_answers_as_this_one_does_and_its_end_is_an_error(t
     asyncio.run(compare())
 
 
-def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_unloadable_model_raises_checkpoint_error(tmp_path: Path) -> None:
     async def ask() -> None:
         engine = LocalEngine(tmp_path)
         try:
@@ -77,7 +77,7 @@ def test_a_pause_holds_tokens_back_until_its_lease_lapses(tmp_path: Path) -> Non
             assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
             await engine.resume()
             assert len((await waiting)[0].tokens) == 6
-            await engine.pause(lease_s=0.05)  # nobody resumes it
+            await engine.pause(lease_s=0.05)  # never resumed
             assert len((await engine.generate([5], SAMPLING))[0].tokens) == 6
         finally:
             await engine.close()

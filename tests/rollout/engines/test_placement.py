@@ -1,4 +1,4 @@
-"""Which GPU an engine gets beside a trainer, and what vLLM is told for its device."""
+"""Assignment of GPUs to engines, and vLLM's options for its device."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def test_visible_gpus_have_the_names_that_a_child_needs(environment, count, expe
 
 def test_engine_gets_a_gpu_that_no_trainer_uses() -> None:
     assert place_engines(["4", "6"], 1, 1) == [Placement("6", 0.7, False)]
-    assert [place.gpu for place in place_engines(["0", "1", "2", "3"], 2, 2)] == ["2", "3"]
+    assert [placement.gpu for placement in place_engines(["0", "1", "2", "3"], 2, 2)] == ["2", "3"]
     assert place_engines(["0"], 0, 1) == [Placement("0", 0.7, False)]  # the trainer is on the CPU
 
 
 def test_engines_without_a_free_gpu_share_that_of_rank_0() -> None:
     assert place_engines(["0"], 1, 1) == [Placement("0", 0.35, True)]
-    assert [place.gpu for place in place_engines(["2", "3"], 2, 1)] == ["2"]
-    assert sum(place.memory for place in place_engines(["0"], 1, 3)) == pytest.approx(0.35)
-    assert sum(place.memory for place in place_engines(["0", "1"], 1, 2)) == pytest.approx(0.7)
+    assert [placement.gpu for placement in place_engines(["2", "3"], 2, 1)] == ["2"]
+    assert sum(placement.memory for placement in place_engines(["0"], 1, 3)) == pytest.approx(0.35)
+    assert sum(placement.memory for placement in place_engines(["0", "1"], 1, 2)) == pytest.approx(0.7)
     assert place_engines([], 1, 1) == []
 
 
 def test_engine_on_a_gpu_gets_bf16_and_graphs_and_on_a_cpu_neither() -> None:
     assert device_options("cuda") == device_options("npu") == ["--dtype=bfloat16"]
     assert device_options("cpu") == ["--enforce-eager", "--dtype=float32"]
-    (place,) = place_engines(["0", "1"], 1, 1)
-    assert place.environment() == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert place.options() == ["--gpu-memory-utilization=0.7"]
+    (placement,) = place_engines(["0", "1"], 1, 1)
+    assert placement.environment() == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert placement.options() == ["--gpu-memory-utilization=0.7"]
 
 
 @pytest.fixture
 def recipe() -> Any:
-    """``cookbook/async_grpo.py``."""
+    """Import ``cookbook/async_grpo.py``."""
     path = Path(__file__).parents[3] / "cookbook" / "async_grpo.py"
     spec = importlib.util.spec_from_file_location("async_grpo", path)
     assert spec is not None
@@ -62,18 +62,18 @@ def recipe() -> Any:
     return module
 
 
-BESIDE = ["--dtype=bfloat16", "--max-num-seqs=128", "--max-model-len=64", "--gpu-memory-utilization=0.35"]
-APART = [*BESIDE[:3], "--gpu-memory-utilization=0.7"]
+SHARED_GPU = ["--dtype=bfloat16", "--max-num-seqs=128", "--max-model-len=64", "--gpu-memory-utilization=0.35"]
+SEPARATE_GPU = [*SHARED_GPU[:3], "--gpu-memory-utilization=0.7"]
 ON_THE_CPU = ["--enforce-eager", "--dtype=float32", "--max-num-seqs=128", "--max-model-len=64"]
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "ranks", "platform", "environment", "options", "waits"),
     [
-        ("cuda", ["0"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "0"}, BESIDE, True),
-        ("cuda", ["0", "1"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "1"}, APART, False),
-        ("cuda", ["0", "1"], "2", "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, BESIDE, True),
-        ("cuda", ["3"], "1", "cpu", {"CUDA_VISIBLE_DEVICES": "3"}, APART, False),
+        ("cuda", ["0"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "0"}, SHARED_GPU, True),
+        ("cuda", ["0", "1"], "1", "auto", {"CUDA_VISIBLE_DEVICES": "1"}, SEPARATE_GPU, False),
+        ("cuda", ["0", "1"], "2", "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, SHARED_GPU, True),
+        ("cuda", ["3"], "1", "cpu", {"CUDA_VISIBLE_DEVICES": "3"}, SEPARATE_GPU, False),
         ("cpu", ["0"], "1", "auto", {}, ON_THE_CPU, False),
         ("cpu", [], "1", "auto", {}, ON_THE_CPU, False),
     ],

@@ -1,4 +1,4 @@
-"""Sampling by the local engine, against the model's own probabilities."""
+"""Sampling of the local engine, compared with the model's probabilities."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def version_0() -> Iterator[int]:
 
 
 def exact(model: Any, prompt: list[int], tokens: tuple[int, ...], temperature: float) -> list[float]:
-    """Compute log p of each token, from a forward pass of transformers over the whole sequence alone."""
+    """Compute log p of each token with a forward pass of transformers over one sequence."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double() / temperature
     logprobs = logits.log_softmax(-1)
     return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
 
 
-def test_log_probabilities_are_those_of_each_sequence_alone(model: Any) -> None:
+def test_logprobs_of_a_batch_match_single_sequences(model: Any) -> None:
     for temperature in (1.0, 0.7):
         sampling = Sampling(max_tokens=9, temperature=temperature, seed=3)
         rows = [row for prompt in PROMPTS for row in make_rows(prompt, sampling, 2, 0)]
         sample(model, rows, version_0)
         for row in rows:
-            found = row.completion()
-            expected = exact(model, list(row.prompt), found.tokens, temperature)
-            assert found.logprobs == pytest.approx(expected, abs=1e-5)
-            assert len(found.tokens) == 9
+            completion = row.completion()
+            expected = exact(model, list(row.prompt), completion.tokens, temperature)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+            assert len(completion.tokens) == 9
 
 
 def test_sampling_uses_no_deprecated_name_of_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +59,13 @@ def test_sampling_uses_no_deprecated_name_of_the_cache(model: Any, monkeypatch: 
     assert warnings == []
 
 
-def test_what_a_row_samples_does_not_depend_on_its_neighbours(model: Any) -> None:
+def test_samples_do_not_depend_on_other_rows_of_the_batch(model: Any) -> None:
     sampling = Sampling(max_tokens=8, seed=1)
-    together = [row for prompt in PROMPTS for row in make_rows(prompt, sampling, 2, 0)]
-    sample(model, together, version_0)
-    alone = make_rows(PROMPTS[2], sampling, 2, 0)
-    sample(model, alone, version_0)
-    assert [row.tokens for row in alone] == [row.tokens for row in together[4:]]
+    batch_rows = [row for prompt in PROMPTS for row in make_rows(prompt, sampling, 2, 0)]
+    sample(model, batch_rows, version_0)
+    single_rows = make_rows(PROMPTS[2], sampling, 2, 0)
+    sample(model, single_rows, version_0)
+    assert [row.tokens for row in single_rows] == [row.tokens for row in batch_rows[4:]]
 
 
 def test_greedy_takes_the_likeliest_and_stop_tokens_stop(model: Any) -> None:
@@ -84,7 +84,7 @@ def test_greedy_takes_the_likeliest_and_stop_tokens_stop(model: Any) -> None:
     assert rows[0].completion().finish_reason == "length"
 
 
-def test_tokens_come_as_often_as_their_probabilities_say() -> None:
+def test_token_frequencies_match_probabilities() -> None:
     probabilities = torch.tensor([0.1, 0.0, 0.6, 0.3])
     rows = make_rows([1], Sampling(max_tokens=1, seed=11), 20_000, 0)
     tokens, logprobs = draw(probabilities.log().expand(len(rows), 4), rows)
@@ -95,7 +95,7 @@ def test_tokens_come_as_often_as_their_probabilities_say() -> None:
     assert logprobs[tokens.index(2)] == pytest.approx(float(torch.tensor(0.6).log()), abs=1e-6)
 
 
-def test_weights_that_change_between_two_tokens_show_in_log_probabilities_and_versions(model: Any) -> None:
+def test_weight_change_between_tokens_shows_in_logprobs_and_versions(model: Any) -> None:
     passes = 0
     before = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
 

@@ -1,7 +1,7 @@
-"""The SGLang adapter against a double of SGLang's HTTP interface: no wheel of SGLang installs beside this torch.
+"""The SGLang adapter with a double of SGLang's HTTP interface: no wheel of SGLang is compatible with this torch.
 
-The double has the routes that the adapter calls, and state: it loads safetensors files, "generates" from what it has loaded,
-answers nothing while it is paused, and fails on demand. It is no SGLang: what a real one does with these requests is not shown.
+The double has the routes that the adapter calls, and state: it loads safetensors files, "generates" from the loaded weights,
+does not answer while paused, and fails on demand. The behaviour of a real SGLang is not tested here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightwire.transports import Setup, make_transport
 
 
 class Double(ThreadingHTTPServer):
-    """SGLang's state, as far as the adapter can see it. A log-probability tells which weights are loaded."""
+    """SGLang's state as the adapter sees it. A log-probability identifies the loaded weights."""
 
     daemon_threads = True
 
@@ -71,8 +71,8 @@ class Routes(BaseHTTPRequestHandler):
             "input_token_logprobs": [[None, fields["input_ids"][0], None]]
             + [[value, token, None] for token in fields["input_ids"][1:]],
         }
-        one = {"meta_info": meta}
-        return 200, one if params.get("n", 1) == 1 else [one] * params["n"]
+        response = {"meta_info": meta}
+        return 200, response if params.get("n", 1) == 1 else [response] * params["n"]
 
     def pause_generation(self, fields: dict[str, Any]) -> tuple[int, Any]:
         assert fields["mode"] == "retract"
@@ -86,8 +86,8 @@ class Routes(BaseHTTPRequestHandler):
     def update_weights_from_disk(self, fields: dict[str, Any]) -> tuple[int, Any]:
         assert not self.server.running.is_set()
         path = Path(fields["model_path"])
-        found = "new" if path.name == "version-2" else "old"
-        if found in self.server.failing:
+        kind = "new" if path.name == "version-2" else "old"
+        if kind in self.server.failing:
             self.server.weights = {"weight": torch.full((4,), torch.nan)}  # half of them
             return 400, {"success": False, "message": f"cannot load {path.name}"}
         assert (path / "config.json").is_file()
@@ -146,7 +146,7 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def test_an_update_is_loaded_while_paused_and_versions_are_told(engine, double, tmp_path):
+def test_update_is_loaded_while_paused_and_version_is_reported(engine, double, tmp_path):
     async def act():
         assert await engine.logprobs([1, 2, 3]) == [4.0, 4.0]
         await push(engine, 1, 2.0)
@@ -162,7 +162,7 @@ def test_an_update_is_loaded_while_paused_and_versions_are_told(engine, double, 
     assert [path.name for path in (tmp_path / "versions").iterdir()] == ["version-2"]
 
 
-def test_a_load_that_fails_is_undone_by_loading_what_was_in_force(engine, double):
+def test_failed_load_restores_the_previous_weights(engine, double):
     async def act():
         await push(engine, 1, 2.0)
         double.failing = {"new"}
@@ -177,7 +177,7 @@ def test_a_load_that_fails_is_undone_by_loading_what_was_in_force(engine, double
     run(act())
 
 
-def test_where_that_fails_too_it_stays_paused_until_a_commit_succeeds(engine, double):
+def test_failed_restore_keeps_the_engine_paused_until_a_commit_succeeds(engine, double):
     async def act():
         await push(engine, 1, 2.0)
         double.failing = {"new", "old"}
@@ -194,7 +194,7 @@ def test_where_that_fails_too_it_stays_paused_until_a_commit_succeeds(engine, do
     run(act())
 
 
-def test_what_is_not_verified_is_not_loaded(engine, double):
+def test_unverified_update_is_not_loaded(engine, double):
     async def act():
         with pytest.raises(DigestError):
             await push(engine, 1, 2.0, flip=True)

@@ -1,6 +1,6 @@
-"""The client of a vLLM server and the server's guard, over HTTP, with doubles of vLLM's engine and of its sampling parameters.
+"""The client of a vLLM server and the server's guard over HTTP, with doubles of vLLM's engine and sampling parameters.
 
-``tests/real_vllm`` has the same with a real vLLM.
+``tests/real_vllm`` tests the same with a real vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEY = Key(SECRET)
 
 
 class SamplingEngine(Engine):
-    """Also answers requests: each token is one more than the one before it."""
+    """Engine double that also generates: every token is its predecessor plus one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_one_owner_pauses_and_others_are_refused(address: str, double: SamplingE
     asyncio.run(act())
 
 
-def test_who_does_not_have_the_key_or_the_server_is_told(address: str) -> None:
+def test_wrong_key_and_wrong_server_raise_engine_errors(address: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT was expected"):
         VllmEngine("localhost:8000", key=KEY)
     with pytest.raises(EngineError, match=r"status 401, not signed: .*the signature is wrong"):
@@ -153,7 +153,7 @@ def test_who_does_not_have_the_key_or_the_server_is_told(address: str) -> None:
         asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
 
 
-def test_a_controller_of_its_own_lends_the_server_and_gives_it_back(address: str, tmp_path: Path) -> None:
+def test_controller_process_claims_and_releases_the_server(address: str, tmp_path: Path) -> None:
     published = tmp_path / "controller.json"
     command = [sys.executable, "-m", "megascend.rollout.controller", address, "--publish", str(published)]
     environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

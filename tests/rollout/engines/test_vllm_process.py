@@ -1,4 +1,4 @@
-"""What the server's process finds in its environment. The servers are programs that write it down and end."""
+"""Environment of the server's process. The servers here are programs that write it to a file and exit."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def environment_of_a_server(folder: Path, **options: Any) -> dict[str, str]:
 
 
 def in_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str, initialized: bool = True) -> None:
-    """``ray`` imported, as this process would see it."""
+    """Install a double of an imported ``ray``."""
     ray = SimpleNamespace(
         is_initialized=lambda: initialized, get_runtime_context=lambda: SimpleNamespace(gcs_address=address)
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
 
 
-def test_a_server_finds_this_processes_variables_and_its_own(tmp_path, monkeypatch):
+def test_server_inherits_variables_and_gets_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("WEIGHTWIRE_KEY", "must not be seen")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("OF_THE_TRAINER", "1")
-    found = environment_of_a_server(tmp_path, environment={"FURTHER": "2"})
-    assert (found["OF_THE_TRAINER"], found["FURTHER"]) == ("1", "2")
-    assert found["WEIGHTWIRE_KEY_FILE"] == str(tmp_path / "key")
-    assert not {"WEIGHTWIRE_KEY", "RAY_ADDRESS"} & found.keys()
+    monkeypatch.setenv("TRAINER_VARIABLE", "1")
+    variables = environment_of_a_server(tmp_path, environment={"FURTHER": "2"})
+    assert (variables["TRAINER_VARIABLE"], variables["FURTHER"]) == ("1", "2")
+    assert variables["WEIGHTWIRE_KEY_FILE"] == str(tmp_path / "key")
+    assert not {"WEIGHTWIRE_KEY", "RAY_ADDRESS"} & variables.keys()
 
 
-def test_a_server_sees_nothing_of_a_rank_or_of_the_trainers_interpreter(tmp_path, monkeypatch):
-    """A vLLM that takes itself for a rank waits for ever for the trainer's store."""
-    own = (
+def test_server_does_not_inherit_rank_or_interpreter_variables(tmp_path, monkeypatch):
+    """Remove the rank's variables: a vLLM that reads them waits forever for the trainer's store."""
+    rank_variables = (
         "RANK",
         "MASTER_PORT",
         "TORCHELASTIC_USE_AGENT_STORE",
@@ -64,12 +64,23 @@ def test_a_server_sees_nothing_of_a_rank_or_of_the_trainers_interpreter(tmp_path
         "PYTHONHOME",
         "VIRTUAL_ENV",
     )
-    for name in (*own, "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE", "HCCL_IF_BASE_PORT"):
+    for name in (
+        *rank_variables,
+        "OMP_NUM_THREADS",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCHDYNAMO_DISABLE",
+        "HCCL_IF_BASE_PORT",
+    ):
         monkeypatch.setenv(name, "1")
-    found = environment_of_a_server(tmp_path, environment={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1"})
-    assert not {*own, "CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE", "HCCL_IF_BASE_PORT"} & found.keys()
-    assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("4", "1")
-    assert not contract.CPU_VARIABLES.keys() - {"OMP_NUM_THREADS"} & found.keys()  # the server's to set, by its device
+    variables = environment_of_a_server(tmp_path, environment={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1"})
+    assert (
+        not {*rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE", "HCCL_IF_BASE_PORT"}
+        & variables.keys()
+    )
+    assert (variables["OMP_NUM_THREADS"], variables["CUDA_VISIBLE_DEVICES"]) == ("4", "1")
+    assert (
+        not contract.CPU_VARIABLES.keys() - {"OMP_NUM_THREADS"} & variables.keys()
+    )  # the server's to set, by its device
 
 
 def test_a_server_of_the_same_interpreter_searches_the_same_packages():
@@ -90,14 +101,14 @@ def test_a_server_of_the_same_interpreter_searches_the_same_packages():
 def test_vllm_is_prepared_for_the_device_that_it_is_built_for(
     distribution, release, ascend, device, tmp_path, monkeypatch
 ):
-    """Found out in its own interpreter, from its metadata alone; only a vLLM for the CPU gets what a CPU needs."""
+    """Determine the device from package metadata in vLLM's interpreter; only a CPU build gets the CPU's variables."""
     info = tmp_path / f"{distribution.replace('-', '_')}-{release}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {release}\n")
     if ascend:
         (tmp_path / "vllm_ascend").mkdir()
         (tmp_path / "vllm_ascend" / "__init__.py").touch()
-    python = tmp_path / "python"  # an interpreter of an environment of its own
+    python = tmp_path / "python"  # an interpreter of a separate environment
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:{ROOT / "src"} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     assert vllm_device(python) == device
@@ -117,25 +128,25 @@ def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
         vllm_device(python)
 
 
-def test_the_address_of_the_ray_cluster_is_handed_on(tmp_path, monkeypatch):
+def test_ray_cluster_address_is_passed_to_the_server(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     in_a_cluster(monkeypatch, "10.0.0.7:6379")
     assert environment_of_a_server(tmp_path)["RAY_ADDRESS"] == "10.0.0.7:6379"
-    given = {"environment": {"RAY_ADDRESS": "named:1"}}
-    assert environment_of_a_server(tmp_path, **given)["RAY_ADDRESS"] == "named:1"
+    options = {"environment": {"RAY_ADDRESS": "named:1"}}
+    assert environment_of_a_server(tmp_path, **options)["RAY_ADDRESS"] == "named:1"
     monkeypatch.setenv("RAY_ADDRESS", "variable:2")
     assert environment_of_a_server(tmp_path)["RAY_ADDRESS"] == "variable:2"
 
 
-def test_ray_that_was_imported_alone_is_in_no_cluster(tmp_path, monkeypatch):
+def test_uninitialized_ray_sets_no_address(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     in_a_cluster(monkeypatch, "10.0.0.7:6379", initialized=False)
     assert "RAY_ADDRESS" not in environment_of_a_server(tmp_path)
 
 
 @pytest.mark.nightly
-def test_a_real_ray_cluster_tells_its_address(tmp_path):
-    """An actor, which finds no RAY_ADDRESS in its environment, starts a process that finds the cluster with it."""
+def test_real_ray_cluster_reports_its_address(tmp_path):
+    """Start a process from an actor without RAY_ADDRESS: the process joins the actor's cluster."""
     if not VERL_PYTHON.exists():
         pytest.skip(
             f"no ray: {VERL_PYTHON} does not exist; bash scripts/verl_env.sh makes it, or set MEGASCEND_VERL_PYTHON"
@@ -157,7 +168,7 @@ ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="er
 own = ray.get_runtime_context().gcs_address
 print(json.dumps([own, *ray.get(Trainer.remote().child.remote(), timeout=150)]))
 """
-    done = subprocess.run(
+    completed = subprocess.run(
         [VERL_PYTHON, "-c", program],
         capture_output=True,
         text=True,
@@ -165,8 +176,8 @@ print(json.dumps([own, *ray.get(Trainer.remote().child.remote(), timeout=150)]))
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_TMPDIR": "/tmp"},
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    own, found_before, handed, of_child = json.loads(done.stdout.strip().splitlines()[-1])
-    assert handed == {"RAY_ADDRESS": own}
-    assert of_child == [own]
-    assert not found_before
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    address, had_address, handed, child_addresses = json.loads(completed.stdout.strip().splitlines()[-1])
+    assert handed == {"RAY_ADDRESS": address}
+    assert child_addresses == [address]
+    assert not had_address
