@@ -129,6 +129,7 @@ class Backend:
 
     def gather_by_data_rank(self, obj: T) -> list[T]:
         """Return a Python object of every data parallel rank, in rank order, on every rank. Sent over Gloo."""
+        # The dp groups compare calls among themselves only.
         if self.topology.data < self.world_size:
             self._agree("gather_by_data_rank()")
         return gather_objects(obj, "dp", self.groups, "gather_by_data_rank()")
@@ -583,6 +584,7 @@ class Backend:
         """
         with self.groups.monitor.phase("load"):
             self._agree(f"load({str(path)!r})")
+            # It may be the checkpoint that is to be loaded.
             self._saver.finish()
             directory = Path(path)
             saved = manifest.verify(directory, self.groups)

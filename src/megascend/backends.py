@@ -223,6 +223,7 @@ class EngineBackend(Backend):
             prepare=prepare,
             head=spec.head,
         )
+        # The worker starts first: it imports its packages while this process imports Megatron.
         with self._self_check_worker(spec) as worker, build_context as context:
             engine = self._build(spec, context, worker)
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)

@@ -75,6 +75,7 @@ class LossCall:
         self.loss = loss
         self.problem: LossProblem | None = None
         self.cause: Exception | None = None
+        # Built-in losses make the same calls on all ranks, so theirs need no comparison.
         self._gather = None if loss.function in {built_in.function for built_in in BUILT_IN.values()} else gather
         self._calls = 0
 
@@ -254,6 +255,7 @@ def _check_graph(loss: Loss, total: Tensor, leaves: Sequence[Tensor]) -> None:
             f"loss {loss.name!r} returned values that do not depend on {loss.of} or inputs.entropy, or only through detach(): "
             "nothing would be trained. For a loss of 0, multiply by 0"
         )
+    # autograd.grad would silently leave out other tensors: find them in the graph.
     visited, pending = set(), [total.grad_fn]
     while pending:
         node = pending.pop()

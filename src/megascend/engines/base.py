@@ -330,5 +330,6 @@ class Engine(ABC):
 def seed_generators(seed: int) -> None:
     """Seed the random generators of Python, NumPy and torch in this process."""
     random.seed(seed)
+    # NumPy accepts 32-bit seeds only.
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -130,6 +130,8 @@ def engine_context(
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
         info = inspect_checkpoint(model_dir, head)
         topology = plan(layout, launch.world_size, info.shape)
+        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others
+        # waiting.
         factory = prepare(runtime, topology, model_dir)
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)

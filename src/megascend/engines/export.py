@@ -64,6 +64,7 @@ def export(
 def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | None) -> CheckpointError | None:
     """Write the stream, and return the error, if any: raising at once would leave the other ranks waiting."""
     try:
+        # Closing the stream after an error tells the other ranks, which wait in its next barrier.
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
             for name, tensor in weights:
                 if writer is not None:

@@ -86,6 +86,7 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
     """
     if head is None or head.std is None:
         return {}
+    # A CPU generator of its own: all ranks draw the same numbers, and no other stream moves.
     generator = torch.Generator().manual_seed(seed)
     drawn = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
     return {name: drawn[name] for name in head.names}
@@ -128,6 +129,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
 
 def tie_embeddings(config: Any, tied: bool) -> None:
     """Set ``tie_word_embeddings`` in transformers' ``config``; the checkpoint's files decide it."""
+    # A multimodal configuration has the setting in its text part too.
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tied
 

@@ -76,6 +76,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and persistent buffers by name, in its order, tied ones under their first name only."""
     first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True).items()
+    # By identity: state_dict lists a tied weight under every name.
     return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
 
 
@@ -89,6 +90,7 @@ def _slices_of_layer(
     model: Any, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorHeader]
 ) -> dict[str, list[HfSlice]]:
     names = list(shapes)
+    # Two conversions, of row and of column indices: one number cannot hold both for fused experts.
     rows, columns = (
         in_checkpoint(model, {name: _numbers(shapes[name], number, dim) for number, name in enumerate(names)}, headers)
         for dim in (0, 1)
@@ -103,6 +105,7 @@ def _slices_of_layer(
         name = names[int(values.flatten()[0]) // _NUMBERS]
         offsets, sizes = _offsets_and_sizes(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
         stored = headers[source].shape
+        # Dimensions of size 1 may be missing: a single expert is stored without the expert dimension.
         if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
             raise CheckpointError(
                 f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"

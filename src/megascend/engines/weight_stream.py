@@ -102,6 +102,7 @@ def stream_weights(
                     barrier.at_end()
                     break
             name, tensor = entry
+            # No reference may keep the tensor alive while the next one is gathered.
             del entry
             try:
                 tensor = finish(name, tensor)

@@ -114,6 +114,7 @@ class Adapter:
         """Resume from saved moments and counters."""
         self._moments, self._steps_taken = (first, second), self._count(saved.taken)
         self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
+        # An adapter that was trained in another precision starts with the initial scale.
         if saved.loss_scale is not None and self._scales_loss:
             self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
 

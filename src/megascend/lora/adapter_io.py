@@ -107,6 +107,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         settings = Lora(**state["lora"])
         if (settings.rank, settings.alpha, settings.rslora) != (lora.rank, lora.alpha, lora.rslora):
             raise ValueError(f"{STATE} has rank {settings.rank} and alpha {settings.alpha:g}, {CONFIG} has others")
+        # Saved with optimizer=False: weights and settings only.
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
             return SavedAdapter(settings, values)
         tensors = load_file(path / OPTIMIZER)
@@ -158,6 +159,7 @@ def equal(first: Tensor, second: Tensor | None) -> bool:
     """Check whether two weights are the same but for a dtype that they were rounded to."""
     if second is None or first.shape != second.shape:
         return False
+    # The narrower dtype: one of them may be a rounded copy of the other.
     dtype = first.dtype if first.dtype.itemsize <= second.dtype.itemsize else second.dtype
     return torch.equal(first.to(dtype), second.to(dtype))
 

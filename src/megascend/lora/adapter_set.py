@@ -124,6 +124,7 @@ class AdapterSet:
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
         previous = dict(self.registry)
         for name in previous:
+            # Out of the registry, so that names and max_count are free; ``previous`` keeps them for a failure.
             self.forget(name)
         try:
             for name, directory in directories.items():
@@ -194,6 +195,7 @@ class AdapterSet:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
         previous = self.registry.get(name) if replace else None
         if previous is not None:
+            # As in load_adapters: frees the name, and ``previous`` keeps the adapter.
             self.forget(name)
         try:
             self.registry.add(self._read(name, path, optimizer, lora))
@@ -335,6 +337,7 @@ class MixedAdapters(AdapterSet):
         elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
             self._stacked = None  # free the old stack before allocating another
             self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
+        # In every call: steps and loads change the adapters' fp32 values in between.
         self._stacked.fill()
         return self._stacked
 

@@ -190,6 +190,7 @@ def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Te
 
     ``seed`` and ``step`` are the adapter's, ``input_ids`` the sample's: equal samples of one step share masks.
     """
+    # crc32, not hash(): every process must draw the same masks.
     sample = zlib.crc32(input_ids.numpy().tobytes(), zlib.crc32(f"{seed}/{step}".encode()))
     return mix(positions + sample)
 

@@ -56,6 +56,7 @@ def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton
     """Return the kernel for these operands, or None. Needs 16 bits and, except Triton's for low rank, sizes that are
     multiples of 8."""
     k, m = weights.shape[-2:]
+    # The kernels take no empty operands.
     if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
     kernel = kernel_of(rows.device)
@@ -100,6 +101,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
         from megascend.kernels import low_rank_triton
 
         low_rank_triton.accumulate(into, left, right, segments.ends)
+    # StackedAdapters stores the gradients of A transposed.
     elif into.stride(-1) != 1:
         accumulate(into.mT, right, left, segments)
     elif segments is None:
@@ -111,6 +113,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     elif kernel == "torch":
         for start, end in _parts(len(into)):
             products = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
+            # In later calls the first group is the rows before ``start``.
             into[start:end].add_(products[1:] if start else products)
     elif kernel == "npu":
         into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))

@@ -269,6 +269,7 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
     modules = config.get("target_modules") or []
     parameters = _parameters(config)
     narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    # These choose layers in ways that ``targets`` cannot express.
     if isinstance(modules, str) or narrowed:
         return tuple(sorted(names))
     listed = sorted({*modules, *parameters})

@@ -223,6 +223,7 @@ class AdapterQueue:
             waiting.future._finish(waiting.function())
         except MegascendError as error:
             self._fail(waiting, error, gradients_lost=False)
+            # Ranks may be out of step: no later request can run.
             if isinstance(error, ProcessGroupError | TimeoutError):
                 raise
         except torch.OutOfMemoryError as error:

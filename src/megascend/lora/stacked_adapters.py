@@ -85,6 +85,7 @@ class StackedAdapters:
             [row_blocks(fused_slice.local_rows) for fused_slice in shape_group.first.slices]
             for shape_group in shape_groups
         ]
+        # Views of memory that never moves, cached because every layer and micro batch asks for them.
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
@@ -136,15 +137,18 @@ class StackedAdapters:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
         if self._parts.a:
+            # One launch for hundreds of small copies, which also rounds to the model's precision.
             torch._foreach_copy_([part.stack for part in self._parts.a], [part.values for part in self._parts.a])
         for scaling, parts in self._parts.b.items():
             for part in parts:
+                # Scaled in fp32, and rounded once.
                 torch.mul(part.values, scaling, out=part.stack)
 
     def collect(self) -> None:
         """Add the stack's gradients to the adapters'."""
         for scaling, parts in ((1.0, self._parts.a), *self._parts.b.items()):
             if parts:
+                # B in the stack includes the scaling, so the adapter's gradient is the stack's times the scaling.
                 torch._foreach_add_([part.grads for part in parts], [part.stack_grads for part in parts], alpha=scaling)
         for adapter in self.adapters:
             if adapter is not None:

@@ -113,6 +113,7 @@ def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str =
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
     heads = config.num_attention_heads // (groups * size)
+    # Megatron's order within a query group: its query heads, its key, its value.
     rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
     slices = []
     for name, part in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
@@ -159,6 +160,7 @@ def linear(
     if split == "row":
         slices = [FusedSlice(names[0], out, all_rows, all_rows)]
     elif len(names) == 2:
+        # Each rank has a part of gate above a part of up, not consecutive rows of the two together.
         local = torch.arange(half)
         global_rows = rank * half + local
         slices = [FusedSlice(name, half * size, local + index * half, global_rows) for index, name in enumerate(names)]

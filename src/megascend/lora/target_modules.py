@@ -114,6 +114,7 @@ class TargetModule:
     @property
     def shape_key(self) -> tuple[Any, ...]:
         """Key that is equal for target modules whose factors have the same shapes and sharding."""
+        # By projection, too: StackedAdapters takes the row blocks of a group from its first target.
         names = tuple(fused_slice.name.rsplit(".", 1)[-1] for fused_slice in self.slices)
         return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
 

@@ -84,6 +84,7 @@ def _shard_of_a(values: Tensor, number: int, target: TargetModule, fused_slice: 
     columns = slice(target.in_start, target.in_start + target.in_features)
     if not target.is_expert:
         shape = (part.shape[1], target.in_total)
+        # clone: pickling a view would send the storage of all layers.
         return FactorShard(fused_slice.name, "a", shape, (slice(None), columns), part[0].clone())
     shape = (target.expert_total or 0, part.shape[1], target.in_total)
     return FactorShard(fused_slice.name, "a", shape, (_experts(target), slice(None), columns), part.clone())

@@ -178,6 +178,7 @@ class Step:
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             chunks = torch.arange(len(batch.targets)).split(ROWS)
+            # A chunk of rows at a time: full logits are far larger than their top ``count``.
             parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in chunks]
             return {
                 "ids": torch.cat([part.indices for part in parts]),
@@ -210,6 +211,7 @@ class Step:
         require_head(engine, of, call)
 
         def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
+            # Engines expect a loss; with forward_only nothing differentiates it.
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
@@ -272,6 +274,7 @@ class Step:
 
         ``contexts``: holds the contexts that ``run`` enters.
         """
+        # Otherwise other ranks may wait for this one in a collective of the model, and cannot be reached.
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
             return run(contexts)
         try:
@@ -359,6 +362,7 @@ class Step:
             raise_together([problem for _, problem in reports], normalizer.function)
             names = tuple(dict.fromkeys(name for reported, _ in reports for name in reported))
         values = torch.zeros(len(normalizer.names), len(names), dtype=torch.float32, device=self._engine.device)
+        # Tensor parallel ranks have the same figures: one of them counts.
         counts = self._groups.coordinates.tensor == 0
         for item in stored if counts else []:
             for position, name in enumerate(names):
@@ -398,6 +402,7 @@ class Step:
     def _in_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:
         ordered: list[Tensor | None] = [None] * count
         for members, tensors in zip(plan, values, strict=False):
+            # A dummy batch has an output, but no members.
             for index, tensor in zip(members, tensors, strict=False):
                 ordered[index] = tensor
         return ordered

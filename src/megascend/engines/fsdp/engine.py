@@ -87,6 +87,7 @@ class FsdpEngine(TransformersEngine):
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
+        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
         expert_mesh = None
         if self._share is not None:
             transformers_api.divide_experts(self.model, self._share)
@@ -121,6 +122,7 @@ class FsdpEngine(TransformersEngine):
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         layers = transformers_api.layers(self.model)
+        # On the configuration, before any weight is read: a model that would be computed wrongly fails early.
         check_layers(self.model, layers, packing=packing, context=topology.context, longest=self.max_length)
         npu = self.device.type == "npu"
         subject = FsdpSubject(self.info.scalar_head, packing=packing, context=topology.context, npu=npu)

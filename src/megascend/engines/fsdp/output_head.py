@@ -59,6 +59,7 @@ class LossHead:
                 raise more_than_product(self._model)
             return self._result
         finally:
+            # They reference the micro batch's graph, which would otherwise live until the next call.
             self._call = self._result = None
 
     def _forward(self, hidden: Tensor) -> Tensor:

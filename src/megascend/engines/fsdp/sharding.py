@@ -84,6 +84,7 @@ class FsdpGroups(PlainGroups):
             if topology.expert > 1:
                 shards = [ranks[first :: topology.expert] for ranks in replicas for first in range(topology.expert)]
                 axes["EXPERT_SHARD"] = shards
+            # new_group is collective over the world: every rank creates every group, in the same order.
             for name, axis in axes.items():
                 for ranks in axis:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name)
@@ -159,6 +160,7 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     expert_options: dict[str, Any] = options | {"mesh": expert_mesh}
     split = layers(model)  # before sharding, which changes the class names that it goes by
+    # fully_shard takes parameters that no unit has yet: inner modules first, the model itself last.
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
             fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **expert_options)

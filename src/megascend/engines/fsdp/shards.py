@@ -169,6 +169,7 @@ class ShardAdamW(MainAdamW):
     ) -> None:
         self._shards = shards
         self._groups, self._replicas = groups, replicas
+        # Detached, but in the shard's memory: AdamW's updates write the model's parameters.
         mains = {shard.name: shard.local.requires_grad_() for shard in shards}
         super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
 

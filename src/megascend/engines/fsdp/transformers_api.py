@@ -78,6 +78,7 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
         with torch.device("meta"):
             model = engine_model(config, scalar_head)
     except (OSError, ValueError, KeyError) as error:
+        # ConfigError is a ValueError too.
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
@@ -169,6 +170,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
+            # Uninitialised memory could hold plausible numbers by chance; a marker shows what nobody has computed.
             module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device=device)
         if buffers and module._non_persistent_buffers_set:
             _initialise_buffers(model, module)

@@ -49,6 +49,7 @@ def varlen_attention(
         [tokens, heads, head dim], and float32 [heads, tokens]: logsumexp.
     """
     size = int(longest)
+    # In order: starts of queries and keys, longest of both, dropout, causal, debug mask.
     found = torch.ops.aten._flash_attention_forward(
         query, key, value, starts, starts, size, size, 0.0, True, False, scale=scale, **_window(window)
     )
@@ -110,6 +111,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, starts, longest, ctx.scale, ctx.window = inputs
+    # The backward kernel recomputes the probabilities from the output and logsumexp.
     ctx.save_for_backward(query, key, value, *output, starts, longest)
 
 

@@ -23,6 +23,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     for chunk in chunks:
         for module in chunk.modules():
             value = getattr(module, "attention_dropout", None)
+            # Megatron's and Transformer Engine's attention have a Dropout module, MindSpeed's a number.
             if isinstance(value, float):
                 attributes.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):
@@ -73,6 +74,7 @@ def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def function(*args: Any, **kwargs: Any) -> Any:
+        # Megatron forks this stream around attention dropout, but not around MindSpeed's fused kernel.
         with get_cuda_rng_tracker().fork():  # type: ignore[reportOptionalMemberAccess]
             return forward(*args, **kwargs)
 

@@ -63,6 +63,7 @@ def check_architecture(model_dir: Path) -> None:
     """
     make_known_to_transformers(model_dir)
     try:
+        # Never run code from a checkpoint's directory.
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # its validators raise classes without a common base
         reason = " ".join(str(error).split("\n\n")[0].split())
@@ -122,16 +123,19 @@ def build_config(
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
     arguments.update(layer_arguments(hf_config.to_dict()))
+    # After the checkpoint's own settings, which these override.
     arguments.update(ROUTING)
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/support.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
+        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
         arguments["apply_rope_fusion"] = True
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
     arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
+    # Megatron refuses the fusion for most activations other than SwiGLU.
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
     config = ModelConfig(**arguments)
@@ -173,6 +177,7 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         "sequence_parallel": topology.sequence_parallel,
         # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
         "overlap_p2p_comm": topology.virtual_pipeline > 1,
+        # Micro batches differ in length; without it stages would receive into buffers of one fixed length.
         "variable_seq_lengths": True,
         "cuda_graph_scope": [],  # mcore-bridge cannot handle 0.15's default, "full", when norms are recomputed
         "moe_token_dispatcher_type": "alltoall",  # allgather does not support micro batches of different length
@@ -199,6 +204,7 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity == "full":
         return {
             "recompute_granularity": "full",
+            # "block" would recompute the first layers of a stage only.
             "recompute_method": "uniform",
             "recompute_num_layers": recompute.layers,
         }

@@ -21,6 +21,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        # Ids only: the gradient of a look-up does not depend on the table.
         ctx.save_for_backward(ids)
         ctx.weight = weight
         return functional.embedding(ids, weight)

@@ -92,6 +92,7 @@ class MegatronEngine(Engine):
             token_multiple=self.topology.tensor if self.topology.sequence_parallel else 1,
             lengths_on_host=platform.packed_lengths_on_host,
         )
+        # Megatron's layers draw from the random streams that this creates.
         seed_everything(spec.seed)
         groups_experts = self._configure(spec)
         self.groups.limit_timeouts()  # mcore-bridge has created a group with torch's timeout
@@ -100,6 +101,7 @@ class MegatronEngine(Engine):
         self.self_check_s = time.monotonic() - start
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
+        # Modules are patched before DDP wraps them and takes their parameters.
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
@@ -157,6 +159,7 @@ class MegatronEngine(Engine):
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Train the DDP-wrapped chunks."""
+        # After DDP, which has moved parameters and gradients into its buffers.
         grouped_experts.settle(expert_weights, self.chunks)
         if self.runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
@@ -207,6 +210,7 @@ class MegatronEngine(Engine):
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
+        # use_diff=False: a setting that equals its class's default matters to the slice, too.
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
         if not enabled:
             tell(Verdict("off"), full, self.groups.rank)
@@ -274,6 +278,7 @@ class MegatronEngine(Engine):
         return DistributedDataParallel(
             config=self.config,
             ddp_config=DistributedDataParallelConfig(
+                # Sums over micro batches and ranks in bf16 would lose small gradients.
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=overlap,
                 overlap_param_gather=self.adam.overlap_param_gather,
@@ -328,6 +333,7 @@ class MegatronEngine(Engine):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,  # type: ignore[reportArgumentType]
                 num_microbatches=len(batches),
+                # Of the first micro batch only; ignored with variable_seq_lengths, which is always set.
                 seq_length=batches[0].input_ids.shape[1],
                 micro_batch_size=batches[0].input_ids.shape[0],
                 forward_only=forward_only,
@@ -342,6 +348,7 @@ class MegatronEngine(Engine):
 
     def _forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
+        # Megatron's Float16Module would return hidden states in fp32 by default, twice the memory.
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
             self.adapters.layers.segments = batch.segments
@@ -403,6 +410,7 @@ class MegatronEngine(Engine):
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
+        # Until a pending gather is done, some parameters still have their old values.
         self.finish_param_gather()
         entries = list(state.entries(self.bare_chunks, self.groups))
         return {
@@ -492,6 +500,7 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed every random generator of this process; each tensor parallel rank gets its own dropout stream."""
+    # As Megatron-LM: dropout differs between pipeline stages, too.
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_generators(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -78,6 +78,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
     """Return the reason why a layer's q, k and v are left to Megatron, or None."""
     kind = type(attention)
     if (
+        # Identity of the methods: a subclass that overrides one may do something between them.
         not isinstance(attention, SelfAttention)
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
@@ -152,6 +153,7 @@ class FusedQkv:
         rotation, attention = self._pending, self._attention
         if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
             return self._split(hidden_states, *args, **kwargs)
+        # Cleared before use: an exception below must not leave it for the next call.
         self._pending = None
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None
@@ -173,6 +175,7 @@ class FusedQkv:
         """Return the rotation of this call, or None to leave it to Megatron. Does not wait for the device."""
         config, packed = self._attention.config, kwargs.get("packed_seq_params")
         angles = kwargs.get("rotary_pos_emb")
+        # Megatron passes one table for q and one for k; the kernel takes one for both.
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
         supported = (
@@ -185,6 +188,7 @@ class FusedQkv:
             return None
         if packed is not None:
             return _packed_rotation(angles, packed)
+        # Under sequence parallelism attention gets a slice of the tokens, and the angles of all.
         tokens = hidden_states.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
         return Rotation(angles, None) if len(angles) == tokens else None
 

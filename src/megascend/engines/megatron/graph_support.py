@@ -84,6 +84,7 @@ def without_rotary_cache(model: Any) -> Iterator[None]:
     Megatron caches the last 32 tables. A captured step that read one would read freed memory after its eviction.
     """
     rotary = getattr(model, "rotary_pos_emb", None)
+    # Megatron decorates forward with lru_cache, so all rotary embeddings share one cache.
     clear = getattr(getattr(type(rotary), "forward", None), "cache_clear", lambda: None)
     clear()
     try:

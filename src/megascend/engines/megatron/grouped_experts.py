@@ -93,6 +93,7 @@ class ExpertWeights:
     def check(self) -> None:
         """Raise PlatformError if the parameters have been moved since :meth:`settle`."""
         last = self.parameters[-1]
+        # Addresses only: no wait for the device, so it can run in every forward pass.
         if self.parameters[0].data_ptr() != self.stacked.data_ptr() or last.data_ptr() != self.stacked[-1].data_ptr():
             raise PlatformError(
                 "parameters of experts were moved after the model had been built; set moe.experts: upstream"
@@ -109,6 +110,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, root: Tensor | None, weights: ExpertWeights, segments: Segments) -> Tensor:
+        # Rows are needed for the weights' gradient only; frozen experts keep no activations here.
         ctx.save_for_backward(None if root is None else rows)
         ctx.weights, ctx.segments = weights, segments
         return product(rows, weights.stacked.mT, segments)
@@ -159,6 +161,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         return counts
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        # On a single rank no size is needed on the host; upstream would copy the counts there, and wait.
         return tokens_per_expert if self._single_rank else super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[reportArgumentType]
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,6 +181,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, ExpertSegments, Tensor]:
         """Sort the received rows by expert; return them, their segments and their probabilities."""
         tokens, probs = self.gather_slices(global_input_tokens), self.gather_slices(global_probs)
+        # Upstream's points at which the host may have to wait for sizes, in upstream's order.
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
         self.tokens_per_expert, self.order = None, None
@@ -208,6 +212,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
             hidden_states = Moved.apply(hidden_states, inverse, order)  # type: ignore[reportAssignmentType]
         if self.tp_size > 1:
             splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+            # As upstream: ranks' partial results are summed in the dtype of the probabilities.
             dtype = hidden_states.dtype
             hidden_states = reduce_scatter_to_sequence_parallel_region(
                 hidden_states.to(self.probs.dtype), group=self.tp_group, input_split_sizes=splits

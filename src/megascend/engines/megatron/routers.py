@@ -127,6 +127,7 @@ class Routers:
         DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2): ``bias += rate * sign(mean load - load)``.
         """
         if self._moe.bias_update_rate > 0:
+            # leave() has summed over TP and CP already.
             group = self._groups.device_group("dp")
             for totals, routers in zip(self._totals, self._by_chunk, strict=True):
                 if group.size() > 1 and totals.numel():
@@ -198,6 +199,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
         ctx.gradient = gradient
+        # An output of its own for autograd, without a copy.
         return weights.view_as(weights)
 
     @staticmethod

@@ -51,6 +51,7 @@ class PeftAdapters(AdapterSet):
         self._model = model
         self._names: list[str] = []
         self._active: tuple[str, ActiveAdapter] | None = None
+        # Gradients of the current call: if it fails, those of earlier calls must be unchanged.
         self._pending: dict[str, Tensor] = {}
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
@@ -126,6 +127,7 @@ class ActiveAdapter:
             target_parameters=parameters or None,
             bias="none",
         )
+        # peft's new modules are in training mode, whatever the model's mode is.
         training = model.training
         self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank
         model.train(training)

@@ -77,6 +77,7 @@ class SingleEngine(TransformersEngine):
         else:
             self.optimizer = ModelAdamW(self.model, spec.optimizer, spec.schedule, spec.precision)
             self.trainable = FullModel(self.optimizer)
+        # from_pretrained returns a model in evaluation mode.
         self.model.train()
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
