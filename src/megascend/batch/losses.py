@@ -61,6 +61,7 @@ class LossInputs:
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
         """Return the weighted sum of per-token ``values`` [n] over each sample, across context parallel ranks: [samples]."""
+        # where, not a product: infinity at weight 0 must not become NaN.
         counted = torch.where(self.weights != 0, values * self.weights, 0.0)
         totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
         return self.reduce_context(totals)
@@ -68,6 +69,7 @@ class LossInputs:
     def at_last(self, values: Tensor) -> Tensor:
         """Return ``values`` [n] at the last token of each sample, on any context parallel rank: [samples]."""
         assert self.last is not None, "only losses of values get the samples' last tokens"
+        # The context parallel ranks that do not hold a sample's last token add 0.
         last_values = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
         return self.reduce_context(last_values)
 
@@ -184,6 +186,7 @@ def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high
         )
         return inputs.reduce_context(totals)
 
+    # At least 1: a sample without weights has ratio 1, not 0 / 0.
     mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(counted).clamp_min(1.0)
     log_ratio = mean[inputs.sample]
     surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
@@ -236,6 +239,7 @@ class _RatioTimes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         root, factor = ctx.saved_tensors
+        # Where no gradient arrives, an overflowing factor must not turn it into NaN.
         return torch.where(grads[0] != 0, grads[0] * root * factor * root, 0.0), None
 
 

@@ -147,6 +147,7 @@ def shard(lengths: Sequence[int], pairs: Sequence[Hashable | None], parts: int) 
     shares: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, part) for part in range(parts)]
     weighed = [(_weight(unit, lengths), unit) for unit in units(pairs)]
+    # Longest first onto the lightest share; ties by index, so that all ranks divide alike.
     for weight, unit in sorted(weighed, key=lambda entry: (-entry[0], entry[1][0])):
         load, part = lightest[0]
         shares[part].extend(unit)

@@ -75,6 +75,7 @@ def parse(text: str, path: Path) -> Manifest:
     digest = values.pop("digest", None)
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')!r}; this version of megascend reads {FORMAT}")
+    # The text as well: another spelling of the same values is a change, too.
     if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
         raise CheckpointError(f"{path} is damaged: it is not as it was written")
     return Manifest(**values)
@@ -87,6 +88,7 @@ def read(directory: Path) -> Manifest:
         CheckpointError: there is none, so that the directory is no complete checkpoint, or it is damaged.
     """
     path = directory / NAME
+    # Bytes: reading as text would translate line ends, which the comparison must see.
     try:
         return parse(path.read_bytes().decode(), path)
     except FileNotFoundError:

@@ -173,6 +173,7 @@ class Saver:
             CheckpointError: on every rank: ``path`` holds something else, or cannot be written.
         """
         assert self._pending is None, "one checkpoint is written at a time"
+        # Created at the first save, which is collective: runs without checkpoints need no further group.
         if self._group is None:
             self._group = self._groups.new_gloo("checkpoint")
             self._groups.add_channel(CHANNEL)
@@ -189,6 +190,7 @@ class Saver:
                 remove(temporary)
             raise
         self._pending = pending = PendingSave(path, state.manifest.step, self._timeout_s, self._groups.monitor)
+        # A daemon, so that a disk that hangs does not keep the process alive; _at_exit waits for the write.
         threading.Thread(
             target=self._write, args=(pending, target, temporary, state, after), name="megascend-save", daemon=True
         ).start()
@@ -338,6 +340,7 @@ def _put_in_place(
     path: Path, target: Path, temporary: Path, complete: Manifest, after: Callable[[Path], None] | None
 ) -> str | None:
     try:
+        # Last: a directory with a manifest is complete.
         (temporary / manifest.NAME).write_text(complete.to_text(), encoding="utf-8")
         replace_directory(temporary, target)
         if after is not None:

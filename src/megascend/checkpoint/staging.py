@@ -49,6 +49,7 @@ class Staging:
                 target.copy_(values.detach(), non_blocking=self._page_locked)
                 devices.add(values.device)
                 copied[name].add(offsets, target)
+        # Only now are the asynchronous copies complete.
         for device in devices:
             if self._page_locked and device.type != "cpu":
                 torch.cuda.synchronize(device)

@@ -74,6 +74,7 @@ class ChunkReader(dcp.FileSystemReader):
                 by_chunk.setdefault((where.relative_path, where.offset), []).append(item)
         for _, items in sorted(by_chunk.items(), key=lambda entry: entry[0]):
             where: Any = self.storage_data[items[0].storage_index]
+            # weights_only: nothing in a checkpoint's tensors is executed.
             with self.fs.create_stream(self.fs.concat_path(self.path, where.relative_path), "rb") as stream:
                 chunk = torch.load(self._slice_file(stream, where), map_location="cpu", weights_only=True)
             for item in items:
@@ -102,6 +103,8 @@ class ChunkWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, directory: Path) -> None:
+        # sync_files: the manifest, written last, must not outlive the tensors in a crash of the machine.
+        # No copies ahead: the tensors are in host memory.
         super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self.digests: dict[str, dict[str, Any]] = {}
         self.fs = _HashingFileSystem(self.digests)

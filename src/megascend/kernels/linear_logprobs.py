@@ -97,8 +97,10 @@ class _Gradients:
         lora_delta: LowRank | None,
     ) -> None:
         self._states, self._rows, self._down, self._lora_delta = hidden, weight[: shard.rows], down, lora_delta
+        # Every chunk writes its rows.
         self.hidden = torch.empty_like(hidden) if required[0] else None
         self._weight = _WeightGradient(weight, shard, direct) if required[1] else None
+        # Zeros: tokens of adapters without this target are in no segment, and are not written.
         self.down = torch.zeros_like(down) if down is not None and required[2] else None
 
     def add(self, grad_logits: Tensor, part: slice) -> None:
@@ -180,6 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient_(logits, local_targets[part], softmax, scale[part], None)
             gradients.add(logits, part)
         ctx.loss_grad = loss_grad
+        # Not save_for_backward, which keeps tensors until the graph is freed.
         ctx.gradients = gradients.for_autograd()
         ctx.mark_non_differentiable(logprobs)
         return -torch.where(coefficients != 0, logprobs * coefficients, 0.0).sum(), logprobs

@@ -33,6 +33,7 @@ def token_rows(routing_map: Tensor, k: int) -> TokenRows:
     An assertion on the device fails if the total is wrong.
     """
     tokens, experts = routing_map.shape
+    # Expert first, so that the running count is a row's position in the order of experts.
     by_expert = routing_map.T.reshape(-1)
     rank = by_expert.cumsum(0, dtype=torch.int32) - 1
     torch._assert_async(rank[-1] == tokens * k - 1, f"tokens must have {k} experts each")

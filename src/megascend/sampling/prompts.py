@@ -119,6 +119,7 @@ def _scored(
             samples[index].extra = fields[index] if fields is not None else {}
     results: dict[int, T] = {}
     if samples:
+        # By identity: shard() returns these objects.
         index_of = {id(sample): index for index, sample in samples.items()}
         share = backend.shard(list(samples.values()))
         local = {index_of[id(sample)]: values for sample, values in zip(share, score(share), strict=True)}
@@ -137,8 +138,10 @@ def prompt_fields(request: SampleRequest, targets: int, draws: int, seed: int) -
     fields: dict[str, Tensor] = {"temperature": torch.full((length,), request.params.temperature)}
     columns = list(zip(*request.target_tokens, strict=True)) if request.target_tokens else []
     for number in range(targets):
+        # -1 stands for no token: any id will do, since its result is replaced by 0.
         column = columns[number] if number < len(columns) else (0,) * length
         fields[f"target {number}"] = torch.tensor(column, dtype=torch.float32).clamp_(min=0)
+    # A stream of random numbers apart from the responses'.
     content = hashlib.blake2b(f"{seed} prompt".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(content, "little"))
     uniforms = torch.rand(request.prompt_draws, length, generator=generator)

@@ -131,6 +131,7 @@ class Sampler:
             pending[row.request_index].append(row)
         yield {index: SampleResult(error=error) for index, error in enumerate(errors) if error is not None}
         get_cancelled, all_cancelled = cancelled or (lambda: ()), set[int]()
+        # A pass has one token of each row, and a micro batch at most ``budget`` tokens.
         max_rows = min(self._max_rows, self._engine.batching.budget)
         by_adapter = not self._engine.mixes_adapters
         for batch in batches(rows, self._cache_tokens, max_rows, by_adapter=by_adapter):
@@ -143,6 +144,7 @@ class Sampler:
         """Return the requests' refusals and seeds, the same on all ranks."""
         refusals = [self._refusal(request) for request in requests]
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
+        # Ranks compare a digest: prompts may be long.
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
         why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"

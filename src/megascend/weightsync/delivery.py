@@ -176,6 +176,7 @@ class Delivery:
             first += counts[name]
         answers = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
         self._require_all(*answers, f"version {version} was not begun", "; the old weights are in force on all engines")
+        # Waits for the receivers, which the engines start in begin_update.
         update.sender = Sender.connect(
             self._listener,
             update.name,

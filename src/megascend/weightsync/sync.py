@@ -166,6 +166,7 @@ class WeightSync:
                 if self._groups.rank == 0:
                     self._sending.drop(update)
                 raise
+            # Outside the block above: a commit that failed on some engines cannot be dropped on the others.
             with _timed(seconds, "commit"):
                 self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
             names = tuple(engine.name for engine in update.engines)
