@@ -237,7 +237,8 @@ class Backend:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}, but the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
-            # Allocates moments: after all checks, and before any rank has changed anything.
+            # Allocates moments: after all checks, and before any rank has changed anything. _adapters() raises if there are
+            # settings by adapter, and the model itself is trained.
             if trainable.frozen or settings:
                 self._adapters().make_room(chosen)
             return chosen
@@ -247,6 +248,7 @@ class Backend:
         with self._freeing():
             chosen = self._agree(f"optimizer_step({names}{options}){trainable.describe()}", choose)
         result = trainable.step(chosen, settings, lr=lr)
+        # Hang reports and error messages name the step that is running.
         self.groups.monitor.step = self.step_count + 1
         return result
 
@@ -489,6 +491,7 @@ class Backend:
             ConfigError: the adapter does not exist.
         """
         self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        # The directory's name only: the path means nothing on the machine that receives this.
         return self._adapters().as_peft(name, self._model_dir.name)
 
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
@@ -557,6 +560,7 @@ class Backend:
             self._agree(f"save({str(path)!r}, {hf=}, {wait=})", self._require_no_gradients)
             start = time.perf_counter()
             description = checkpoints.describe(self.engine, progress, config)
+            # Until the previous checkpoint is written, its copies occupy the staging memory.
             self._saver.finish()
             state = checkpoints.checkpoint_state(self.engine, description, str(self._model_dir))
             write_more = (lambda directory: self._export(directory / "hf", None)) if hf else None

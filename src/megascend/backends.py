@@ -67,6 +67,7 @@ def settings_of(engine: str) -> frozenset[str]:
     """
     backend = _backend_of(engine)
     names = frozenset(signature(backend).parameters)
+    # Built-in engines share one constructor; ``without`` lists what each does not have.
     return names - backend.without if _is_built_in(backend) else names
 
 
@@ -279,6 +280,7 @@ class MegatronBackend(EngineBackend):
     def _self_check_worker(cls, spec: EngineSpec) -> Iterator[Worker | None]:
         """Start a checking process on rank 0: it imports its packages while this one imports Megatron."""
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
+        # Early only while this process still has to import Megatron; later the check starts its own process.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
@@ -286,6 +288,7 @@ class MegatronBackend(EngineBackend):
             return
         with worker:
             yield worker
+        # Reached only if the engine was built.
         process.mark_checked(model_dir, max_length)
 
     @classmethod

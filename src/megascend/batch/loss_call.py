@@ -125,6 +125,7 @@ class LossCall:
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; raise_together raises it again
             if self.problem is None:  # else the function turned _AbandonedError into another error
                 self.cause, self.problem = error, LossProblem(_describe(self.loss, self._calls, error), local=True)
+                # Other context parallel ranks may wait inside the function: tell them.
                 self._compare_states(_RAISED)
             return None
         return result
@@ -230,6 +231,7 @@ def raise_together(problems: Sequence[LossProblem | None], local_call: LossCall)
     present = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not present:
         return
+    # The rank on which it was raised has the traceback.
     rank, problem = next((entry for entry in present if entry[1].local), present[0])
     more = f" ({len(present)} ranks stopped)" if len(present) > 1 else ""
     raise LossFunctionError(

@@ -160,6 +160,7 @@ def build(
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
         for name in columns:
+            # Padding is token 0, which every vocabulary has, with weight 0.
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
@@ -191,6 +192,7 @@ def build(
         pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
         adapter_index=indices,
         positions=columns["position"],
+        # By position: under context parallelism a rank's padding is not at its end.
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
     )

@@ -95,6 +95,7 @@ def translate(
         kind, name = (match[1], match[2]) if match else (None, key)
         if name not in by_tensor:
             raise CheckpointError(f"nothing says which Hugging Face weight {name} is")
+        # An fp32 original is more precise than a 16-bit parameter.
         fp32 = kind == "param" or (kind is None and tensor.dtype.itemsize == 4)
         kinds = ("param", None) if fp32 else (kind,)
         for offsets, values in tensor.slices:
@@ -109,6 +110,7 @@ def translate(
             if read != values.numel():
                 if not tensor.may_differ:
                     raise CheckpointError(f"of {key} it has {read} of the {values.numel()} numbers that are needed")
+                # Rows that pad a vocabulary.
                 translation.padding.append(values)
     return translation
 
@@ -190,6 +192,7 @@ def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> N
 def to_text(hf_slices: HfSlices | str) -> str:
     """Return the file's content, JSON: ``tensors``, or the ``problem`` that kept the engine from describing them."""
     if isinstance(hf_slices, str):
+        # Engines of other kinds report it when they refuse the checkpoint.
         return json.dumps({"problem": hf_slices}) + "\n"
     rows = {
         name: [[hf_slice.weight, hf_slice.weight_offsets, hf_slice.offsets, hf_slice.sizes] for hf_slice in slices]

@@ -151,6 +151,7 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
     except CheckpointError as error:
         problem = str(error)
     rank_problems = gather_objects(problem, "world", groups, f"whether {directory} is whole")
+    # Every rank reads the manifest, so many may report the same problem.
     texts = dict.fromkeys(text for text in rank_problems if text is not None)
     if texts or manifest is None:
         raise CheckpointError(f"{directory} cannot be loaded: {'; '.join(texts)}")

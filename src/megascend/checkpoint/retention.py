@@ -82,6 +82,7 @@ class Retention:
 
     def _step(self, name: str) -> int | None:
         match = NAME.fullmatch(name)
+        # Only the spelling of path(), which would not find any other.
         return int(match[1]) if match and self.path(int(match[1])).name == name else None
 
 
@@ -104,6 +105,7 @@ def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:
         return sorted(steps, reverse=True)
     before = sorted((step for step in steps if step <= latest), reverse=True)
     after = sorted((step for step in steps if step > latest), reverse=True)
+    # First even if it is incomplete: loading it reports why.
     return [*([] if latest in before else [latest]), *before, *after]
 
 

@@ -216,6 +216,7 @@ class Saver:
             CheckpointError, TimeoutError: as :meth:`PendingSave.wait`; a failure is raised once.
         """
         pending = self._pending
+        # PendingSave.wait has reported its outcome already.
         if pending is not None and pending.done and pending.reported:
             self._pending = None
         elif pending is not None:
@@ -281,6 +282,7 @@ class Saver:
         contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
+        # Stands if the thread ends with an exception that is not caught below.
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
@@ -304,6 +306,7 @@ class Saver:
                     adapter_io.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
                 if contents.hf_slices is not None:
                     (temporary / hf_slices.NAME).write_text(hf_slices.to_text(contents.hf_slices), encoding="utf-8")
+                # With common.pt, what Megatron-Core's dist_checkpointing expects beside the tensors.
                 (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG), encoding="utf-8")
                 with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)
@@ -333,6 +336,7 @@ class Saver:
                 verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=all_files), after)
             if verdict is not None:
                 remove(temporary)  # a full disk is not to stay full of this
+        # A save is complete on the other ranks only when rank 0 has renamed the directory.
         return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megascend.checkpoint.slices import TensorSlices
 
 BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
+# A view as another dtype must begin at a multiple of its size.
 ALIGNMENT = 64
 
 

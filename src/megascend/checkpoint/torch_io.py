@@ -81,6 +81,7 @@ class ChunkReader(dcp.FileSystemReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
+        # Objects, such as random states, are read as torch reads them.
         return super().read_data(LoadPlan(objects, plan.storage_data, plan.planner_data), planner)
 
 
@@ -123,6 +124,7 @@ class _HashingFileSystem(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         file = Path(path)
+        # Files of tensors are called __{rank}_{number}.distcp.
         if mode != "wb" or not file.name.startswith("__"):
             with super().create_stream(file, mode) as stream:
                 yield stream

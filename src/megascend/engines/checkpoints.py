@@ -132,6 +132,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
     raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
+    # Each rank has its random streams; another layout has ranks without one.
     if same_layout:
         set_random_state(engine, state[_random_key(engine)])
     engine.trainable.restore(saved.step, counters)

@@ -57,6 +57,7 @@ def export(
                 problem = error
             except _FAULTS as error:
                 problem = _unexpected(error)
+        # Two exchanges: no rank starts the stream before rank 0 can write.
         raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
         raise_on_all_ranks(_write(weights, writer), groups, f"whether {target} could be written")
 

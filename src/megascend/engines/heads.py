@@ -120,6 +120,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
     Args:
         config: changed to have the head.
     """
+    # Eager attention is plain torch: no kernel of its own can be wrong.
     model = model_class(config, head, config.vocab_size).from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

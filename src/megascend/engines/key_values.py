@@ -27,6 +27,7 @@ def other_attention(config: Any) -> str | None:
     if kinds:
         return f"layers of kind {kinds[0]}"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # As text: each kind of layer may have its own nested settings.
     if any(kind in str(rope) for kind in ("'dynamic'", "'longrope'")):
         return "rotary embeddings that depend on the length"
     if any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attn_logit_softcap")):

@@ -65,6 +65,7 @@ class _WeightGradient:
         self._weight, self._rows = weight, shard.rows
         self.direct = direct and hasattr(weight, "main_grad")
         if self.direct:
+            # Padding rows get no gradient.
             self._sum = weight.main_grad[: shard.rows]  # type: ignore[reportAttributeAccessIssue]
         else:
             self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=torch.float32, device=weight.device)

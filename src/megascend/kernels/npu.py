@@ -17,6 +17,7 @@ LEFT_UP_CAUSAL, BAND = 2, 4
 """Values of ``sparse_mode`` that use the compressed mask."""
 
 
+# One mask for all layers and sequence lengths.
 @cache
 def compressed_triangle(device: torch.device) -> Tensor:
     """Return the compressed mask, bool [2048, 2048], True above the diagonal, where attention is masked out."""

@@ -62,6 +62,7 @@ class Adapter:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end here, not at the first step
         self.name, self.lora, self.layout = name, lora, layout
         self.adam, self.schedule, self.seed = adam, schedule, seed
+        # One vector, so that a reduction, the norm and a step are one operation each.
         self.values = torch.nn.Parameter(torch.zeros(layout.size, device=device))
         self.values.grad = torch.zeros(layout.size, device=device)
         self.fused = device.type == "cuda"

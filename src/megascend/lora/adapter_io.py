@@ -68,6 +68,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]
                 first, second = saved.moments
                 save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
+            # Digests show a later change by peft, whose files have none.
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
             # Last, after the digests of all other files: a directory with this file is complete.

@@ -69,6 +69,7 @@ class Ledger:
             return replace(self, stepped=True)
         now = min(self.start(request.adapter) for request in unit)
         served = {**self.served, **{r.adapter: self.start(r.adapter) + max(r.tokens, self.least) for r in unit}}
+        # start() takes the later of tag and ``now``, so lower tags say nothing.
         return Ledger(now, {adapter: tag for adapter, tag in served.items() if tag > now}, least=self.least)
 
 

@@ -58,6 +58,7 @@ def token_segments(
     """
     rank, ranks = part
     size = len(adapter_index) // ranks
+    # Sequence parallelism gives each rank consecutive tokens.
     local_slice = slice(rank * size, (rank + 1) * size)
     present = [index for index, count in enumerate(counts) if count]
     # One adapter: plain products are faster than grouped ones with a single group.

@@ -179,6 +179,7 @@ class StackedAdapters:
             stack_slices, grad_slices = (
                 self._slices(number, factor, index, adapter.lora.rank) for factor in (stack.b, stack.b_grads)
             )
+            # B of a slice covers its rows of the fused output only.
             for slice_number, blocks in enumerate(self._blocks[number]):
                 for block in blocks:
                     # Outside its rows a slice's gradient is undefined and never read.
@@ -248,6 +249,7 @@ def row_blocks(rows: Tensor) -> list[RowBlocks]:
     for first, end in zip(firsts, ends, strict=True):
         start, length = int(rows[first]), end - first + 1
         last = blocks[-1] if blocks else None
+        # Two blocks of one length define the step; later ones must continue it.
         if last is not None and length == last.length and last.count == 1:
             blocks[-1] = RowBlocks(last.start, length, start - last.start, 2)
         elif last is not None and length == last.length and start == last.start + last.count * last.step:
@@ -300,6 +302,7 @@ class StackPool:
         """Remove every copy of an adapter."""
         for stack in self._stacks.values():
             if adapter in stack.adapters:
+                # Emptied, not dropped: captured steps still read its memory.
                 stack.serve([None] * len(stack.adapters))
 
     @property

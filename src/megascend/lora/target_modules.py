@@ -83,6 +83,7 @@ class TargetModule:
 
         ``moe``: the mixture-of-experts layer whose experts' weights it holds, or None.
         """
+        # Experts may be stored one by one, so their fused names need not be in the checkpoint.
         missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
         if missing:
             raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
@@ -127,6 +128,7 @@ class ModelLayout:
     ) -> None:
         self.config, self.topology, self.coordinates, self.vocab_size = config, topology, coordinates, vocab_size
         self.names = set(tensor_names)
+        # Sorted: the order of a set of strings differs between processes.
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""
 

@@ -43,6 +43,7 @@ class ChosenTokens:
 
 def uniform(seed: int, sample: int, position: int) -> float:
     """Return the number in [0, 1) that draws token ``position`` of a request's response ``sample``: a hash of the arguments."""
+    # A hash, not a stream: a row draws the same numbers in every batch.
     content = f"{seed} {sample} {position}".encode()
     (number,) = struct.unpack("<Q", hashlib.blake2b(content, digest_size=8).digest())
     return (number >> 11) / 2**53  # 53 bits, the precision of a float: the result is below 1
@@ -83,6 +84,7 @@ def truncated(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
     if 0 < top_k < len(ordered):
         ordered, ids = ordered[:top_k], ids[:top_k]
     probabilities = ordered.softmax(-1)
+    # The mass before a token, so that the one that crosses top_p is kept.
     mass_before = probabilities.cumsum(-1) - probabilities
     mask = mass_before < top_p
     mask[0] = True

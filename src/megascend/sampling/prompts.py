@@ -41,6 +41,7 @@ def score_prompts(
     for index, values in _scored(
         backend, selected, lambda samples: step.forward(samples, entropy=False, logits=False).logprobs
     ):
+        # Nothing predicts the first token.
         logprobs[index] = (None, *([] if values is None else values.tolist()))
     tops: dict[int, tuple[TopLogprobs | None, ...]] = {}
     selected = [(index, request) for index, request in requests if request.topk_prompt_logprobs]
@@ -62,6 +63,7 @@ def _score_targets_and_draws(
     selected = {
         index: request for index, request in requests if request.target_tokens is not None or request.prompt_draws
     }
+    # One call for all requests, with as many columns as the largest needs.
     targets = max((len(row) for request in selected.values() for row in request.target_tokens or ()), default=0)
     draws = max((request.prompt_draws for request in selected.values()), default=0)
     fields = {

@@ -149,6 +149,7 @@ class Sampler:
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
         why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
         reports = gather_objects((refusals, seeds, why_no_cache), "world", self._groups, call)
+        # Decoders are collective: if one rank cannot cache, none does.
         self.why_no_cache = next((reason for *_, reason in reports if reason is not None), None)
         by_request = zip(*(report[0] for report in reports), strict=True)
         # Random seeds differ between ranks: all take rank 0's.
@@ -217,10 +218,12 @@ class Sampler:
             cancelled = frozenset(get_cancelled()) if self._groups.rank == 0 else frozenset()
             if logits is None or not self._chooses:
                 return _PassResult({}, (), cancelled)
+            # A row of NaN must not end the other rows.
             finite = logits.isfinite().all(-1).tolist()
             failed = tuple(row.number for row, is_finite in zip(rows, finite, strict=True) if not is_finite)
             return _PassResult(self._choose(rows, logits, finite), failed, cancelled)
         except Exception as error:
+            # Only a message reaches the other ranks; the traceback is logged here.
             logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
             return _PassResult({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
 

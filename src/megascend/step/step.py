@@ -56,6 +56,7 @@ def reporting_progress(
             on_micro_batch(entered // chunks, micro_batches)
             entered += 1
 
+    # Every engine marks its phases with the monitor, so none needs to know of progress.
     monitor.on_phase = on_phase
     try:
         yield
@@ -123,6 +124,7 @@ class Step:
                         sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
                     # Last, so that an error before it leaves the gradients unchanged.
                     self._accumulate() if keep else trainable.abandon()
+            # Raised by _reduce_metrics on all ranks, after the model's collectives.
             except LossFunctionError:
                 trainable.abandon()
                 raise
@@ -250,6 +252,7 @@ class Step:
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             rows, members = last_tokens(batch)
             logits = output.logits(rows)
+            # 0 for samples whose last token is on another context parallel rank: the sum over them follows.
             member_logits = logits.new_zeros(len(batch.members), logits.shape[1]).index_copy_(0, members, logits)
             return batch.weights.sum(), member_logits
 
@@ -322,6 +325,7 @@ class Step:
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
             report = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
+            # Reported, not raised: the other ranks wait in the exchange below.
             report = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(report, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
@@ -342,6 +346,7 @@ class Step:
                 # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
+                # The shortest costs least.
                 shortest = min(range(len(source)), key=lambda member: len(source[member]))
                 batch = build(source, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
             engine.trainable.prepare(batch, source, order)

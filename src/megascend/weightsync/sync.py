@@ -152,6 +152,7 @@ class WeightSync:
         """
         update, seconds = Update(), {}
         with self._groups.monitor.phase("weight sync"):
+            # Before anything is exported: all ranks must push the same.
             self._agree(version, adapter, alone)
             with _timed(seconds, "describe"):
                 source = self._describe(adapter, alone)
@@ -170,6 +171,7 @@ class WeightSync:
             with _timed(seconds, "commit"):
                 self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
             names = tuple(engine.name for engine in update.engines)
+            # The other ranks know neither the bytes nor the transport.
             return from_rank_0(
                 lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport),
                 self._groups,
@@ -221,6 +223,7 @@ class WeightSync:
         try:
             with contextlib.closing(source.stream):  # closing tells the other ranks that this one stopped early
                 if update.sender is None:
+                    # Iterating joins the export's collectives.
                     for _ in source.stream:
                         pass
                     return None
@@ -280,6 +283,7 @@ def check_transport(transport: str, device_type: str) -> None:
 
 
 def _deadline(timeout_s: float | None, backend: Backend) -> float:
+    # Rank 0 reports a failure after its own deadline: the others must wait longer.
     limit = backend.groups.timeout_s - MARGIN_S
     if timeout_s is None:
         timeout_s = max(1.0, min(120.0, limit / 2))

@@ -47,6 +47,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         super().__init__()
         self._divided = divided
         self._not_called: dict[int, str] = {}
+        # gate_up and down are parameters of one module, so one function computes both with their adapters.
         expert_slots: dict[int, tuple[Any, dict[str, AdapterSlot]]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):

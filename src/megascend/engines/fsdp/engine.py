@@ -193,6 +193,7 @@ class FsdpEngine(TransformersEngine):
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
+        # Replicas hold the same shards: the ranks of the first one write them.
         ranks_per_replica = self.topology.world_size // self._fsdp.replicate
         return dict(
             shards.state(

@@ -224,6 +224,7 @@ def state(
         if not everything and not (writes and values.numel()):
             return
         slices = tensors[name] = TensorSlices(shard.shape, values.dtype)
+        # A rank may have no rows of a small tensor.
         if values.numel():
             slices.add(shard.offsets, values.detach())
 

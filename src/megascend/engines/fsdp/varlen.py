@@ -71,6 +71,7 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value."""
     size = int(longest)
+    # The operator requires a random state, and does not read it without dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(),

@@ -322,6 +322,7 @@ class CapturedStep:
         if self._shape.kind == "hidden":
             return (hidden,)
         if self._shape.kind == "cross_entropy":
+            # 1.0: the static coefficients already contain the loss's gradient.
             return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
         logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)

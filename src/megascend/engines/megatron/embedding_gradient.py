@@ -49,6 +49,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
         module
         for chunk in chunks
         for module in chunk.modules()
+        # Not of subclasses, whose look-up may differ.
         if type(module) is VocabParallelEmbedding and module.weight.requires_grad
     ]
     for table in tables:

@@ -99,6 +99,7 @@ class MegatronEngine(Engine):
         start = time.monotonic()
         self.self_check = self._check_slice(checker, enabled=spec.self_check)
         self.self_check_s = time.monotonic() - start
+        # Before the build: providers choose classes and kernels by the model.
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
         # Modules are patched before DDP wraps them and takes their parameters.
@@ -152,6 +153,7 @@ class MegatronEngine(Engine):
         self.trainable = self.adapters = self._adapter_manager(spec)
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
+        # No DDP: a frozen model has no gradients to reduce.
         self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
@@ -316,6 +318,7 @@ class MegatronEngine(Engine):
         return micro_batches * self.topology.data, self.topology.context / micro_batches
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        # Steps with a KV cache are not captured: their shapes grow.
         if self.graphs is not None and self._cached is None:
             return self.graphs.run(batches, on_output, forward_only=forward_only)
 

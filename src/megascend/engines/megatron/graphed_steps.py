@@ -198,6 +198,7 @@ class GraphedSteps:
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
         """Return the reason why a micro batch cannot be captured, with the same text for all of its kind, or None."""
         stacked = self._stacked
+        # The number of tokens does not depend on the kind.
         tokens = self._shape_of(batch, "forward", entropy=False).tokens
         if tokens > self._settings.max_tokens:
             return f"micro batches above batching.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"

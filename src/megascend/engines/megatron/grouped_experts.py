@@ -61,6 +61,7 @@ class ExpertWeights:
         for name in reversed(names):
             layer._parameters[name] = layer._parameters.pop(name)
         changed(f"order of the parameters of {type(layer).__name__}", "last expert first, so that buffers are in order")
+        # Until settle() builds the view of all experts.
         self.stacked = self.parameters[0].data
         self.grads: Tensor | None = None
         self.ready: Callable[[Any], None] | None = None
@@ -78,6 +79,7 @@ class ExpertWeights:
         stacked = one_view(values)
         if stacked is None:
             stacked = torch.stack(values)
+            # They remain Megatron's parameters; only their memory moves.
             for parameter, part in zip(self.parameters, stacked, strict=True):
                 parameter.data = part
         self.stacked, self.ready = stacked, ready
@@ -157,6 +159,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
+        # Kept on the device: upstream moves its own references to the host.
         self._counts, self._received = counts, getattr(self, "num_global_tokens_per_local_expert", None)
         return counts
 
@@ -282,6 +285,7 @@ def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required
         ConfigError: a layer has other classes than those that this replaces.
     """
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    # All layers are checked before the first is patched.
     for layer in layers:
         experts, dispatcher = layer.experts, layer.token_dispatcher
         if not isinstance(experts, TEGroupedMLP) or type(dispatcher) is not MoEAlltoAllTokenDispatcher:

@@ -58,6 +58,7 @@ class MegatronGroups:
         """
         require_none_alive()
         self._created = True
+        # Megatron creates groups of one rank for every axis of size 1; here they share one.
         with shared_single_rank_groups():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=topology.tensor,

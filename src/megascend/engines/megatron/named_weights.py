@@ -272,6 +272,7 @@ class _Collector:
         if path.receivers == parts:
             return _all_gather(shard, split, len(parts), group)
         full = None
+        # Receiver by receiver, in the same order on all ranks, so that sends and receives match.
         for receiver in path.receivers:
             if rank != receiver:
                 _exchange([dist.P2POp(dist.isend, shard, receiver, group)])

@@ -106,6 +106,7 @@ class Routers:
         current = self._pass
         if not self._active or current is None:
             return
+        # TP ranks have different tokens: Megatron trains experts under TP only with sequence parallelism.
         group = self._groups.device_group("tp_cp")
         if group.size() > 1 and current.counts.numel():
             dist.all_reduce(current.counts, group=group)

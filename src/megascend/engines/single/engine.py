@@ -97,6 +97,7 @@ class SingleEngine(TransformersEngine):
             if forward_only:
                 continue
             if with_router_loss:
+                # transformers defines the loss for one forward pass: the mean over micro batches.
                 coefficient = self._router_loss / len(batches)
                 loss = loss + coefficient * router_loss(self.model, output, batch)
             self.backward(loss)
