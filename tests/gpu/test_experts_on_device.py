@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_cpu_and_nothing_waits_for_the_device():
         rows, order = token_rows(found, K), chunk_order(on_device, total)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for name in ("token", "choice", "place"):
+    for name in ("token", "choice", "row_index"):
         assert torch.equal(getattr(rows, name).cpu(), getattr(expected, name)), name
     for mine, theirs in zip(order, chunk_order(counts, total), strict=True):
         assert torch.equal(mine.cpu(), theirs)
@@ -49,8 +49,8 @@ def test_rows_are_those_of_the_cpu_and_nothing_waits_for_the_device():
 def test_sums_of_rows(dtype, width):
     rows = token_rows(routing("cuda"), K)
     values = normal(TOKENS * K, width, seed=2, dtype=dtype)
-    exact = values.double()[rows.place].sum(1)
-    assert error(gather_sum(values, rows.place), exact) < (1e-6 if dtype == torch.float32 else 3e-3)
+    exact = values.double()[rows.row_index].sum(1)
+    assert error(gather_sum(values, rows.row_index), exact) < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
 def test_permutations_and_their_gradients():
@@ -59,9 +59,9 @@ def test_permutations_and_their_gradients():
     weight = normal(TOKENS * K, 1, seed=5)
     order, place = (index.cuda() for index in (torch.randperm(TOKENS * K), torch.empty(TOKENS * K, dtype=torch.long)))
     place[order] = torch.arange(TOKENS * K, device="cuda")
-    spread = Spread.apply(hidden, rows.token, rows.place)
+    spread = Spread.apply(hidden, rows.token, rows.row_index)
     there_and_back = Moved.apply(Moved.apply(spread, order, place), place, order)
-    out = Combine.apply(there_and_back * weight, rows.token, rows.place)
+    out = Combine.apply(there_and_back * weight, rows.token, rows.row_index)
     out.backward(grad)
     x = hidden.detach().double().requires_grad_()
     exact = torch.zeros_like(x).index_add(0, rows.token, x[rows.token] * weight.double())

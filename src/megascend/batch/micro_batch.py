@@ -88,7 +88,7 @@ class MicroBatch:
         targets, weights: [n], one sample after the other.
         fields: the samples' other per-token fields, float32 [n].
         sample: int64 [n], position in ``members`` of each token's sample.
-        place: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
+        token_index: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
         adapter_index: of every sample, the index of its adapter among those of the call, ascending; all 0 without adapters.
@@ -109,7 +109,7 @@ class MicroBatch:
     weights: Tensor
     fields: dict[str, Tensor]
     sample: Tensor
-    place: Tensor
+    token_index: Tensor
     pairs: Tensor
     adapter_index: list[int]
     positions: list[Tensor]
@@ -188,7 +188,7 @@ def build(
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},
         sample=column(sample_of),
-        place=column(token_index),
+        token_index=column(token_index),
         pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
         adapter_index=indices,
         positions=columns["position"],
@@ -274,7 +274,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Split ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor per sample."""
+    """Split ``values`` [sum of padded lengths, ...], ordered by ``token_index``, into one unpadded tensor per sample."""
     parts = values.split(batch.padded_lengths)
     return [part[:length] for part, length in zip(parts, batch.lengths, strict=True)]
 
@@ -319,7 +319,7 @@ def next_tokens(
         weights=torch.zeros(total, device=device),
         fields={},
         sample=numbers,
-        place=numbers,
+        token_index=numbers,
         pairs=torch.empty(0, 2, dtype=torch.int64, device=device),
         adapter_index=[adapter_index[member] for member in members],
         positions=[torch.zeros(1, dtype=torch.int64)] * total,

@@ -43,14 +43,14 @@ class FirstFit:
         self._set(self._count, room)
         self._count += 1
 
-    def take(self, needed: int) -> int | None:
-        """Take ``needed`` room from the first bin that has it and return the bin's index; None if no bin has it."""
-        if self._max_room[1] < needed:
+    def take(self, size: int) -> int | None:
+        """Take ``size`` of the first bin with that much room and return the index of the bin; None if no bin has it."""
+        if self._max_room[1] < size:
             return None
         node = 1
         while node < self._size:
-            node = 2 * node if self._max_room[2 * node] >= needed else 2 * node + 1
-        self._set(node - self._size, self._max_room[node] - needed)
+            node = 2 * node if self._max_room[2 * node] >= size else 2 * node + 1
+        self._set(node - self._size, self._max_room[node] - size)
         return node - self._size
 
     def _set(self, index: int, room: int) -> None:
@@ -87,12 +87,12 @@ def plan_micro_batches(
             )
         fit, opened = bins.setdefault(bin_kinds[unit[0]], (FirstFit(), []))
         # Without packing all samples are padded to the first unit's length, the longest: room is counted in samples.
-        needed = tokens if packing else len(unit)
-        bin_index = fit.take(needed)
+        room = tokens if packing else len(unit)
+        bin_index = fit.take(room)
         if bin_index is not None:
             opened[bin_index].extend(unit)
             continue
-        fit.open((budget if packing else budget // length) - needed)
+        fit.open((budget if packing else budget // length) - room)
         opened.append(list(unit))
         plan.append(opened[-1])
     return plan

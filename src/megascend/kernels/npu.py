@@ -107,6 +107,6 @@ class GroupedProduct(torch.autograd.Function):
         grad = outputs[0].contiguous()
         rows, matrices, ends = ctx.saved_tensors
         for_rows, for_matrices = ctx.needs_input_grad[:2]
-        of_rows = grouped_product(grad, matrices.transpose(1, 2), ends, by_rows=True) if for_rows else None
-        of_matrices = grouped_product(rows.T, grad, ends, by_rows=False) if for_matrices else None
-        return of_rows, of_matrices, None
+        rows_grad = grouped_product(grad, matrices.transpose(1, 2), ends, by_rows=True) if for_rows else None
+        matrices_grad = grouped_product(rows.T, grad, ends, by_rows=False) if for_matrices else None
+        return rows_grad, matrices_grad, None

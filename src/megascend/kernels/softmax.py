@@ -51,7 +51,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
+    def for_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
         """Build the shard of tensor parallel ``rank``, where every rank's weight has ``local_rows`` rows."""
         start = rank * local_rows
         return cls(start, max(0, min(local_rows, vocab_size - start)), group)

@@ -73,7 +73,7 @@ class AdapterManager(MixedAdapters):
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             targets, all_names, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
         )
         self.layers = AdapterLayers(

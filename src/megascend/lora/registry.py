@@ -50,7 +50,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
-    def of_model(
+    def for_model(
         cls,
         targets: Sequence[TargetModule],
         all_names: Sequence[str],

@@ -148,7 +148,7 @@ class ModelLayout:
 
     def vocab_shard(self, module: Any) -> VocabShard:
         """Return this rank's rows of an embedding or output layer, without padding."""
-        return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.coordinates.tensor, None)
+        return VocabShard.for_rank(self.vocab_size, module.weight.shape[0], self.coordinates.tensor, None)
 
 
 def is_embedding(name: str) -> bool:

@@ -393,7 +393,7 @@ class Step:
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
         """Return one unpadded CPU tensor per sample from the tokens of all context parallel ranks."""
         padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
-        padded.index_copy_(0, batch.place.to(values.device), values)
+        padded.index_copy_(0, batch.token_index.to(values.device), values)
         return [tensor.clone() for tensor in unpack(self._over_context(padded), batch)]
 
     def _over_context(self, values: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class FsdpAdapters(MixedAdapters):
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, limits.targets)]
         drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             drawn,
             names,
             limits,

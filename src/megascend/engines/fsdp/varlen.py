@@ -50,10 +50,10 @@ def varlen_attention(
     """
     size = int(longest)
     # In order: starts of queries and keys, longest of both, dropout, causal, debug mask.
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         query, key, value, starts, starts, size, size, 0.0, True, False, scale=scale, **_window(window)
     )
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 @torch.library.custom_op("megascend::varlen_attention_backward", mutates_args=(), device_types="cuda")

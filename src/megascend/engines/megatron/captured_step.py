@@ -150,7 +150,7 @@ class StaticBatch:
             weights=self.coefficients,
             fields={},
             sample=nothing,
-            place=nothing,
+            token_index=nothing,
             pairs=indices(0, 2),
             adapter_index=[],
             positions=[],

@@ -176,7 +176,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.rows = rows = token_rows(routing_map, self.config.moe_router_topk)
         self.reversed_local_input_permutation_mapping = rows.token
-        spread: Any = Spread.apply(hidden, rows.token, rows.place)
+        spread: Any = Spread.apply(hidden, rows.token, rows.row_index)
         return spread, probs.reshape(-1).index_select(0, rows.choice)
 
     def dispatch_postprocess(
@@ -225,7 +225,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Sum each token's rows, in the shape of the layer's input."""
         assert self.rows is not None
-        combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.place)
+        combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.row_index)
         return combined.view(self.hidden_shape)
 
 

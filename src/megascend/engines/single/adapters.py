@@ -37,7 +37,7 @@ class PeftAdapters(AdapterSet):
         model.requires_grad_(False)
         # peft before 0.20 swaps the dimensions of transposed experts.
         targets = [target for target in layer_targets(model) if not is_transposed(target)]
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             targets,
             sorted(target.slices[0].name for target in targets),
             spec.adapters,
