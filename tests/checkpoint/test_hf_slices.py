@@ -152,11 +152,11 @@ def test_what_is_missing_is_named() -> None:
     _, theirs = stacked()
     without = {name: [part for part in parts if part.weight != "0.q"] for name, parts in theirs.items()}
     stored = {name: TensorSlices((), torch.float32) for name in theirs}
-    with pytest.raises(CheckpointError, match=r"of 0\.q it has 0 of the 20 numbers"):
+    with pytest.raises(CheckpointError, match=r"it has only 0 of the 20 values of 0\.q"):
         translate(wanted, mine, without, stored)
     with pytest.raises(CheckpointError, match="it has no qk"):
         translate(wanted, mine, theirs, {})
-    with pytest.raises(CheckpointError, match=r"nothing says which Hugging Face weight 0\.q is"):
+    with pytest.raises(CheckpointError, match=r"the engine does not map 0\.q to Hugging Face weights"):
         translate(wanted, {}, theirs, stored)
 
 

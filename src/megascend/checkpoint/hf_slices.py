@@ -93,7 +93,7 @@ def translate(
         match = _OPTIMIZER_NAME.fullmatch(key)
         kind, name = (match[1], match[2]) if match else (None, key)
         if name not in by_tensor:
-            raise CheckpointError(f"nothing says which Hugging Face weight {name} is")
+            raise CheckpointError(f"the engine does not map {name} to Hugging Face weights")
         # An fp32 original is more precise than a 16-bit parameter.
         fp32 = kind == "param" or (kind is None and tensor.dtype.itemsize == 4)
         kinds = ("param", None) if fp32 else (kind,)
@@ -108,7 +108,9 @@ def translate(
                     read += target.numel()
             if read != values.numel():
                 if not tensor.may_differ:
-                    raise CheckpointError(f"of {key} it has {read} of the {values.numel()} numbers that are needed")
+                    raise CheckpointError(
+                        f"it has only {read} of the {values.numel()} values of {key} that this rank needs"
+                    )
                 # Rows that pad a vocabulary.
                 translation.padding.append(values)
     return translation

@@ -71,13 +71,13 @@ def parse(text: str, path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
     digest = values.pop("digest", None)
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')!r}; this version of megascend reads {FORMAT}")
     # The text as well: another spelling of the same values is a change, too.
     if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
-        raise CheckpointError(f"{path} is damaged: it is not as it was written")
+        raise CheckpointError(f"{path} is damaged: it has changed since it was written")
     return Manifest(**values)
 
 

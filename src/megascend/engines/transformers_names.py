@@ -68,7 +68,9 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     for name, parts in slices.items():
         covered = sum(math.prod(hf_slice.sizes) for hf_slice in parts)
         if covered != math.prod(shapes[name]):
-            raise CheckpointError(f"model: {name} is not read whole: {covered} of {math.prod(shapes[name])} numbers")
+            raise CheckpointError(
+                f"model: {name} is not read completely: {covered} of {math.prod(shapes[name])} values"
+            )
     return slices
 
 

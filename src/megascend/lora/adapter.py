@@ -103,7 +103,7 @@ class Adapter:
 
     @property
     def taken_count(self) -> Tensor:
-        """:attr:`taken` as a float32 scalar, which AdamW counts on: on the device where that is one kernel, else on the CPU."""
+        """:attr:`taken` as the float32 scalar that AdamW increments: on the device if AdamW is fused, else on the CPU."""
         return self._steps_taken
 
     @property

@@ -89,16 +89,16 @@ class StackedAdapters:
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Hold other adapters from now on if they fit the allocated memory; return whether they do."""
+        """Switch to other adapters if they fit the allocated memory; return whether they do."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
         self.serve(adapters)
         return True
 
     def serve(self, adapters: Sequence[Adapter | None]) -> None:
-        """Hold other adapters from now on: the same number, none of a higher rank."""
+        """Switch to other adapters: the same number, none of a higher rank."""
         self._assign(adapters)
-        for stack in self.stacks:  # clear values of the last adapters that these do not overwrite
+        for stack in self.stacks:  # clear the previous adapters' values, which these may not overwrite completely
             stack.a.zero_()
             stack.b.zero_()
 

@@ -231,7 +231,7 @@ class WeightSync:
         except MegascendError as error:
             return error
         except WireError as error:
-            return WeightSyncError(f"{_target(source)}: {error}; the old weights are in force on all engines")
+            return WeightSyncError(f"{_target(source)}: {error}; all engines keep the old weights")
         except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
             return WeightSyncError(
                 f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -113,7 +113,7 @@ def load(
             read += _read(shard, source, headers[source.weight], files, fresh or {}, dtype)
     holes = names_with_nan({shard.name: shard.local for shard in shards})
     if holes:
-        raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
+        raise CheckpointError(f"model: {holes[0]} contains NaN, or was not read completely")
     return read
 
 

@@ -87,9 +87,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
     config: Any = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
-        "something else has taken the place of its methods": bool(
-            {"forward", "get_query_key_value_tensors"} & vars(attention).keys()
-        ),
+        "its methods are patched already": bool({"forward", "get_query_key_value_tensors"} & vars(attention).keys()),
         f"not on {device_type}": next(attention.parameters()).device.type != device_type,
         "a rotary embedding that is not Transformer Engine's of rotated halves": (
             not config.apply_rope_fusion or config.position_embedding_type != "rope" or config.rotary_interleaved
