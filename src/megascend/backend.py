@@ -267,6 +267,7 @@ class Backend:
         try:
             result = check()
         except MegascendError as problem:
+            # The other ranks raise this rank's problem, and this rank the error itself.
             agree(call, self.groups, problem)
             raise
         agree(call, self.groups)

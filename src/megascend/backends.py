@@ -203,6 +203,7 @@ class EngineBackend(Backend):
             "head": head,
             "fsdp": fsdp,
         }
+        # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
         spec = EngineSpec.of(model, settings)
         # The property raises for micro_batch_tokens "auto", which only a run resolves.
@@ -264,6 +265,7 @@ class MegatronBackend(EngineBackend):
         runtime.check_batching(topology, spec.batching)
         runtime.load_megatron()
 
+        # Imported here, as in the other engines: none needs the packages of another.
         from megascend.engines.megatron.build import check_architecture
 
         check_architecture(spec.model)

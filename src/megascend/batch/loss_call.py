@@ -118,6 +118,7 @@ class LossCall:
         try:
             result = call()
             self._compare_states(_RETURNED)
+        # Failures of communication, which are not the function's.
         except (ProcessGroupError, CollectiveTimeoutError):
             raise
         except _AbandonedError:
@@ -149,6 +150,7 @@ class LossCall:
             counted = weighted(values, weights * factors) if loss.per == "token" else values * factors
             total = counted.sum()
         _check_graph(loss, total, leaves)
+        # A function may use only one of the two.
         raw_gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         trained = weights != 0
         gradients = [None if gradient is None else torch.where(trained, gradient, 0.0) for gradient in raw_gradients]

@@ -48,9 +48,8 @@ class LossInputs:
     pairs: Tensor
     reduce_context: Callable[[Tensor], Tensor]
     entropy: Tensor | None = None
-    advantages: Any = (
-        None  # a Tensor if all samples have it; Any, so that a loss with it in Loss.requires need not check for None
-    )
+    # Tensors if all samples have them; Any, so that a loss that requires a field need not check for None.
+    advantages: Any = None
     old_logprobs: Any = None
     ref_logprobs: Any = None
     returns: Any = None

@@ -51,6 +51,7 @@ class SequenceLayout:
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sample of ``length`` takes in a plan."""
         multiple = self.sample_multiple
+        # In a padded batch sequence parallel ranks divide each row, in a packed one only all tokens together.
         return round_up(length, multiple if self.packing else multiple * self.token_multiple)
 
     def local_chunks(self, length: int) -> list[slice]:
@@ -121,6 +122,7 @@ class MicroBatch:
     @property
     def token_adapter_index(self) -> Tensor:
         """Index of each token's adapter, int64 [n]."""
+        # Of one adapter, as usual: nothing to copy from the host.
         if len(set(self.adapter_index)) == 1:
             return torch.full_like(self.sample, self.adapter_index[0])
         return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]

@@ -186,6 +186,7 @@ class Saver:
             if write_more is not None:
                 write_more(temporary)
         except BaseException:
+            # An interrupt, too, must not leave the unfinished directory.
             if self._groups.rank == 0:
                 remove(temporary)
             raise

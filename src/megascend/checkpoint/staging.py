@@ -29,6 +29,7 @@ class Staging:
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate the memory that ``state`` will need, in the background."""
+        # Two threads must not allocate blocks at once.
         self._prepared()
         sizes = [_bytes(values) for values in _values(state)]
         self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)

@@ -33,10 +33,12 @@ class SliceSavePlanner(dcp.DefaultSavePlanner):
     """Planner of a save of :class:`TensorSlices` and of objects."""
 
     def __init__(self) -> None:
+        # The state is flat already: names to slices and objects.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
+        # torch takes TensorSlices for objects, as they are not tensors.
         return value.at(index) if isinstance(value, TensorSlices) else value
 
 
@@ -72,6 +74,7 @@ class ChunkReader(dcp.FileSystemReader):
             else:
                 where = self.storage_data[item.storage_index]
                 by_chunk.setdefault((where.relative_path, where.offset), []).append(item)
+        # In the order of the files.
         for _, items in sorted(by_chunk.items(), key=lambda entry: entry[0]):
             where: Any = self.storage_data[items[0].storage_index]
             # weights_only: nothing in a checkpoint's tensors is executed.
@@ -108,6 +111,7 @@ class ChunkWriter(dcp.FileSystemWriter):
         # No copies ahead: the tensors are in host memory.
         super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self.digests: dict[str, dict[str, Any]] = {}
+        # The base class has no parameter for its file system.
         self.fs = _HashingFileSystem(self.digests)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -50,6 +50,7 @@ class KeyValues:
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         self.lengths = [0] * rows
         self._longest, self._device = longest, device
+        # By transformers' layer_idx or Megatron's layer_number.
         self._layers: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._positions, self._visible = torch.empty(0), torch.empty(0)
 

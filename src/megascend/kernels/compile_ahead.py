@@ -139,6 +139,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         for call in calls(job):
             call()
         wait(running)
+    # Raises the errors of the compilers.
     for future in running:
         future.result()
     return len(compiled)

@@ -233,9 +233,8 @@ class _QkvRope(torch.autograd.Function):
                 HEADS=heads, HALF=half, REST=width - 2 * half, NORM=query_weight is not None, PACKED=starts is not None,
                 TOKENS=tile, num_warps=4,
             )  # fmt: skip
-        kept = (
-            None if query_weight is None else mixed
-        )  # without norms the way back is a rotation of the gradients alone
+        # Without norms the backward pass only rotates the gradients, and does not need the input.
+        kept = None if query_weight is None else mixed
         ctx.save_for_backward(kept, query_weight, key_weight, angles, starts)
         ctx.eps = eps
         return query, key, value
@@ -252,6 +251,7 @@ class _QkvRope(torch.autograd.Function):
         sums, partial = any(ctx.needs_input_grad[1:3]), None
         if sums:
             processors = torch.cuda.get_device_properties(grad.device).multi_processor_count
+            # Few programs with several tiles each, so that few rows of partial sums are added up.
             programs = min(programs, PROGRAMS_PER_PROCESSOR * processors)
             partial = torch.empty(programs, 2, width, dtype=torch.float32, device=grad.device)
         if programs:

@@ -128,9 +128,8 @@ class Adapter:
             return NextStep(adam, math.inf, 1.0)
         norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
         if adam.max_grad_norm > 0:
-            factor *= min(
-                1.0, adam.max_grad_norm / (norm + 1e-6)
-            )  # the epsilon of Megatron and torch's clip_grad_norm_
+            # The epsilon of Megatron and of torch's clip_grad_norm_.
+            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
         return NextStep(adam, norm, factor)
 
     def count_step(self, step: NextStep) -> StepResult:

@@ -86,6 +86,7 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tens
     elif kernel == "npu":
         out = grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
     else:
+        # A loop on devices without a grouped kernel.
         out = torch.cat([part @ matrix for part, matrix in zip(rows.split(segments.sizes()), weights, strict=True)])
     return out if base is None else out.add_(base)
 

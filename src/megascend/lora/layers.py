@@ -232,11 +232,13 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         mixed: returns the micro batch's segments, or None if all its tokens have one adapter, or none.
     """
     dispatcher = moe.token_dispatcher
+    # With fused permutation the dispatcher's mapping has another form.
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
         raise ConfigError(
             f"adapters on experts need Megatron's all-to-all token dispatcher, unfused; this model has "
             f"{type(dispatcher).__name__}"
         )
+    # Rows from several ranks arrive by source, so they are not sorted by adapter.
     rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
     permuted: list[Tensor | None] = [None]  # passed from the first hook to the second

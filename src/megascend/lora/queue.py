@@ -262,6 +262,7 @@ class AdapterQueue:
         except BaseException as error:
             for waiting in unit:
                 if not waiting.future.done():
+                    # A forward leaves no gradients.
                     self._fail(waiting, error, gradients_lost=waiting.kind != "forward")
             raise
         finally:
@@ -391,6 +392,7 @@ class AdapterQueue:
         """Dequeue requests that have failed, and those that must fail because of them."""
         while adapter in self._lines:
             first = self._lines[adapter][0]
+            # Calls run in any case, also between a failed forward_backward and its optimizer_step.
             if first.kind == "call":
                 return
             if first.number in self._unchecked:
@@ -406,6 +408,7 @@ class AdapterQueue:
             if not first.future.done():
                 first.future._fail(_not_run(first, self._incomplete[adapter]))
             if first.kind == "forward_backward":
+                # The first failure is the cause of the later ones.
                 self._incomplete.setdefault(adapter, cast("Exception", first.future._error))
             elif first.kind == "optimizer_step":
                 self._incomplete.pop(adapter, None)

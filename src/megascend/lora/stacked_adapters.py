@@ -171,6 +171,7 @@ class StackedAdapters:
         for (span, values), (_, grads) in pairs:
             number, stack = span.shape_group, self.stacks[span.shape_group]
             if span.factor == "a":
+                # Transposed: the stack stores A with its input innermost.
                 stack_slices, grad_slices = (
                     self._slices(number, factor.mT, index, adapter.lora.rank) for factor in (stack.a, stack.a_grads)
                 )

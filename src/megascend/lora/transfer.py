@@ -129,6 +129,7 @@ def scatter(
                     a, b = local_factors(target, fused_slice, expert, pair)
                     if span.factor == "a":
                         values[layer, expert, number].copy_(a)
+                    # Assignment by index, unlike copy_, needs the values on the device.
                     else:
                         values[layer, expert, :, fused_slice.local_rows] = b.to(values.device)
 

@@ -59,6 +59,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
     temperature = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=logits.device)
     uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=logits.device)
     greedy = temperature == 0
+    # Divided by 1 at temperature 0, where argmax chooses below.
     drawn_distribution = (wide / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     for row, draw in enumerate(draws):
         if draw.temperature > 0 and (draw.top_p < 1 or 0 < draw.top_k < logits.shape[-1]):

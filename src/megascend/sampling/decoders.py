@@ -104,6 +104,7 @@ class Cached(Decoder):
         logits = self._step.next_token_logits(samples, everywhere=False, on_batch=fill_cache)
         prompt_index = {request_index: index for index, request_index in enumerate(prompts)}
         selection = [prompt_index[row.request_index] for row in rows]  # a prompt's row, once for every response
+        # From a row for each prompt to one for each response.
         cache.take(selection)
         self._numbers = [row.number for row in rows]
         self._evaluate()

@@ -143,6 +143,7 @@ class Sampler:
     def _agree(self, requests: Sequence[SampleRequest]) -> tuple[list[str | None], list[int]]:
         """Return the requests' refusals and seeds, the same on all ranks."""
         refusals = [self._refusal(request) for request in requests]
+        # Not from torch's generators: sampling must not change the random state of training.
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
         # Ranks compare a digest: prompts may be long.
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
@@ -176,6 +177,7 @@ class Sampler:
     ) -> Iterator[None]:
         """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; updates ``all_cancelled``."""
         share = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
+        # All ranks keep the state of all rows, so that they agree on when a batch ends.
         by_number = {row.number: row for row in batch}
         _cancel(batch, all_cancelled)
         decoder: Decoder

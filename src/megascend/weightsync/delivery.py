@@ -131,9 +131,11 @@ class Delivery:
             raise WeightSyncError(
                 f"version {version} was not sent: {error}; all engines keep the old weights"
             ) from error
+        # An interrupt, too: engines would keep the update in memory until its lease ends.
         except BaseException:
             self.drop(update)
             raise
+        # After the try block: a commit that failed on some engines cannot be dropped.
         self.commit(update)
         return update
 
@@ -157,6 +159,7 @@ class Delivery:
         names = [engine.name for engine in update.engines]
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
+        # The devices of the engines' workers decide the transport.
         answers = self._all(update, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {name: len(locations[name]) for name in names}

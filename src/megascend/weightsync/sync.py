@@ -150,6 +150,7 @@ class WeightSync:
             ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
+        # Only rank 0 fills it.
         update, seconds = Update(), {}
         with self._groups.monitor.phase("weight sync"):
             # Before anything is exported: all ranks must push the same.

@@ -127,6 +127,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
     heads = config.num_attention_heads // config.tensor_model_parallel_size
 
     def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # GPTModel.forward begins with input_ids, position_ids, attention_mask.
         mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
         if mask is None and config.attention_mask_type == "causal":
             return args, kwargs

@@ -208,6 +208,7 @@ def _packed_rotation(angles: Tensor, packed: Any) -> Rotation | None:
     starts, longest = _starts(packed, "q"), packed.max_seqlen_q
     plain = (
         packed.qkv_format == "thd"
+        # The same tensor: equal lengths without a comparison on the device.
         and starts is _starts(packed, "kv")
         and isinstance(longest, int)
         and getattr(packed, "local_cp_size", None) is None

@@ -88,6 +88,7 @@ def named_weights(
     def finish(name: str, tensor: Tensor) -> Tensor:
         if merge is not None:
             tensor = merge(name, tensor)
+        # After the merge, which may leave the range of fp16.
         if problem := out_of_range(name, tensor, tensor.dtype):
             raise CheckpointError(f"named_weights: {problem}")
         return tensor
