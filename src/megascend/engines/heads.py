@@ -95,9 +95,6 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
 def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
     """Return transformers' auto class of a model with this head, and change the configuration accordingly.
 
-    A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token of a
-    sequence; so all scalar heads use the token classifier.
-
     Args:
         outputs: values per token of a scalar head.
     """
@@ -105,6 +102,8 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
 
     if head is None:
         return AutoModelForCausalLM
+    # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
+    # of a sequence: all scalar heads use the token classifier.
     config.num_labels = outputs
     config.classifier_dropout = head.dropout
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()

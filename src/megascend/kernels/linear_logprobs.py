@@ -54,15 +54,13 @@ def chunks(
 
 
 class _WeightGradient:
-    """Accumulator of the gradient of the output weight [local rows, h].
-
-    Under Megatron's DDP every parameter has an fp32 buffer ``main_grad``. Adding to it directly saves a copy in the
-    model's dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so in that
-    case the gradient is returned to autograd as usual.
-    """
+    """Accumulator of the gradient of the output weight [local rows, h]."""
 
     def __init__(self, weight: Tensor, shard: VocabShard, direct: bool) -> None:
         self._weight, self._rows = weight, shard.rows
+        # Under Megatron's DDP every parameter has an fp32 buffer main_grad. Adding to it directly saves a copy in the model's
+        # dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so in that case
+        # (not direct) the gradient is returned to autograd as usual.
         self.direct = direct and hasattr(weight, "main_grad")
         if self.direct:
             # Padding rows get no gradient.

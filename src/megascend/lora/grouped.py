@@ -43,12 +43,10 @@ class Segments:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Return the library with grouped products on a device: torch on compute capability 9.0, torch_npu on NPUs.
-
-    Not torch on 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
-    """
+    """Return the library with grouped products on a device: torch on compute capability 9.0, torch_npu on NPUs."""
     if device.type == "npu":
         return "npu"
+    # Not 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
     return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
 
 

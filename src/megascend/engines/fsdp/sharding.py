@@ -178,11 +178,9 @@ def shard(
 
 
 def _hide_hooks_from_recomputation(unit: nn.Module) -> None:
-    """Run the hooks of a unit inside a recomputed layer outside the dispatch modes of selective activation checkpointing.
-
-    The modes count operators. The recomputed forward pass may gather where the first one did not, or the reverse, and torch
-    would report an operator that it has not counted before as nondeterminism.
-    """
+    """Run the hooks of a unit inside a recomputed layer outside the dispatch modes of selective activation checkpointing."""
+    # The modes count operators. The recomputed forward pass may gather where the first one did not, or the reverse, and
+    # torch would report an operator that it has not counted before as nondeterminism.
 
     def without_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -211,10 +209,8 @@ def _prefetch_next_layers(split: list[nn.Module]) -> None:
 
 
 def reshard(units: list[FSDPModule]) -> None:
-    """Free gathered parameters.
-
-    Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one would use
-    the old values even after a load or an update.
-    """
+    """Free gathered parameters."""
+    # Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one
+    # would use the old values even after a load or an update.
     for unit in units:
         unit.reshard()

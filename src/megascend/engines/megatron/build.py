@@ -252,11 +252,10 @@ def check_output_layer(config: ModelConfig) -> None:
 def check_window(config: ModelConfig, longest: int) -> None:
     """Raise ConfigError if samples may exceed a sliding window that mcore-bridge has dropped.
 
-    It drops ``sliding_window`` for most architectures, and the model would silently attend to all tokens.
-
     Args:
         longest: tokens of the longest sample allowed.
     """
+    # mcore-bridge drops sliding_window for most architectures; the model would silently attend to all tokens.
     hf: Any = config.hf_config
     window = getattr(hf, "sliding_window", None)
     sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
@@ -287,13 +286,11 @@ def check_dropout(config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def preserved_rope_functions() -> Iterator[None]:
-    """Undo mcore-bridge's change to transformers' table of RoPE initialisers.
-
-    Building any of its models replaces the ``default`` entry with a function that fails for transformers' own configurations,
-    so that every Hugging Face model built later in the process fails.
-    """
+    """Undo mcore-bridge's change to transformers' table of RoPE initialisers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    # Building any of its models replaces the "default" entry with a function that fails for transformers' own
+    # configurations, so that every Hugging Face model built later in the process would fail.
     before = dict(ROPE_INIT_FUNCTIONS)
     changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "is as it was after mcore-bridge has built a model")
     try:
@@ -318,12 +315,11 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
     """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes.
 
-    MindSpeed creates the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
-    unreduced, without an error.
-
     Raises:
         PlatformError: an attribute was lost.
     """
+    # MindSpeed creates the parameters of norms on the CPU. A move that lost sequence_parallel would leave their gradients
+    # unreduced, without an error.
     before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     chunk.to(device)
     for name, parameter in chunk.named_parameters():
@@ -335,12 +331,10 @@ def move(chunk: torch.nn.Module, device: torch.device) -> None:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Set the attributes by which Megatron's gradient norm knows sharded parameters.
-
-    Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
-    them the norm leaves out every rank's embedding and output shard but the first's. MindSpeed's grouped linear layers
-    never set them, so that all ranks' experts but the first's would be missing.
-    """
+    """Set the attributes by which Megatron's gradient norm recognises sharded parameters."""
+    # Megatron sets them while it initialises weights, which mcore-bridge skips (perform_initialization=False); without
+    # them the norm would leave out every rank's embedding and output shard but the first's. MindSpeed's grouped linear
+    # layers never set them, so that all ranks' experts but the first's would be missing.
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes

@@ -41,7 +41,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
     """Patch embeddings of ``chunks`` to accumulate their gradients themselves, and return how many were patched.
 
     Only without tensor parallelism, and without reductions that overlap the backward pass: these start when autograd reports the
-    gradient. A look-up that another package has replaced (multimodal models) is still called.
+    gradient.
     """
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
@@ -61,6 +61,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
 def _forward(table: Any, upstream: Any) -> Any:
     def forward(input_: Tensor) -> Any:
         current = type(table).forward
+        # Another package has replaced the look-up, for example for multimodal models.
         if current is not upstream:
             return current(table, input_)
         return _LookUp.apply(input_, table.weight)

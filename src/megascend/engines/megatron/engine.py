@@ -484,18 +484,16 @@ class MegatronEngine(Engine):
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make Transformer Engine accumulate weight gradients into Megatron's fp32 buffers inside its matrix products.
-
-    Megatron's own switch (``gradient_accumulation_fusion``) would also require Apex in layers that are not Transformer
-    Engine's. With the parameter cache on, a module takes the first micro batch of a call as the first of the step and
-    overwrites the buffer, which would drop the gradients of an earlier ``forward_backward``; it saves nothing in bf16.
-    """
+    """Make Transformer Engine accumulate weight gradients into Megatron's fp32 buffers inside its matrix products."""
     for chunk in chunks:
         for module in chunk.modules():
+            # Megatron's own switch, gradient_accumulation_fusion, would require Apex in layers that are not Transformer Engine's.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 patch(
                     module, "fuse_wgrad_accumulation", True, "weight gradients go straight into Megatron's fp32 buffers"
                 )
+                # With the cache a module takes the first micro batch of a call as the first of the step, and overwrites the
+                # buffer: gradients of an earlier forward_backward would be lost. In bf16 the cache saves nothing.
                 patch(
                     module, "disable_parameter_transpose_cache", True, "no gradient of an earlier call is overwritten"
                 )

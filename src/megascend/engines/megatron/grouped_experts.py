@@ -45,9 +45,6 @@ class ExpertSegments(Segments):
 class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
-    Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. So the parameters are
-    registered in descending order, which makes them contiguous in ascending order in the buffers.
-
     Attributes:
         parameters: of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them.
@@ -58,6 +55,8 @@ class ExpertWeights:
     def __init__(self, layer: Any) -> None:
         names = [f"weight{index}" for index in range(layer.num_gemms)]
         self.parameters: list[Any] = [getattr(layer, name) for name in names]
+        # Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. Registered in
+        # descending order, they are contiguous in ascending order in the buffers.
         for name in reversed(names):
             layer._parameters[name] = layer._parameters.pop(name)
         changed(f"order of the parameters of {type(layer).__name__}", "last expert first, so that buffers are in order")

@@ -210,10 +210,8 @@ class _WithLoss(torch.autograd.Function):
 
 @contextlib.contextmanager
 def biases_in_fp32(chunk: torch.nn.Module) -> Iterator[None]:
-    """Keep routers' correction biases in fp32 while the block converts a chunk to 16 bits.
-
-    They are fp32 in every precision, as in transformers; rounded to bf16, routers would choose other experts.
-    """
+    """Keep routers' correction biases in fp32 while the block converts a chunk to 16 bits."""
+    # They are fp32 in every precision, as in transformers; rounded to bf16, routers would choose other experts.
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     biases = [(router, bias.clone()) for router in routers if (bias := router.expert_bias) is not None]
     yield
