@@ -120,6 +120,7 @@ class Backend:
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
+        # All ranks compute all shares: no exchange is needed.
         shares = shard([len(s) for s in samples], [s.pair for s in samples], self.topology.data)
         return [samples[index] for index in shares[self.topology.coordinates(self.rank).data]]
 
@@ -298,6 +299,7 @@ class Backend:
 
     def _free_memory(self) -> None:
         """Free cached device memory, and memory that only makes steps faster."""
+        # First the captured steps, whose memory is in the cache that is freed next.
         self.engine.release_memory()
         self.platform.free_cached_memory()
 
@@ -370,6 +372,7 @@ class Backend:
             OutOfDeviceMemoryError: on every rank, if any rank has no memory for it, its gradients and its moments.
         """
         settings = lora or Lora()
+        # Checked and agreed on before any rank allocates.
         self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
         with self._freeing():
             self._adapters().add(name, settings)
@@ -477,6 +480,7 @@ class Backend:
         self._agree(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
         if alone and adapter is not None:
             factors = self._adapters().named_weights(adapter, everywhere=receivers != "main")
+            # All ranks have taken part in the exchange above; only some yield its result.
             receives = receivers in ("all", "main") or self.rank in receivers
             return (
                 (name, tensor if device is None else tensor.to(device)) for name, tensor in factors.items() if receives
@@ -592,6 +596,7 @@ class Backend:
             # It may be the checkpoint that is to be loaded.
             self._saver.finish()
             directory = Path(path)
+            # Digests first: a damaged file must not be loaded half.
             saved = manifest.verify(directory, self.groups)
             current = checkpoints.describe(self.engine)
             manifest.check_fits(saved, current, directory)

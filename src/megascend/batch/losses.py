@@ -177,6 +177,7 @@ def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high
 
     The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
     """
+    # The ratio is a mean over tokens, whatever their weights.
     counted = (inputs.weights != 0).to(logprobs.dtype)
 
     def per_sample(values: Tensor) -> Tensor:
@@ -209,6 +210,7 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     ratio = torch.exp(log_ratio)
     penalised_advantages = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
     was_clipped = ratio > max_ratio
+    # Not multiplied by the ratio where it is clipped: it may be infinite.
     weighted = torch.where(was_clipped, max_ratio * penalised_advantages, _ratio_times(log_ratio, penalised_advantages))
     return -weighted * logprobs, {
         "ratio": _ratio_figure(log_ratio),
@@ -281,6 +283,7 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     logits = beta * (chosen - rejected)
     return -F.logsigmoid(logits), {
         "accuracy": (logits > 0).float(),
+        # Finite: an infinite metric would spoil the average over all pairs.
         "reward_chosen": (beta * chosen.detach()).clamp(-LARGEST, LARGEST),
         "reward_rejected": (beta * rejected.detach()).clamp(-LARGEST, LARGEST),
     }

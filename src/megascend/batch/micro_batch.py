@@ -258,6 +258,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
     """
     if not layout.for_megatron:
         return PackedLengths(tuple(padded))
+    # Imported here: engines without Megatron take PackedLengths.
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)

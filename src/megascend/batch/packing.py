@@ -121,6 +121,7 @@ def split_to(
         inside = list({id(unit_of[index]): unit_of[index] for index in members}.values())
         halves: tuple[list[int], list[int]] = ([], [])
         loads = [0, 0]
+        # Longest first onto the lighter half.
         for weight, unit in sorted(((_weight(unit, lengths), unit) for unit in inside), key=lambda entry: -entry[0]):
             lighter = loads.index(min(loads))
             halves[lighter].extend(unit)
