@@ -92,7 +92,7 @@ def _slices_of_layer(
     model: Any, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorHeader]
 ) -> dict[str, list[HfSlice]]:
     names = list(shapes)
-    # Two conversions, of row and of column indices: one number cannot hold both for fused experts.
+    # An element holds one index, so the rows and the columns of fused experts take two conversions.
     rows, columns = (
         in_checkpoint(model, {name: _numbers(shapes[name], number, dim) for number, name in enumerate(names)}, headers)
         for dim in (0, 1)

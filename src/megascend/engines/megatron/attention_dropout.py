@@ -23,7 +23,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     for chunk in chunks:
         for module in chunk.modules():
             value = getattr(module, "attention_dropout", None)
-            # Megatron's and Transformer Engine's attention have a Dropout module, MindSpeed's a number.
+            # A probability or a Dropout module, depending on the implementation.
             if isinstance(value, float):
                 attributes.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):

@@ -151,7 +151,7 @@ class FusedQkv:
         rotation, attention = self._pending, self._attention
         if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
             return self._split(hidden_states, *args, **kwargs)
-        # Cleared before use: an exception below must not leave it for the next call.
+        # Marks it as used, which forward() checks.
         self._pending = None
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None

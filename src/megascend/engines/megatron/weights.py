@@ -59,7 +59,7 @@ class _Loader(SafetensorLazyLoader):
         self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
 
     def _open_file(self, filename: str) -> Any:
-        # safe_open of a relative path would depend on the working directory at the first read.
+        # Absolute: upstream joins the name to the directory of the model, and headers have the whole path already.
         return super()._open_file(str(Path(filename).absolute()))
 
 
