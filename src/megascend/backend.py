@@ -99,7 +99,7 @@ class Backend:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, tied ones counted once."""
+        """Parameters of the model, tied ones counted once."""
         return self.engine.info.parameter_count
 
     def flops_per_token(self, length: int) -> float:

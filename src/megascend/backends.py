@@ -98,7 +98,7 @@ def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path
     backend = _backend_of(engine)
     if _is_built_in(backend):
         names = {field.name for field in fields(EngineSpec)}
-        # The others, such as save_timeout_s, are settings of the backend alone.
+        # The others, such as save_timeout_s, are settings of the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
 

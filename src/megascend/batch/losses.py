@@ -173,7 +173,7 @@ def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high
 
 
 def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
-    """Clipped surrogate objective of whole sequences (Zheng et al. 2025, eq. 5 to 7).
+    """Clipped surrogate objective of sequences (Zheng et al. 2025, eq. 5 to 7).
 
     The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
     """

@@ -128,7 +128,7 @@ class Trainable(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drop the gradients of a forward_backward that failed half way."""
+        """Drop the gradients of a forward_backward that failed."""
         ...
 
     # --- a step ---
@@ -190,7 +190,7 @@ class Engine(ABC):
         context: process, layout, groups and checkpoint.
 
     Attributes:
-        kind: name in checkpoints, whose tensors have names of its own.
+        kind: the engine's name in checkpoints; each kind has its own tensor names.
         topology, groups: rank arithmetic and process groups.
         device: of the tensors of micro batches.
         info: of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` decides the kind of output.

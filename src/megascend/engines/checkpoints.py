@@ -99,8 +99,8 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         saved, current: manifests of the checkpoint and of the engine, already checked to fit.
 
     Raises:
-        CheckpointError: the checkpoint does not fit this model (nothing has been changed), or a file could not be read half way
-            (the model is unusable).
+        CheckpointError: the checkpoint does not fit this model (nothing has been changed), or reading a file failed (the model
+            is unusable).
         ConfigError: an adapter does not fit; the present ones are kept.
     """
     # Live tensors: dcp.load writes into them.

@@ -86,7 +86,7 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
     """
     if head is None or head.std is None:
         return {}
-    # A CPU generator of its own: all ranks draw the same numbers, and no other stream moves.
+    # A separate CPU generator: all ranks draw the same numbers, and no other random stream advances.
     generator = torch.Generator().manual_seed(seed)
     drawn = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
     return {name: drawn[name] for name in head.names}
@@ -119,7 +119,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
     Args:
         config: changed to have the head.
     """
-    # Eager attention is plain torch: no kernel of its own can be wrong.
+    # Eager attention is plain torch: the reference must not depend on a kernel.
     model = model_class(config, head, config.vocab_size).from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

@@ -43,7 +43,7 @@ class VocabShard:
     Attributes:
         start: first token id of this rank's rows.
         rows: rows of real tokens; the rows after them in the weight are padding and excluded from the softmax.
-        group: the tensor parallel group, or None if this rank has the whole vocabulary.
+        group: the tensor parallel group, or None if this rank has all of the vocabulary.
     """
 
     start: int

@@ -92,7 +92,7 @@ class Adapter:
         return self._moments
 
     def make_room(self) -> None:
-        """Allocate a step's memory, so that a step cannot run out of it half way.
+        """Allocate a step's memory, so that a step cannot run out of memory after it has changed values.
 
         Unfused AdamW needs two vectors of the adapter's size at a time, and it and the norm need a few scalars. These go straight
         back to the caching allocator, which hands them to the step.

@@ -103,7 +103,7 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             if digest(path / name, hashlib.sha256) != expected:
                 raise ValueError(
                     f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "
-                    "to load the weights alone"
+                    "to load only the weights"
                 )
         settings = Lora(**state["lora"])
         if (settings.rank, settings.alpha, settings.rslora) != (lora.rank, lora.alpha, lora.rslora):

@@ -118,7 +118,7 @@ class AdapterSet:
         self.step_count = step
 
     def saved_adapters(self) -> dict[str, SavedAdapter]:
-        adapters = {name: self.collect_whole(name, optimizer=True) for name in sorted(self.registry)}
+        adapters = {name: self.collect_unsharded(name, optimizer=True) for name in sorted(self.registry)}
         return {name: saved for name, saved in adapters.items() if saved is not None}
 
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
@@ -168,7 +168,7 @@ class AdapterSet:
 
         self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
 
-    def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
+    def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
         """Return an unsharded adapter on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
@@ -182,7 +182,7 @@ class AdapterSet:
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
-        saved = self.collect_whole(name, optimizer=optimizer)
+        saved = self.collect_unsharded(name, optimizer=optimizer)
         problem = None
         if saved is not None:
             try:
@@ -322,7 +322,7 @@ class MixedAdapters(AdapterSet):
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
-        """Apply adapters (``""``: the model alone) by their indices in ``names`` within the context."""
+        """Apply adapters (``""``: the base model) by their indices in ``names`` within the context."""
         self._applied.stacked = self._filled_stack(names) if any(names) else None
         try:
             yield

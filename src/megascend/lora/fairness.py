@@ -80,7 +80,7 @@ def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list
         heads: the first waiting request of every adapter, in any order; no calls. An adapter's requests run in the order of
             submission, one per unit.
         ledger: of the service so far; charge it with the result.
-        max_batch_tokens: most tokens of one batch. A larger request runs alone.
+        max_batch_tokens: most tokens of one batch. A larger request is run separately.
 
     Returns:
         At least one request if there are any; the leader of a batch first.

@@ -218,7 +218,7 @@ class ExpertRows:
             return ExpertAdapterRows(segments)
         row = torch.arange(len(self.adapter_index), device=segments.ends.device)
         expert = torch.searchsorted(segments.ends, row.int(), right=True)
-        # On NPUs always sort: the device-side assertion is untested there, and MindSpeed has a dispatcher of its own.
+        # On NPUs always sort: the device-side assertion is untested there, and MindSpeed has its own dispatcher.
         in_order = self._in_order and device.type != "npu"
         return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
 

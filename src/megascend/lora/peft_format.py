@@ -144,7 +144,7 @@ def to_config(
     if not names:
         raise CheckpointError("cannot save an adapter without layers")
     universe = {*names, *(adaptable or ())}
-    # Also if no expert is adapted: PEFT's renaming depends on the model alone.
+    # Also if no expert is adapted: PEFT's renaming depends only on the model.
     fused = any(is_expert_parameter(name) for name in universe)
     parameters = [name for name in names if is_expert_parameter(name)]
     weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]

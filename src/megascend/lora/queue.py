@@ -109,7 +109,7 @@ class AdapterQueue:
 
     Args:
         backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
-        max_batch_tokens: most input tokens of one mixed batch; a larger request runs by itself.
+        max_batch_tokens: most input tokens of one mixed batch; a larger request is run separately.
         max_pending: most waiting requests of one adapter.
     """
 
@@ -242,7 +242,7 @@ class AdapterQueue:
         """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if none was pending.
 
         DataError and ConfigError are set in the future of the request that caused them. A batch that does not fit into the
-        device's memory is run again one request at a time, if the backend has recovered; a request that does not fit by itself
+        device's memory is run again one request at a time, if the backend has recovered; a request that does not fit on its own
         fails with OutOfDeviceMemoryError.
 
         Raises:
@@ -456,7 +456,7 @@ def _not_run(waiting: _Waiting, cause: Exception) -> MegascendError:
     error = MegascendError(
         f"{waiting.kind} of adapter {waiting.adapter!r} did not run: an earlier request failed ({cause}), so the gradients "
         "are incomplete; everything up to this adapter's next optimizer_step fails, then the gradients are dropped. "
-        "Submit the whole step again after that optimizer_step"
+        "Submit all requests of the step again after that optimizer_step"
     )
     error.__cause__ = cause
     return error

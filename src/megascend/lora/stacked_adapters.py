@@ -58,7 +58,7 @@ class StackedAdapters:
     """Copies of adapters' factors, padded with zeros to one rank.
 
     Rows that pad a rank, and slices that an adapter does not target, are zero in A and B alike; their gradients are then
-    zero too, so they need no mask. A ``None`` among the adapters stands for the base model alone.
+    zero too, so they need no mask. A ``None`` among the adapters stands for the base model.
 
     Attributes:
         adapters: owners of the factors.

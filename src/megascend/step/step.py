@@ -289,7 +289,7 @@ class Step:
     def _accumulate(self) -> None:
         """Accumulate the gradients of the call.
 
-        Running out of memory half way becomes a MegascendError: callers take OutOfMemoryError to mean unchanged gradients.
+        Running out of memory here becomes a MegascendError: callers take OutOfMemoryError to mean unchanged gradients.
         """
         try:
             self._engine.trainable.collect()

@@ -302,9 +302,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
             "chooses operators instead (docs/fsdp.md), leave modules out"
         )
     if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(
-            f"engine fsdp: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
-        )
+        raise ConfigError(f"engine fsdp: recompute.layers={recompute.layers}; only single layers are recomputed, set 1")
     if moe.bias_update_rate:
         raise ConfigError(
             f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"

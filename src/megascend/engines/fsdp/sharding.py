@@ -150,7 +150,7 @@ def shard(
 
     Args:
         page_locked: offloaded shards are in page-locked memory.
-        expert_mesh: mesh over which experts are sharded under expert parallelism; they are FSDP units of their own then.
+        expert_mesh: mesh over which experts are sharded under expert parallelism; each is then a separate FSDP unit.
 
     Returns:
         The FSDP units, the model itself first.

@@ -54,9 +54,9 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     window = _window(text)
     if window is not None and window < longest and _window_is_a_mask(model):
         raise ConfigError(
-            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it makes by a mask alone, of "
-            f"which this engine has none, and samples may be up to {longest} long; set batching.max_length: {window} or less, or "
-            "use engine single"
+            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it applies only by a "
+            f"mask, which this engine does not build, and samples may be up to {longest} long; set batching.max_length: {window} "
+            "or less, or use engine single"
         )
     # One sample a row on one rank: modules that mix tokens causally are correct.
     if not packing and context == 1:

@@ -136,7 +136,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_unshared_parameters(model: nn.Module) -> None:
-    """Raise ConfigError for layers that share parameters: each layer is an FSDP unit of its own."""
+    """Raise ConfigError for layers that share parameters: each layer is a separate FSDP unit."""
     names = {id(module): name for name, module in model.named_modules()}
     owner: dict[int, str] = {}
     for layer in layers(model):
@@ -231,7 +231,7 @@ def _modules_around(name: str) -> list[str]:
 def _initialise_buffers(model: Any, module: nn.Module) -> None:
     """Initialise a module's buffers by transformers' ``_init_weights``.
 
-    Its parameters are replaced meanwhile: they are DTensors, to which ``_init_weights`` cannot write.
+    Its parameters are replaced for the call: they are DTensors, to which ``_init_weights`` cannot write.
     """
     parameters = dict(module._parameters)
     for name, parameter in parameters.items():

@@ -114,7 +114,7 @@ class MegatronEngine(Engine):
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
             expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
-        # A stream of its own only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
+        # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
             self._train_adapters(spec, expert_weights)
@@ -394,7 +394,7 @@ class MegatronEngine(Engine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        """Activate the KV cache; see :meth:`megascend.engines.base.Engine.caching`. No CUDA graphs are replayed meanwhile."""
+        """Activate the KV cache, without CUDA graphs; see :meth:`megascend.engines.base.Engine.caching`."""
         self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
         try:
             with self._cached.installed():

@@ -95,7 +95,7 @@ class GraphedSteps:
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()
         self._largest = settings.max_tokens
-        # An input that requires a gradient: replayed outputs have no graph of their own.
+        # An input that requires a gradient: replayed outputs have no autograd graph.
         self._root = torch.empty(0, requires_grad=True)
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:

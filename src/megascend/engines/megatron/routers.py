@@ -61,7 +61,7 @@ class Routers:
         self._config, self._moe, self._groups = config, moe, groups
         self._by_chunk = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
         for router in (router for routers in self._by_chunk for router in routers):
-            patch(router, "enable_expert_bias", False, "counts no tokens of its own; the bias stays in use")
+            patch(router, "enable_expert_bias", False, "does not count tokens itself; the bias stays in use")
         self._active = False
         self._pass: _Pass | None = None
         self._weight = 0.0
@@ -200,7 +200,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
         ctx.gradient = gradient
-        # An output of its own for autograd, without a copy.
+        # A view: autograd needs a new tensor, not a copy.
         return weights.view_as(weights)
 
     @staticmethod

@@ -64,7 +64,7 @@ def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.
     last = chunks[-1]
     if last.post_process:
         last.output_layer = ScalarHeadLayer(head, config, device)
-    changed("mcore-bridge's conversion of classifiers", "takes their head whole, with its bias")
+    changed("mcore-bridge's conversion of classifiers", "converts their head without padding, with its bias")
     # mcore-bridge has built this object already; replacing its class keeps its state.
     config.bridge.__class__ = _bridge(type(config.bridge), bias=head.bias)
 

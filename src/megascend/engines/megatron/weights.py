@@ -59,7 +59,7 @@ class _Loader(SafetensorLazyLoader):
         self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
 
     def _open_file(self, filename: str) -> Any:
-        # Absolute: upstream joins the name to the directory of the model, and headers have the whole path already.
+        # Absolute: upstream joins the name to the directory of the model, but headers already have the full path.
         return super()._open_file(str(Path(filename).absolute()))
 
 

@@ -74,7 +74,7 @@ class PeftAdapters(AdapterSet):
             return
         self._deactivate()
         if name:
-            saved = self.collect_whole(name, optimizer=False)
+            saved = self.collect_unsharded(name, optimizer=False)
             assert saved is not None, "a world of one"
             self._active = name, ActiveAdapter(self._model, saved.lora, saved.values)
 

@@ -189,5 +189,5 @@ def check_settings(spec: EngineSpec) -> None:
         raise ConfigError("engine single: recompute.granularity=selective is not supported; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(
-            f"engine single: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
+            f"engine single: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
         )
