@@ -408,7 +408,6 @@ class AdapterQueue:
             if not first.future.done():
                 first.future._fail(_not_run(first, self._incomplete[adapter]))
             if first.kind == "forward_backward":
-                # The first failure is the cause of the later ones.
                 self._incomplete.setdefault(adapter, cast("Exception", first.future._error))
             elif first.kind == "optimizer_step":
                 self._incomplete.pop(adapter, None)

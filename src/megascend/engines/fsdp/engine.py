@@ -122,7 +122,6 @@ class FsdpEngine(TransformersEngine):
             heads = text.num_attention_heads
             check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
         layers = transformers_api.layers(self.model)
-        # On the configuration, before any weight is read: a model that would be computed wrongly fails early.
         check_layers(self.model, layers, packing=packing, context=topology.context, longest=self.max_length)
         npu = self.device.type == "npu"
         subject = FsdpSubject(self.info.scalar_head, packing=packing, context=topology.context, npu=npu)

@@ -70,7 +70,6 @@ class MegatronGroups:
                 expert_model_parallel_size=topology.expert,
                 expert_tensor_parallel_size=topology.expert_tensor,
                 distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
-                # Megatron's default, on which the rank arithmetic of megascend.topology is built.
                 order="tp-cp-ep-dp-pp",
                 create_gloo_process_groups=True,
             )
