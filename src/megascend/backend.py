@@ -99,7 +99,7 @@ class Backend:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, tied ones counted once."""
+        """Parameters of the model, tied ones counted once."""
         return self.engine.info.parameter_count
 
     def flops_per_token(self, length: int) -> float:
@@ -120,6 +120,7 @@ class Backend:
 
     def shard(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return this data parallel rank's share of a global list: token counts balanced, preference pairs kept together."""
+        # All ranks compute all shares: no exchange is needed.
         shares = shard([len(s) for s in samples], [s.pair for s in samples], self.topology.data)
         return [samples[index] for index in shares[self.topology.coordinates(self.rank).data]]
 
@@ -129,6 +130,7 @@ class Backend:
 
     def gather_by_data_rank(self, obj: T) -> list[T]:
         """Return a Python object of every data parallel rank, in rank order, on every rank. Sent over Gloo."""
+        # The dp groups compare calls among themselves only.
         if self.topology.data < self.world_size:
             self._agree("gather_by_data_rank()")
         return gather_objects(obj, "dp", self.groups, "gather_by_data_rank()")
@@ -236,7 +238,8 @@ class Backend:
                 raise ConfigError(f"optimizer_step: adam has settings for {idle[0]!r}, but the step is for {chosen}")
             if settings and lr is not None:
                 raise ConfigError("optimizer_step: adam has a learning rate already; leave lr out")
-            # Allocates moments: after all checks, and before any rank has changed anything.
+            # Allocates moments: after all checks, and before any rank has changed anything. _adapters() raises if there are
+            # settings by adapter, and the model itself is trained.
             if trainable.frozen or settings:
                 self._adapters().make_room(chosen)
             return chosen
@@ -246,6 +249,7 @@ class Backend:
         with self._freeing():
             chosen = self._agree(f"optimizer_step({names}{options}){trainable.describe()}", choose)
         result = trainable.step(chosen, settings, lr=lr)
+        # Hang reports and error messages name the step that is running.
         self.groups.monitor.step = self.step_count + 1
         return result
 
@@ -264,6 +268,7 @@ class Backend:
         try:
             result = check()
         except MegascendError as problem:
+            # The other ranks raise this rank's problem, and this rank the error itself.
             agree(call, self.groups, problem)
             raise
         agree(call, self.groups)
@@ -294,6 +299,7 @@ class Backend:
 
     def _free_memory(self) -> None:
         """Free cached device memory, and memory that only makes steps faster."""
+        # First the captured steps, whose memory is in the cache that is freed next.
         self.engine.release_memory()
         self.platform.free_cached_memory()
 
@@ -366,6 +372,7 @@ class Backend:
             OutOfDeviceMemoryError: on every rank, if any rank has no memory for it, its gradients and its moments.
         """
         settings = lora or Lora()
+        # Checked and agreed on before any rank allocates.
         self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
         with self._freeing():
             self._adapters().add(name, settings)
@@ -473,6 +480,7 @@ class Backend:
         self._agree(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
         if alone and adapter is not None:
             factors = self._adapters().named_weights(adapter, everywhere=receivers != "main")
+            # All ranks have taken part in the exchange above; only some yield its result.
             receives = receivers in ("all", "main") or self.rank in receivers
             return (
                 (name, tensor if device is None else tensor.to(device)) for name, tensor in factors.items() if receives
@@ -488,6 +496,7 @@ class Backend:
             ConfigError: the adapter does not exist.
         """
         self._agree(f"adapter_as_peft({name!r})", lambda: self._adapters().require(name))
+        # The directory's name only: the path means nothing on the machine that receives this.
         return self._adapters().as_peft(name, self._model_dir.name)
 
     def export_hf(self, path: str | Path, adapter: str | None = None) -> None:
@@ -556,6 +565,7 @@ class Backend:
             self._agree(f"save({str(path)!r}, {hf=}, {wait=})", self._require_no_gradients)
             start = time.perf_counter()
             description = checkpoints.describe(self.engine, progress, config)
+            # Until the previous checkpoint is written, its copies occupy the staging memory.
             self._saver.finish()
             state = checkpoints.checkpoint_state(self.engine, description, str(self._model_dir))
             write_more = (lambda directory: self._export(directory / "hf", None)) if hf else None
@@ -583,8 +593,10 @@ class Backend:
         """
         with self.groups.monitor.phase("load"):
             self._agree(f"load({str(path)!r})")
+            # It may be the checkpoint that is to be loaded.
             self._saver.finish()
             directory = Path(path)
+            # Digests first: a damaged file must not be loaded half.
             saved = manifest.verify(directory, self.groups)
             current = checkpoints.describe(self.engine)
             manifest.check_fits(saved, current, directory)

@@ -67,6 +67,7 @@ def settings_of(engine: str) -> frozenset[str]:
     """
     backend = _backend_of(engine)
     names = frozenset(signature(backend).parameters)
+    # Built-in engines share one constructor; ``without`` lists what each does not have.
     return names - backend.without if _is_built_in(backend) else names
 
 
@@ -97,6 +98,7 @@ def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path
     backend = _backend_of(engine)
     if _is_built_in(backend):
         names = {field.name for field in fields(EngineSpec)}
+        # The others, such as save_timeout_s, are settings of the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
 
@@ -202,6 +204,7 @@ class EngineBackend(Backend):
             "head": head,
             "fsdp": fsdp,
         }
+        # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
         spec = EngineSpec.of(model, settings)
         # The property raises for micro_batch_tokens "auto", which only a run resolves.
@@ -223,6 +226,7 @@ class EngineBackend(Backend):
             prepare=prepare,
             head=spec.head,
         )
+        # The worker starts first: it imports its packages while this process imports Megatron.
         with self._self_check_worker(spec) as worker, build_context as context:
             engine = self._build(spec, context, worker)
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
@@ -262,6 +266,7 @@ class MegatronBackend(EngineBackend):
         runtime.check_batching(topology, spec.batching)
         runtime.load_megatron()
 
+        # Imported here, as in the other engines: none needs the packages of another.
         from megascend.engines.megatron.build import check_architecture
 
         check_architecture(spec.model)
@@ -278,6 +283,7 @@ class MegatronBackend(EngineBackend):
     def _self_check_worker(cls, spec: EngineSpec) -> Iterator[Worker | None]:
         """Start a checking process on rank 0: it imports its packages while this one imports Megatron."""
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
+        # Early only while this process still has to import Megatron; later the check starts its own process.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
@@ -285,6 +291,7 @@ class MegatronBackend(EngineBackend):
             return
         with worker:
             yield worker
+        # Reached only if the engine was built.
         process.mark_checked(model_dir, max_length)
 
     @classmethod

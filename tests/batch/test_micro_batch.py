@@ -85,9 +85,9 @@ def test_packing_pads_no_more_than_it_must(packing, context, tensor, lengths):
 @given(**combinations)
 def test_context_ranks_hold_every_token_exactly_once(packing, context, tensor, lengths):
     batches = on_every_rank(lengths, packing, context, tensor)
-    places = torch.cat([batch.place for batch in batches])
+    places = torch.cat([batch.token_index for batch in batches])
     assert places.sort().values.tolist() == list(range(sum(batches[0].padded_lengths)))
-    assert len({len(batch.place) for batch in batches}) == 1
+    assert len({len(batch.token_index) for batch in batches}) == 1
     assert all(batch.padded_lengths == batches[0].padded_lengths for batch in batches)
 
 
@@ -106,7 +106,7 @@ def test_columns_belong_to_the_same_token(packing, context, tensor, lengths):
         expected = [int(samples[number].input_ids[0]) + at for number, at in zip(batch.sample, positions, strict=True)]
         assert ids[real].tolist() == torch.tensor(expected)[real].tolist()
         starts = torch.tensor([0, *batch.padded_lengths]).cumsum(0)[batch.sample]
-        assert torch.equal(batch.place, starts + positions)
+        assert torch.equal(batch.token_index, starts + positions)
 
 
 @quick
@@ -115,7 +115,7 @@ def test_unpacking_undoes_it(packing, context, tensor, lengths):
     batches = on_every_rank(lengths, packing, context, tensor)
     padded = torch.zeros(sum(batches[0].padded_lengths))
     for batch in batches:
-        padded[batch.place] = batch.fields["extra"]
+        padded[batch.token_index] = batch.fields["extra"]
     for values, sample in zip(unpack(padded, batches[0]), make(lengths), strict=True):
         assert torch.equal(values, sample.extra["extra"])
 
@@ -132,9 +132,9 @@ def test_planned_lengths_match_the_batch():
 
 
 def test_zigzag_deals_each_rank_one_chunk_from_each_end():
-    places = [batch.place.tolist() for batch in on_every_rank([8], True, 2, 1)]
+    places = [batch.token_index.tolist() for batch in on_every_rank([8], True, 2, 1)]
     assert places == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    places = [batch.place.tolist() for batch in on_every_rank([4, 8], True, 2, 1)]
+    places = [batch.token_index.tolist() for batch in on_every_rank([4, 8], True, 2, 1)]
     assert places == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
 
 

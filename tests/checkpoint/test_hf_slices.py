@@ -154,11 +154,11 @@ def test_missing_weight_is_named() -> None:
     _, source_parts = stacked()
     incomplete = {name: [part for part in parts if part.weight != "0.q"] for name, parts in source_parts.items()}
     stored = {name: TensorSlices((), torch.float32) for name in source_parts}
-    with pytest.raises(CheckpointError, match=r"of 0\.q it has 0 of the 20 numbers"):
+    with pytest.raises(CheckpointError, match=r"it has only 0 of the 20 values of 0\.q"):
         translate(requested, target_parts, incomplete, stored)
     with pytest.raises(CheckpointError, match="it has no qk"):
         translate(requested, target_parts, source_parts, {})
-    with pytest.raises(CheckpointError, match=r"nothing says which Hugging Face weight 0\.q is"):
+    with pytest.raises(CheckpointError, match=r"the engine does not map 0\.q to Hugging Face weights"):
         translate(requested, {}, source_parts, stored)
 
 

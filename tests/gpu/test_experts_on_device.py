@@ -38,7 +38,7 @@ def test_rows_equal_the_cpu_without_synchronization():
         rows, order = token_rows(device_map, K), chunk_order(on_device, total)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for name in ("token", "choice", "place"):
+    for name in ("token", "choice", "row_index"):
         assert torch.equal(getattr(rows, name).cpu(), getattr(expected, name)), name
     for result, expected_order in zip(order, chunk_order(counts, total), strict=True):
         assert torch.equal(result.cpu(), expected_order)
@@ -49,8 +49,8 @@ def test_rows_equal_the_cpu_without_synchronization():
 def test_sums_of_rows(dtype, width):
     rows = token_rows(routing("cuda"), K)
     values = normal(TOKENS * K, width, seed=2, dtype=dtype)
-    exact = values.double()[rows.place].sum(1)
-    assert error(gather_sum(values, rows.place), exact) < (1e-6 if dtype == torch.float32 else 3e-3)
+    exact = values.double()[rows.row_index].sum(1)
+    assert error(gather_sum(values, rows.row_index), exact) < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
 def test_permutations_and_their_gradients():
@@ -61,9 +61,9 @@ def test_permutations_and_their_gradients():
         index.cuda() for index in (torch.randperm(TOKENS * K), torch.empty(TOKENS * K, dtype=torch.long))
     )
     position[order] = torch.arange(TOKENS * K, device="cuda")
-    spread = Spread.apply(hidden, rows.token, rows.place)
+    spread = Spread.apply(hidden, rows.token, rows.row_index)
     there_and_back = Moved.apply(Moved.apply(spread, order, position), position, order)
-    out = Combine.apply(there_and_back * weight, rows.token, rows.place)
+    out = Combine.apply(there_and_back * weight, rows.token, rows.row_index)
     out.backward(grad)
     x = hidden.detach().double().requires_grad_()
     exact = torch.zeros_like(x).index_add(0, rows.token, x[rows.token] * weight.double())

@@ -74,7 +74,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
     def on_rank():
         rank = dist.get_rank()
         local_weight = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
-        shard = VocabShard.of_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
+        shard = VocabShard.for_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
         states = hidden.clone().requires_grad_()
         logprobs, entropy = linear_logprobs(states, local_weight, targets, shard, entropy=True)
         (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
@@ -110,7 +110,7 @@ def test_a_rank_with_padding_rows_only_takes_part():
     def on_rank():
         rank = dist.get_rank()
         rows = weight[rank * 2 : rank * 2 + 2] if rank < 2 else torch.full((2, 8), 9.0)
-        shard = VocabShard.of_rank(4, 2, rank, dist.group.WORLD)
+        shard = VocabShard.for_rank(4, 2, rank, dist.group.WORLD)
         return linear_logprobs(hidden, rows.clone().requires_grad_(), targets, shard, entropy=True)[0].detach()
 
     expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]

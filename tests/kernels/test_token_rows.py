@@ -30,10 +30,10 @@ def test_rows_lie_as_megatron_lays_them():
     rows = token_rows(routing_map, K)
     expected, expected_probs, token = permute(hidden, routing_map, probs=probs)
     assert torch.equal(rows.token, token)
-    assert torch.equal(Spread.apply(hidden, rows.token, rows.place), expected)
+    assert torch.equal(Spread.apply(hidden, rows.token, rows.row_index), expected)
     assert torch.equal(probs.view(-1)[rows.choice], expected_probs)
     torch.testing.assert_close(
-        Combine.apply(expected, rows.token, rows.place),
+        Combine.apply(expected, rows.token, rows.row_index),
         unpermute(expected, token, hidden.shape, routing_map=routing_map),
     )
 
@@ -61,8 +61,8 @@ def test_gradients_are_those_of_indexing():
     weight = normal(TOKENS * K, 1, seed=4)
 
     def there_and_back(hidden: torch.Tensor) -> torch.Tensor:
-        moved = Moved.apply(Spread.apply(hidden, rows.token, rows.place) * weight, order, order.argsort())
-        return Combine.apply(Moved.apply(moved, order.argsort(), order), rows.token, rows.place)
+        moved = Moved.apply(Spread.apply(hidden, rows.token, rows.row_index) * weight, order, order.argsort())
+        return Combine.apply(Moved.apply(moved, order.argsort(), order), rows.token, rows.row_index)
 
     assert torch.autograd.gradcheck(there_and_back, normal(TOKENS, WIDTH).requires_grad_())
 

@@ -61,6 +61,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
     for index, (sample, name) in enumerate(zip(samples, names, strict=True)):
         pair = None if sample.pair is None else pairs.setdefault(sample.pair, len(pairs))
         for label, content in _contents(sample, name, index, pair):
+            # Against mistakes, not malice: cheap, and the same in every process.
             checksums[label] = zlib.crc32(content, checksums.get(label, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
             weight=_weight(sample, loss),
@@ -75,6 +76,7 @@ def _weight(sample: Sample, loss: Loss | None) -> float:
     """Return a sample's part of the divisor of averages over targets."""
     if loss is not None and loss.reduction == "sum":
         return float((sample.weights != 0).sum())
+    # fp64: all losses are divided by the sum over all samples.
     return float(sample.weights.sum(dtype=torch.float64))
 
 
@@ -114,6 +116,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
     shares = [reports[rank] for rank in leaders.values()]
     if not any(share.counts for share in shares):
         raise DataError("the batch is empty on every rank")
+    # Ranks with fewer split theirs, or add dummies (split_to).
     count = max(share.micro_batches for share in shares)
     if topology.virtual_pipeline > 1:  # the interleaved schedule works in rounds of one micro batch per stage
         count = -(-count // topology.pipeline) * topology.pipeline
@@ -128,4 +131,5 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
                 f"the weights of all samples{owner} sum to {sums.weight:g}, outside [{1 / WEIGHT_LIMIT:g}, {WEIGHT_LIMIT:g}]: "
                 "the loss would overflow in float32. It is divided by this sum, so scale all weights by one factor"
             )
+    # Sorted: the order is the adapters' index on all ranks.
     return Agreement(count, dict(sorted(counts.items())))

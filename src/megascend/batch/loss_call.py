@@ -75,6 +75,7 @@ class LossCall:
         self.loss = loss
         self.problem: LossProblem | None = None
         self.cause: Exception | None = None
+        # Built-in losses make the same calls on all ranks, so theirs need no comparison.
         self._gather = None if loss.function in {built_in.function for built_in in BUILT_IN.values()} else gather
         self._calls = 0
 
@@ -117,6 +118,7 @@ class LossCall:
         try:
             result = call()
             self._compare_states(_RETURNED)
+        # Failures of communication, which are not the function's.
         except (ProcessGroupError, CollectiveTimeoutError):
             raise
         except _AbandonedError:
@@ -124,6 +126,7 @@ class LossCall:
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; raise_together raises it again
             if self.problem is None:  # else the function turned _AbandonedError into another error
                 self.cause, self.problem = error, LossProblem(_describe(self.loss, self._calls, error), local=True)
+                # Other context parallel ranks may wait inside the function: tell them.
                 self._compare_states(_RAISED)
             return None
         return result
@@ -147,6 +150,7 @@ class LossCall:
             counted = weighted(values, weights * factors) if loss.per == "token" else values * factors
             total = counted.sum()
         _check_graph(loss, total, leaves)
+        # A function may use only one of the two.
         raw_gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         trained = weights != 0
         gradients = [None if gradient is None else torch.where(trained, gradient, 0.0) for gradient in raw_gradients]
@@ -229,6 +233,7 @@ def raise_together(problems: Sequence[LossProblem | None], local_call: LossCall)
     present = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not present:
         return
+    # The rank on which it was raised has the traceback.
     rank, problem = next((entry for entry in present if entry[1].local), present[0])
     more = f" ({len(present)} ranks stopped)" if len(present) > 1 else ""
     raise LossFunctionError(
@@ -254,6 +259,7 @@ def _check_graph(loss: Loss, total: Tensor, leaves: Sequence[Tensor]) -> None:
             f"loss {loss.name!r} returned values that do not depend on {loss.of} or inputs.entropy, or only through detach(): "
             "nothing would be trained. For a loss of 0, multiply by 0"
         )
+    # autograd.grad would silently leave out other tensors: find them in the graph.
     visited, pending = set(), [total.grad_fn]
     while pending:
         node = pending.pop()

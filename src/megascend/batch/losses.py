@@ -48,9 +48,8 @@ class LossInputs:
     pairs: Tensor
     reduce_context: Callable[[Tensor], Tensor]
     entropy: Tensor | None = None
-    advantages: Any = (
-        None  # a Tensor if all samples have it; Any, so that a loss with it in Loss.requires need not check for None
-    )
+    # Tensors if all samples have them; Any, so that a loss that requires a field need not check for None.
+    advantages: Any = None
     old_logprobs: Any = None
     ref_logprobs: Any = None
     returns: Any = None
@@ -61,6 +60,7 @@ class LossInputs:
 
     def sum_per_sample(self, values: Tensor) -> Tensor:
         """Return the weighted sum of per-token ``values`` [n] over each sample, across context parallel ranks: [samples]."""
+        # where, not a product: infinity at weight 0 must not become NaN.
         counted = torch.where(self.weights != 0, values * self.weights, 0.0)
         totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
         return self.reduce_context(totals)
@@ -68,6 +68,7 @@ class LossInputs:
     def at_last(self, values: Tensor) -> Tensor:
         """Return ``values`` [n] at the last token of each sample, on any context parallel rank: [samples]."""
         assert self.last is not None, "only losses of values get the samples' last tokens"
+        # The context parallel ranks that do not hold a sample's last token add 0.
         last_values = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
         return self.reduce_context(last_values)
 
@@ -172,10 +173,11 @@ def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high
 
 
 def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
-    """Clipped surrogate objective of whole sequences (Zheng et al. 2025, eq. 5 to 7).
+    """Clipped surrogate objective of sequences (Zheng et al. 2025, eq. 5 to 7).
 
     The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
     """
+    # The ratio is a mean over tokens, whatever their weights.
     counted = (inputs.weights != 0).to(logprobs.dtype)
 
     def per_sample(values: Tensor) -> Tensor:
@@ -184,6 +186,7 @@ def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high
         )
         return inputs.reduce_context(totals)
 
+    # At least 1: a sample without weights has ratio 1, not 0 / 0.
     mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(counted).clamp_min(1.0)
     log_ratio = mean[inputs.sample]
     surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
@@ -207,6 +210,7 @@ def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.0
     ratio = torch.exp(log_ratio)
     penalised_advantages = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
     was_clipped = ratio > max_ratio
+    # Not multiplied by the ratio where it is clipped: it may be infinite.
     weighted = torch.where(was_clipped, max_ratio * penalised_advantages, _ratio_times(log_ratio, penalised_advantages))
     return -weighted * logprobs, {
         "ratio": _ratio_figure(log_ratio),
@@ -236,6 +240,7 @@ class _RatioTimes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         root, factor = ctx.saved_tensors
+        # Where no gradient arrives, an overflowing factor must not turn it into NaN.
         return torch.where(grads[0] != 0, grads[0] * root * factor * root, 0.0), None
 
 
@@ -278,6 +283,7 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     logits = beta * (chosen - rejected)
     return -F.logsigmoid(logits), {
         "accuracy": (logits > 0).float(),
+        # Finite: an infinite metric would spoil the average over all pairs.
         "reward_chosen": (beta * chosen.detach()).clamp(-LARGEST, LARGEST),
         "reward_rejected": (beta * rejected.detach()).clamp(-LARGEST, LARGEST),
     }

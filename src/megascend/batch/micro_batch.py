@@ -51,6 +51,7 @@ class SequenceLayout:
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sample of ``length`` takes in a plan."""
         multiple = self.sample_multiple
+        # In a padded batch sequence parallel ranks divide each row, in a packed one only all tokens together.
         return round_up(length, multiple if self.packing else multiple * self.token_multiple)
 
     def local_chunks(self, length: int) -> list[slice]:
@@ -88,7 +89,7 @@ class MicroBatch:
         targets, weights: [n], one sample after the other.
         fields: the samples' other per-token fields, float32 [n].
         sample: int64 [n], position in ``members`` of each token's sample.
-        place: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
+        token_index: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
         padded_lengths: of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
         adapter_index: of every sample, the index of its adapter among those of the call, ascending; all 0 without adapters.
@@ -109,7 +110,7 @@ class MicroBatch:
     weights: Tensor
     fields: dict[str, Tensor]
     sample: Tensor
-    place: Tensor
+    token_index: Tensor
     pairs: Tensor
     adapter_index: list[int]
     positions: list[Tensor]
@@ -121,6 +122,7 @@ class MicroBatch:
     @property
     def token_adapter_index(self) -> Tensor:
         """Index of each token's adapter, int64 [n]."""
+        # Of one adapter, as usual: nothing to copy from the host.
         if len(set(self.adapter_index)) == 1:
             return torch.full_like(self.sample, self.adapter_index[0])
         return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]
@@ -160,6 +162,7 @@ def build(
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
         for name in columns:
+            # Padding is token 0, which every vocabulary has, with weight 0.
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
@@ -187,10 +190,11 @@ def build(
         weights=column(columns["weights"]),
         fields={name: column(columns[name]) for name in names},
         sample=column(sample_of),
-        place=column(token_index),
+        token_index=column(token_index),
         pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
         adapter_index=indices,
         positions=columns["position"],
+        # By position: under context parallelism a rank's padding is not at its end.
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
     )
@@ -254,6 +258,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
     """
     if not layout.for_megatron:
         return PackedLengths(tuple(padded))
+    # Imported here: engines without Megatron take PackedLengths.
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
@@ -272,7 +277,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Split ``values`` [sum of padded lengths, ...], ordered by ``place``, into one unpadded tensor per sample."""
+    """Split ``values`` [sum of padded lengths, ...], ordered by ``token_index``, into one unpadded tensor per sample."""
     parts = values.split(batch.padded_lengths)
     return [part[:length] for part, length in zip(parts, batch.lengths, strict=True)]
 
@@ -317,7 +322,7 @@ def next_tokens(
         weights=torch.zeros(total, device=device),
         fields={},
         sample=numbers,
-        place=numbers,
+        token_index=numbers,
         pairs=torch.empty(0, 2, dtype=torch.int64, device=device),
         adapter_index=[adapter_index[member] for member in members],
         positions=[torch.zeros(1, dtype=torch.int64)] * total,

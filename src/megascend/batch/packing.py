@@ -43,14 +43,14 @@ class FirstFit:
         self._set(self._count, room)
         self._count += 1
 
-    def take(self, needed: int) -> int | None:
-        """Take ``needed`` room from the first bin that has it and return the bin's index; None if no bin has it."""
-        if self._max_room[1] < needed:
+    def take(self, size: int) -> int | None:
+        """Take ``size`` of the first bin with that much room and return the index of the bin; None if no bin has it."""
+        if self._max_room[1] < size:
             return None
         node = 1
         while node < self._size:
-            node = 2 * node if self._max_room[2 * node] >= needed else 2 * node + 1
-        self._set(node - self._size, self._max_room[node] - needed)
+            node = 2 * node if self._max_room[2 * node] >= size else 2 * node + 1
+        self._set(node - self._size, self._max_room[node] - size)
         return node - self._size
 
     def _set(self, index: int, room: int) -> None:
@@ -87,12 +87,12 @@ def plan_micro_batches(
             )
         fit, opened = bins.setdefault(bin_kinds[unit[0]], (FirstFit(), []))
         # Without packing all samples are padded to the first unit's length, the longest: room is counted in samples.
-        needed = tokens if packing else len(unit)
-        bin_index = fit.take(needed)
+        room = tokens if packing else len(unit)
+        bin_index = fit.take(room)
         if bin_index is not None:
             opened[bin_index].extend(unit)
             continue
-        fit.open((budget if packing else budget // length) - needed)
+        fit.open((budget if packing else budget // length) - room)
         opened.append(list(unit))
         plan.append(opened[-1])
     return plan
@@ -121,6 +121,7 @@ def split_to(
         inside = list({id(unit_of[index]): unit_of[index] for index in members}.values())
         halves: tuple[list[int], list[int]] = ([], [])
         loads = [0, 0]
+        # Longest first onto the lighter half.
         for weight, unit in sorted(((_weight(unit, lengths), unit) for unit in inside), key=lambda entry: -entry[0]):
             lighter = loads.index(min(loads))
             halves[lighter].extend(unit)
@@ -147,6 +148,7 @@ def shard(lengths: Sequence[int], pairs: Sequence[Hashable | None], parts: int) 
     shares: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, part) for part in range(parts)]
     weighed = [(_weight(unit, lengths), unit) for unit in units(pairs)]
+    # Longest first onto the lightest share; ties by index, so that all ranks divide alike.
     for weight, unit in sorted(weighed, key=lambda entry: (-entry[0], entry[1][0])):
         load, part = lightest[0]
         shares[part].extend(unit)

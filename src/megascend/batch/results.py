@@ -131,12 +131,12 @@ class ForwardBackwardResult:
         return self._read
 
     def _warn_of_overflow(self, sums: list[list[float]]) -> None:
-        """Log a loss that is not finite. It is no error: the gradient may be finite, and if not, the step is skipped."""
+        """Log a loss that is not finite. Not an error: the gradient may be finite, and if it is not, the step is skipped."""
         position = self._names.index("loss")
         losses = {name: row[position] for name, row in zip(self._counts, sums, strict=True)}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                ratio = "exp(logprob - old_logprob) is from a difference of 88.7 on; ppo, cispo and gspo clip it"
+                ratio = "exp(logprob - old_logprob) overflows for differences above 88.7; ppo, cispo and gspo clip it"
                 cause = f" ({ratio})" if "old_logprobs" in self._loss.requires else ""
                 logger.warning(
                     "loss %r%s is %s: a token with a weight has a value beyond float32 (3.4e38) or NaN%s. If its "

@@ -101,6 +101,7 @@ class Sample:
             raise DataError(
                 f"prompt_length must be in [0, {len(tokens)}), got {prompt_length}: no token would be trained"
             )
+        # A clone: the caller's weights must not change.
         target_weights = (
             torch.ones(len(tokens)) if weights is None else _vector(weights, "weights", torch.float32).clone()
         )
@@ -140,6 +141,7 @@ def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = 
         raise DataError(f"{name} cannot become a tensor: {error}") from None
     if tensor.dim() != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {tuple(tensor.shape)}")
+    # An empty list becomes a tensor of floats.
     if dtype == torch.int64 and tensor.is_floating_point() and len(tensor):
         raise DataError(f"{name} must hold integers, got {tensor.dtype}")
     tensor = tensor.detach().to(dtype)

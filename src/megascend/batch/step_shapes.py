@@ -68,8 +68,9 @@ def step_shape(
         return StepShape(kind, tokens, rows, 0, lengths[0], adapters, rank, entropy)
     # At most about one sample per adapter is usual: the number of adapters then determines the shape.
     samples = max(next_power_of_two(len(lengths) + 1), 2 * adapters)
-    needed, longest = max(*lengths, total - tokens), total
-    while longest % 4 == 0 and longest // 4 >= needed:
+    least, longest = max(*lengths, total - tokens), total
+    # The longest segment is an argument of captured kernels: powers of 4 keep the number of shapes small.
+    while longest % 4 == 0 and longest // 4 >= least:
         longest //= 4
     return StepShape(kind, total, 1, samples, longest, adapters, rank, entropy)
 

@@ -1,8 +1,7 @@
-"""Slices of a checkpoint's tensors in terms of Hugging Face's weights, and the file ``hf_parts.json`` that says them.
+"""Map slices of a checkpoint's tensors to slices of Hugging Face weights; the map is stored as ``hf_parts.json``.
 
-Every engine has names and layouts of its own: q, k and v in one tensor, experts stacked, a vocabulary that is padded. All of them
-know Hugging Face's weights, so a checkpoint that says which slice of which of its tensors is which slice of which weight can be
-read by an engine of another kind.
+Every engine has its own names and layouts: q, k and v in one tensor, stacked experts, a padded vocabulary. All of them know
+Hugging Face's weights, so with this map an engine of another kind can read the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+
 
 @dataclass(frozen=True)
 class HfSlice:
-    """A slice of a tensor that is a slice of a Hugging Face weight.
+    """A slice of a tensor that equals a slice of a Hugging Face weight.
 
-    The last dimensions of both are the same; where one has more of them, the slice is 1 long in its first ones.
+    Both have the same last dimensions; if one has more dimensions, the slice has size 1 along its first ones.
 
     Attributes:
         offsets, sizes: in the tensor.
@@ -48,7 +47,7 @@ class HfSlice:
 
 
 HfSlices = Mapping[str, Sequence[HfSlice]]
-"""By name of a tensor of the model: all that it consists of. Moments and fp32 originals are made like their parameters."""
+"""By name of a tensor of the model, all slices that it consists of. Moments and fp32 originals have those of their parameter."""
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Translation:
 
     Attributes:
         reads: by name of the checkpoint's tensors, slices that are views of the engine's tensors.
-        padding: the engine's tensors of which no weight has some rows; to be set to zero before reading.
+        padding: the engine's tensors with rows that no weight fills; set them to zero before reading.
         weights: names of all weights that are read.
     """
 
@@ -69,18 +68,18 @@ class Translation:
 def translate(
     state: Mapping[str, object], engine_slices: HfSlices, stored_slices: HfSlices, stored: Mapping[str, TensorSlices]
 ) -> Translation:
-    """Find an engine's tensors in a checkpoint of another kind.
+    """Plan how to read an engine's tensors from a checkpoint of an engine of another kind.
 
-    An fp32 original is read from the checkpoint's, or, where parameters are fp32 themselves, from these; so is a parameter that
-    is fp32 in the engine.
+    fp32 originals, and parameters that are fp32 in the engine, are read from the checkpoint's fp32 originals; if it has none,
+    its parameters are fp32 and are read instead.
 
     Args:
-        state: the engine's: :class:`TensorSlices`, and what other engines do not have.
-        engine_slices, stored_slices: what the tensors of engine and checkpoint are.
+        state: of the engine: :class:`TensorSlices`, and objects that other engines do not have.
+        engine_slices, stored_slices: Hugging Face slices of the tensors of engine and checkpoint.
         stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
 
     Raises:
-        CheckpointError: the checkpoint lacks something.
+        CheckpointError: the checkpoint lacks a tensor or a part of one.
     """
     translation = Translation()
     by_tensor = {name: _ByFirstOffset(slices) for name, slices in engine_slices.items()}
@@ -94,7 +93,8 @@ def translate(
         match = _OPTIMIZER_NAME.fullmatch(key)
         kind, name = (match[1], match[2]) if match else (None, key)
         if name not in by_tensor:
-            raise CheckpointError(f"nothing says which Hugging Face weight {name} is")
+            raise CheckpointError(f"the engine does not map {name} to Hugging Face weights")
+        # An fp32 original is more precise than a 16-bit parameter.
         fp32 = kind == "param" or (kind is None and tensor.dtype.itemsize == 4)
         kinds = ("param", None) if fp32 else (kind,)
         for offsets, values in tensor.slices:
@@ -108,7 +108,10 @@ def translate(
                     read += target.numel()
             if read != values.numel():
                 if not tensor.may_differ:
-                    raise CheckpointError(f"of {key} it has {read} of the {values.numel()} numbers that are needed")
+                    raise CheckpointError(
+                        f"it has only {read} of the {values.numel()} values of {key} that this rank needs"
+                    )
+                # Rows that pad a vocabulary.
                 translation.padding.append(values)
     return translation
 
@@ -124,7 +127,10 @@ def _first_stored(name: str, kinds: Sequence[str | None], stored: Mapping[str, T
 
 
 class _ByFirstOffset:
-    """A tensor's slices. A tensor may hold all layers, with thousands of them, of which a rank needs those of its own."""
+    """Index of a tensor's slices by their first offset.
+
+    A tensor of all layers may have thousands of slices, of which a rank needs those of its own layers.
+    """
 
     def __init__(self, slices: Sequence[HfSlice]) -> None:
         self._all = slices
@@ -146,7 +152,7 @@ class _ByFirstOffset:
 def _common(
     hf_slice: HfSlice, offsets: tuple[int, ...], values: Tensor, stored: Sequence[tuple[str, HfSlice]]
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Intersect a slice of the engine's tensor, this rank's values from ``offsets`` on, and the checkpoint's of the same weight.
+    """Intersect a slice of the engine's tensor, this rank's values at ``offsets``, and the checkpoint's slices of that weight.
 
     Yields:
         (the checkpoint's tensor, offsets in it, a view of ``values`` with the checkpoint's dimensions).
@@ -169,13 +175,13 @@ def _common(
 
 
 def _with_dims(values: Sequence[int], dims: int, fill: int) -> tuple[int, ...]:
-    """Return the last ``dims`` of ``values``, with ``fill`` before them where they are fewer."""
+    """Return the last ``dims`` of ``values``, padded in front with ``fill`` if there are fewer."""
     assert all(value == fill for value in values[: max(0, len(values) - dims)]), "slices have the same last dimensions"
     return (fill,) * (dims - len(values)) + tuple(values[max(0, len(values) - dims) :])
 
 
 def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless every slice lies within its tensor, and a tensor's slices are no more than it has."""
+    """Raise CheckpointError unless every slice lies within its tensor, and a tensor's slices are not larger than the tensor."""
     for name, shape in shapes.items():
         slices = hf_slices.get(name, ())
         inside = all(
@@ -190,6 +196,7 @@ def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> N
 def to_text(hf_slices: HfSlices | str) -> str:
     """Return the file's content, JSON: ``tensors``, or the ``problem`` that kept the engine from describing them."""
     if isinstance(hf_slices, str):
+        # Engines of other kinds report it when they refuse the checkpoint.
         return json.dumps({"problem": hf_slices}) + "\n"
     rows = {
         name: [[hf_slice.weight, hf_slice.weight_offsets, hf_slice.offsets, hf_slice.sizes] for hf_slice in slices]
@@ -202,7 +209,7 @@ def read(directory: Path) -> HfSlices:
     """Read the file of a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is from before there was this file, or its engine could not describe its tensors.
+        CheckpointError: the checkpoint is older than this file, or its engine could not describe its tensors.
     """
     try:
         values = json.loads((directory / NAME).read_text(encoding="utf-8"))

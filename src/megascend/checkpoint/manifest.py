@@ -1,6 +1,6 @@
-"""``megascend.json``: what a checkpoint holds, and the digest of each of its files.
+"""The manifest ``megascend.json``: metadata of a checkpoint, and the digest of each of its files.
 
-Written last, so a directory that has one was complete. Any change to any file afterwards, this one included, is found.
+It is written last, so a directory with a manifest is complete. Later changes to any file, the manifest included, are detected.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Manifest:
     """Metadata of a checkpoint, stored as ``megascend.json``.
 
     Attributes:
-        step: optimizer steps done, skipped ones included.
+        step: optimizer steps so far, skipped ones included.
         precision: of the parameters: fp32, fp16 or bf16.
         model: layers, hidden size and vocabulary; a checkpoint of another model is not read.
         layout: sizes of the topology's axes.
-        optimizer: step counters and fp16 loss scale, or None where adapters are trained.
+        optimizer: step counters and fp16 loss scale, or None if adapters are trained.
         adapters: their names; each has a directory under ``adapters/``.
-        versions: of megascend and the packages it builds on.
-        progress: what the caller wants back, the position in the data for example. JSON.
-        config: the run's settings, where there is a file of them.
-        engine: whose names the tensors have.
+        versions: of megascend and the packages that it builds on.
+        progress: data that the caller gets back when it loads, for example the position in the data. JSON.
+        config: the run's settings, or None.
+        engine: the kind of engine that saved it, which determines the tensors' names.
         files: relative path -> size in bytes and xxh3 digest (128 bits, hexadecimal).
     """
 
@@ -71,12 +71,13 @@ def parse(text: str, path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
     digest = values.pop("digest", None)
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')!r}; this version of megascend reads {FORMAT}")
+    # The text as well: another spelling of the same values is a change, too.
     if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
-        raise CheckpointError(f"{path} is damaged: it is not as it was written")
+        raise CheckpointError(f"{path} is damaged: it has changed since it was written")
     return Manifest(**values)
 
 
@@ -84,9 +85,10 @@ def read(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint directory.
 
     Raises:
-        CheckpointError: there is none, so that the directory is no complete checkpoint, or it is damaged.
+        CheckpointError: the directory has none, so it is not a complete checkpoint, or the manifest is damaged.
     """
     path = directory / NAME
+    # Bytes: reading as text would translate line ends, which the comparison must see.
     try:
         return parse(path.read_bytes().decode(), path)
     except FileNotFoundError:
@@ -116,7 +118,7 @@ def entry(size: int, xxh3: str) -> dict[str, Any]:
 
 
 def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:
-    """Return a message for each of the files ``names`` that is missing, or differs in size or digest."""
+    """Return a message for each of ``names`` that is missing, or differs in size or digest."""
     messages = []
     for name in names:
         expected = files[name]
@@ -137,7 +139,7 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
     """Return the manifest of a checkpoint after comparing every file with it. Collective; each rank reads a share of the files.
 
     Raises:
-        CheckpointError: on every rank: it is incomplete or damaged; the message says which files.
+        CheckpointError: on every rank: it is incomplete or damaged; the message names the files.
     """
     from megascend.distributed.objects import gather_objects  # torch: retention looks for checkpoints without it
 
@@ -149,6 +151,7 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
     except CheckpointError as error:
         problem = str(error)
     rank_problems = gather_objects(problem, "world", groups, f"whether {directory} is whole")
+    # Every rank reads the manifest, so many may report the same problem.
     texts = dict.fromkeys(text for text in rank_problems if text is not None)
     if texts or manifest is None:
         raise CheckpointError(f"{directory} cannot be loaded: {'; '.join(texts)}")

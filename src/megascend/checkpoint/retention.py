@@ -1,6 +1,6 @@
-"""The checkpoints of one run: which there are, which is the latest, and which may go.
+"""The checkpoints of one run: list them, find the latest, and remove superseded ones.
 
-DIRECTORY/step-00000100/    complete, or it is not there
+DIRECTORY/step-00000100/    a complete checkpoint; it appears only when it is complete
 DIRECTORY/latest            the name of one of them
 """
 
@@ -20,7 +20,7 @@ from megascend.io.atomic import replacing
 LATEST = "latest"
 NAME = re.compile(r"step-([0-9]{8,})")
 LEFT_OVER = re.compile(rf"\.{NAME.pattern}\.(writing|old|removing)")
-"""What a process that was killed leaves; see the saver, ``replace_directory`` and :meth:`Retention.committed`."""
+"""Directories left behind by a killed process; see the saver, ``replace_directory`` and :meth:`Retention.committed`."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Retention:
     """A directory of checkpoints.
 
     Attributes:
-        keep_last: how many of the newest stay.
-        keep_every: checkpoints whose step is a multiple stay for good; 0: none.
+        keep_last: number of the newest checkpoints to keep.
+        keep_every: checkpoints whose step is a multiple of this are never removed; 0: none.
     """
 
     directory: Path
@@ -45,10 +45,10 @@ class Retention:
         return [step for step in self._named() if (self.path(step) / manifest.NAME).exists()]
 
     def latest(self) -> int | None:
-        """Return the step that ``latest`` names, or None if there is no such file or it names no checkpoint."""
+        """Return the step that ``latest`` names, or None if the file is missing or names no checkpoint."""
         try:
             step = self._step(((self.directory / LATEST).read_text(encoding="utf-8")).strip())
-        except (OSError, UnicodeDecodeError):  # missing or damaged: the checkpoints are there all the same
+        except (OSError, UnicodeDecodeError):  # missing or damaged: the checkpoints themselves are unaffected
             return None
         return step if step is not None and self.path(step).is_dir() else None
 
@@ -58,7 +58,7 @@ class Retention:
         return [self.path(step) for step in [*best, *(step for step in reversed(self._named()) if step not in best)]]
 
     def committed(self, path: Path) -> None:
-        """Point ``latest`` to a checkpoint that has just been completed, and remove what is not kept.
+        """Point ``latest`` to a checkpoint that has just been completed, and remove superseded ones.
 
         Raises:
             OSError: the file cannot be written. The checkpoint itself is complete.
@@ -70,7 +70,7 @@ class Retention:
                 _remove(entry, entry)
         current = int(path.name.removeprefix("step-"))
         for step in superseded(self.steps(), current, self.keep_last, self.keep_every):
-            # It leaves the retention whole: what is left of a removal that was interrupted is no checkpoint.
+            # Renamed before it is removed: an interrupted removal must not leave a partial checkpoint under a valid name.
             _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
 
     def _named(self) -> list[int]:
@@ -82,16 +82,17 @@ class Retention:
 
     def _step(self, name: str) -> int | None:
         match = NAME.fullmatch(name)
+        # Only the spelling of path(), which would not find any other.
         return int(match[1]) if match and self.path(int(match[1])).name == name else None
 
 
 def _remove(path: Path, under: Path) -> None:
-    """Remove a directory, renamed first. A failure does not end the run: it is logged, and the next save retries."""
+    """Rename a directory to ``under``, and remove it. A failure is logged, not raised: the next save retries."""
     try:
         if path != under:
             os.replace(path, under)
         if under.is_symlink():
-            under.unlink()  # and nothing behind it
+            under.unlink()  # the link only, not its target
         else:
             shutil.rmtree(under)
     except OSError as error:
@@ -99,11 +100,12 @@ def _remove(path: Path, under: Path) -> None:
 
 
 def by_preference(steps: Sequence[int], latest: int | None) -> list[int]:
-    """Order steps: ``latest``, earlier ones newest first, then later ones, left by a run that was rolled back. Pure."""
+    """Order steps: ``latest``, earlier ones newest first, then later ones, which a rolled-back run has left. Pure."""
     if latest is None:
         return sorted(steps, reverse=True)
     before = sorted((step for step in steps if step <= latest), reverse=True)
     after = sorted((step for step in steps if step > latest), reverse=True)
+    # First even if it is incomplete: loading it reports why.
     return [*([] if latest in before else [latest]), *before, *after]
 
 

@@ -1,7 +1,7 @@
-"""Saving while training goes on: the main thread copies the state off the device, another writes it.
+"""Save checkpoints while training continues: the main thread copies the state off the device, another thread writes it.
 
-The writer has a Gloo group of its own, so that its collectives never meet the main thread's. torch's plain ``FileSystemWriter``
-writes, one file for each rank; Megatron-Core's own writer starts two kinds of helper processes for every save, which takes about
+The writer thread has its own Gloo group, so that its collectives never mix with the main thread's. torch's ``FileSystemWriter``
+writes one file for each rank; Megatron-Core's own writer starts two kinds of helper processes for every save, which takes about
 four seconds.
 """
 
@@ -43,10 +43,10 @@ MEGATRON_CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""``metadata.json``, by which Megatron-Core's ``dist_checkpointing`` knows the format of a directory."""
+"""Content of ``metadata.json``, by which Megatron-Core's ``dist_checkpointing`` recognises the format of a directory."""
 
 CHANNEL = "checkpoint"
-"""What the writers of all ranks talk over; torch's own collectives have a group of their own."""
+"""Channel over which the writers of all ranks communicate; the collectives of ``dcp.save`` use a separate group."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class CheckpointState:
     Attributes:
         state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
         manifest: without the files.
-        adapters: on rank 0, whole adapters by name.
-        base_model: what adapters name as theirs.
-        projections: what adapters of the model can target.
-        hf_slices: of its tensors, or why they cannot be described; None: the model is frozen.
+        adapters: on rank 0, unsharded adapters by name.
+        base_model: name or path of the base model, stored with adapters.
+        projections: Hugging Face weights that adapters of the model may target.
+        hf_slices: of its tensors, or the reason why they cannot be described; None: the model is frozen.
     """
 
     state: dict[str, Any]
@@ -71,12 +71,12 @@ class CheckpointState:
 
 
 class PendingSave:
-    """A checkpoint on its way to disk. The same on every rank.
+    """A checkpoint that is being written. The same on every rank.
 
     Attributes:
-        path: where it will appear when it is complete.
-        step: optimizer steps done in it.
-        stall_s: seconds that training stood still for it on this rank, waiting for the checkpoint before it included.
+        path: directory that appears when the checkpoint is complete.
+        step: optimizer steps before it.
+        stall_s: seconds that training was blocked by this save on this rank, including the wait for the previous checkpoint.
     """
 
     def __init__(self, path: Path, step: int, timeout_s: float, monitor: HangMonitor) -> None:
@@ -89,18 +89,18 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Check whether it is complete or has failed, as far as this rank knows."""
+        """True if this rank knows that it is complete or has failed."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Args:
-            timeout_s: give up waiting after this long; the save goes on.
+            timeout_s: stop waiting after this many seconds; the save continues.
 
         Raises:
-            CheckpointError: it could not be written, or takes longer than the backend's ``save_timeout_s``; what was there
-                before is untouched.
+            CheckpointError: it could not be written, or takes longer than the backend's ``save_timeout_s``; the previous content
+                of ``path`` is unchanged.
             TimeoutError: it takes longer than ``timeout_s``.
         """
         if timeout_s is not None and not self._wait(timeout_s):
@@ -110,7 +110,7 @@ class PendingSave:
             raise CheckpointError(problem)
 
     def outcome(self) -> str | None:
-        """Wait as :meth:`wait` does, but return the failure instead of raising it; it is not raised afterwards."""
+        """Wait like :meth:`wait`, but return the error message instead of raising; it is not raised later either."""
         if not self._wait(self._timeout_s):
             return (
                 f"save: {self.path} is not complete {self._timeout_s:g} s after it was waited for: the storage is slow or "
@@ -120,13 +120,13 @@ class PendingSave:
         return self._problem
 
     def _wait(self, seconds: float) -> bool:
-        # In a phase: if another rank is lost, the monitor ends what would else be waited for in vain.
+        # In a phase, so that the monitor ends the wait if another rank is lost.
         with self._monitor.phase("save", f"waiting for {self.path.name}"):
             return self._finished.wait(seconds)
 
     @property
     def reported(self) -> bool:
-        """Check whether a failure has been raised or returned."""
+        """True if the outcome has been raised or returned."""
         return self._reported
 
     def finish(self, problem: str | None) -> None:
@@ -136,13 +136,13 @@ class PendingSave:
 
 
 class Saver:
-    """Writes one checkpoint at a time. All ranks make one together, and call its methods in the same order."""
+    """Writer of checkpoints, one at a time. All ranks construct it together, and call its methods in the same order."""
 
     def __init__(self, groups: ProcessGroups, *, page_locked: bool, timeout_s: float) -> None:
         """
         Args:
             page_locked: copy to page-locked host memory.
-            timeout_s: how long a checkpoint is waited for before it counts as failed, in seconds.
+            timeout_s: seconds to wait for a checkpoint before it counts as failed.
         """
         self._groups, self._timeout_s = groups, timeout_s
         self._staging = Staging(page_locked=page_locked)
@@ -152,7 +152,7 @@ class Saver:
         atexit.register(self._at_exit)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Take the host memory for saving ``state`` in the background, so that the first save need not wait for it."""
+        """Allocate the host memory for saving ``state`` in the background, so that the first save does not wait for it."""
         self._staging.prepare(state)
 
     def save(
@@ -163,16 +163,17 @@ class Saver:
         write_more: Callable[[Path], None] | None = None,
         after: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """Begin to write a checkpoint, once :meth:`finish` has returned; tensors may change when this has.
+        """Start to write a checkpoint. Call :meth:`finish` before it; tensors may change once this has returned.
 
         Args:
-            write_more: collective, called with the unfinished directory before this returns; a Hugging Face export, for one.
-            after: called on rank 0's writer when ``path`` is in place.
+            write_more: collective, called with the unfinished directory before this returns, for example to export to it.
+            after: called on rank 0's writer thread when ``path`` is in place.
 
         Raises:
             CheckpointError: on every rank: ``path`` holds something else, or cannot be written.
         """
         assert self._pending is None, "one checkpoint is written at a time"
+        # Created at the first save, which is collective: runs without checkpoints need no further group.
         if self._group is None:
             self._group = self._groups.new_gloo("checkpoint")
             self._groups.add_channel(CHANNEL)
@@ -185,17 +186,19 @@ class Saver:
             if write_more is not None:
                 write_more(temporary)
         except BaseException:
+            # An interrupt, too, must not leave the unfinished directory.
             if self._groups.rank == 0:
                 remove(temporary)
             raise
         self._pending = pending = PendingSave(path, state.manifest.step, self._timeout_s, self._groups.monitor)
+        # A daemon, so that a disk that hangs does not keep the process alive; _at_exit waits for the write.
         threading.Thread(
             target=self._write, args=(pending, target, temporary, state, after), name="megascend-save", daemon=True
         ).start()
         return pending
 
     def finish(self) -> None:
-        """Return when no checkpoint is being written. Collective: each rank waits by a clock of its own.
+        """Wait until no checkpoint is being written. Collective: each rank waits by its own clock.
 
         Raises:
             CheckpointError: on every rank: the checkpoint failed, or took too long on one.
@@ -208,12 +211,13 @@ class Saver:
         raise_on_all_ranks(problem, self._groups, "whether the checkpoint before is complete")
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when no checkpoint is being written, as far as this rank knows.
+        """Wait until no checkpoint is being written, as far as this rank knows.
 
         Raises:
             CheckpointError, TimeoutError: as :meth:`PendingSave.wait`; a failure is raised once.
         """
         pending = self._pending
+        # PendingSave.wait has reported its outcome already.
         if pending is not None and pending.done and pending.reported:
             self._pending = None
         elif pending is not None:
@@ -224,7 +228,7 @@ class Saver:
                     self._pending = None
 
     def abandon(self, after_s: float) -> None:
-        """Give up a checkpoint that is being written, if it is not complete within ``after_s``."""
+        """Abandon a checkpoint that is being written if it is not complete within ``after_s`` seconds."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(CheckpointError, TimeoutError):  # the original exception takes precedence
             self.wait(after_s)
@@ -234,7 +238,7 @@ class Saver:
         """Wait for the last checkpoint.
 
         Raises:
-            CheckpointError: it could not be written, and that has not been raised yet.
+            CheckpointError: it could not be written, which has not been raised yet.
         """
         atexit.unregister(self._at_exit)
         self.wait()
@@ -249,10 +253,10 @@ class Saver:
             logging.getLogger(__name__).error("%s", error)
 
     def _make_room(self, path: Path) -> tuple[Path, Path]:
-        """Make the directory to write to. A link stays one: what it leads to is replaced.
+        """Create the temporary directory to write to. If ``path`` is a link, its target is replaced, not the link.
 
         Returns:
-            The directory to replace, and the one that takes its place.
+            The directory to replace, and the temporary one.
 
         Raises:
             CheckpointError: it cannot be made, or ``path`` holds something else.
@@ -279,6 +283,7 @@ class Saver:
         contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
+        # Stands if the thread ends with an exception that is not caught below.
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
@@ -286,13 +291,13 @@ class Saver:
             with self._groups.monitor.phase("write"):
                 result = self._write_files(temporary, contents)
                 problem = self._commit(pending.path, target, temporary, contents, after, *result)
-        except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: whoever waits raises it
+        except Exception as error:  # noqa: BLE001  the thread that waits raises it
             problem = f"save: {pending.path} could not be written (rank {self._groups.rank}): {_reason(error)}"
         finally:
             pending.finish(problem)
 
     def _write_files(self, temporary: Path, contents: CheckpointState) -> tuple[dict[str, dict[str, Any]], str | None]:
-        """Write this rank's files; return their digests, or why they could not be written."""
+        """Write this rank's files; return their digests, and the reason if they could not be written."""
         rank = self._groups.rank
         try:
             writer = ChunkWriter(temporary)
@@ -302,6 +307,7 @@ class Saver:
                     adapter_io.write(temporary / "adapters" / name, saved, contents.base_model, contents.projections)
                 if contents.hf_slices is not None:
                     (temporary / hf_slices.NAME).write_text(hf_slices.to_text(contents.hf_slices), encoding="utf-8")
+                # With common.pt, what Megatron-Core's dist_checkpointing expects beside the tensors.
                 (temporary / "metadata.json").write_text(json.dumps(MEGATRON_CONFIG), encoding="utf-8")
                 with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)
@@ -320,7 +326,7 @@ class Saver:
         files: dict[str, dict[str, Any]],
         problem: str | None,
     ) -> str | None:
-        """Put the checkpoint in place if every rank has written its files; return why not."""
+        """Move the checkpoint into place if every rank has written its files; return the reason if not."""
         step = contents.manifest.step
         everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
         problems = [text for _, text in everyone if text is not None]
@@ -330,7 +336,8 @@ class Saver:
                 all_files = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
                 verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=all_files), after)
             if verdict is not None:
-                remove(temporary)  # a full disk is not to stay full of this
+                remove(temporary)  # may be what filled the disk
+        # A save is complete on the other ranks only when rank 0 has renamed the directory.
         return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
 
 
@@ -338,19 +345,20 @@ def _put_in_place(
     path: Path, target: Path, temporary: Path, complete: Manifest, after: Callable[[Path], None] | None
 ) -> str | None:
     try:
+        # Last: a directory with a manifest is complete.
         (temporary / manifest.NAME).write_text(complete.to_text(), encoding="utf-8")
         replace_directory(temporary, target)
         if after is not None:
             after(path)
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for the verdict
+    except Exception as error:  # noqa: BLE001  the other ranks wait for the verdict
         return f"save: {path} could not be put in place: {_reason(error)}"
     return None
 
 
 def _files_of(directory: Path, rank: int) -> list[str]:
-    """Return the relative names of the files that ``rank`` digests: its tensors', and on rank 0 all others.
+    """Return the relative names of the files that ``rank`` digests: its own tensor files, and on rank 0 all others.
 
-    Only rank 0 looks into folders: the others would meet what it is still writing and renaming there.
+    Only rank 0 lists subdirectories: other ranks would see files there that rank 0 is still writing and renaming.
     """
     tensor_files = [file.name for file in directory.glob(f"__{rank}_*")]
     if rank != 0:
@@ -360,7 +368,7 @@ def _files_of(directory: Path, rank: int) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an error in a line: torch wraps those of all ranks into one that prints their tracebacks."""
+    """Describe an error in one line: torch wraps the errors of all ranks in one whose message has all their tracebacks."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"{type(inner).__name__}: {inner} (rank {rank})"

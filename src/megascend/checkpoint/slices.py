@@ -1,6 +1,6 @@
-"""Slices of tensors: what each rank holds of a whole tensor, and how torch's distributed checkpoints take it.
+"""Slices of tensors: a rank's parts of a global tensor, in the form that torch's distributed checkpoints expect.
 
-A slice is a box: offsets and sizes along each dimension. Nothing here knows an engine, and all but :class:`TensorSlices` is pure
+A slice is a box: offsets and sizes along each dimension. Independent of engines; everything but :class:`TensorSlices` is pure
 arithmetic.
 """
 
@@ -24,9 +24,9 @@ class TensorSlices:
     """Slices of one tensor that a rank holds.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype: of the global tensor.
         may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
-        slices: (offsets in the whole tensor, values) with as many dimensions as the whole tensor.
+        slices: (offsets in the global tensor, values), values with as many dimensions as the global tensor.
     """
 
     shape: tuple[int, ...]
@@ -36,15 +36,15 @@ class TensorSlices:
 
     @classmethod
     def whole(cls, values: Tensor) -> TensorSlices:
-        """Return a tensor that this rank has all of."""
+        """Wrap a tensor that this rank holds completely."""
         return cls(tuple(values.shape), values.dtype, slices=[((0,) * values.dim(), values)])
 
     def add(self, offsets: Sequence[int], values: Tensor) -> None:
-        """Add a slice. Two at the same offsets can be read, and are found when a plan to write them is checked."""
+        """Add a slice. Two slices at the same offsets can be read; writing them fails when torch validates the plan."""
         self.slices.append((tuple(offsets), values))
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """Return the slice at ``index.offset``; of several there, the one that ``index`` names by its number.
+        """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``.
 
         Raises:
             KeyError: no slice begins there.
@@ -58,7 +58,7 @@ class TensorSlices:
                 return values
         raise KeyError(f"{index.fqn} has no slice at {index.offset}")
 
-    # What torch's planners ask of an object that is no tensor (planner_helpers.py).
+    # Protocol by which torch's planners handle objects that are not tensors (planner_helpers.py).
 
     def __create_write_items__(self, name: str, of: object) -> list[WriteItem]:
         return [
@@ -80,7 +80,7 @@ class TensorSlices:
 
 @dataclass(frozen=True)
 class ContiguousSlice:
-    """A slice whose elements follow one another in the flattened tensor.
+    """A slice whose elements are consecutive in the flattened tensor.
 
     Attributes:
         offsets, sizes: along each dimension.
@@ -98,10 +98,10 @@ class ContiguousSlice:
 
 
 def slices_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[ContiguousSlice]:
-    """Cut elements ``[start, stop)`` of a flattened tensor of ``shape`` into slices, in their order.
+    """Cut elements ``[start, stop)`` of a flattened tensor of ``shape`` into slices, in order.
 
-    A distributed optimizer gives every data parallel rank such a run, wherever rows begin and end; checkpoint formats know slices
-    only. There are at most ``2 * len(shape) - 1``: the last part of a row, whole rows, the first part of a row, and so on in each
+    A distributed optimizer gives every data parallel rank such a run, regardless of row boundaries; checkpoint formats only have
+    slices. There are at most ``2 * len(shape) - 1``: the end of a row, complete rows, the start of a row, and so on in each
     dimension.
     """
     if start >= stop:
@@ -110,7 +110,7 @@ def slices_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Conti
         yield ContiguousSlice((), (), 0)
         return
     row_size = math.prod(shape[1:])
-    first, last = -(-start // row_size), stop // row_size  # whole rows
+    first, last = -(-start // row_size), stop // row_size  # complete rows
     if first > last:  # inside one row
         yield from _slices_of_row(shape, last, start, stop)
         return
@@ -138,7 +138,7 @@ def overlap(
 
 
 def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index by which a tensor gives a slice of it."""
+    """Return the index that selects a slice of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Staging: copies of device tensors in host memory, made quickly, since training waits for them when it saves."""
+"""Staging: fast copies of device tensors to host memory, for which training waits when it saves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from megascend.checkpoint.slices import TensorSlices
 
 BLOCK = 2**28  # bytes; torch's allocator of page-locked memory rounds up to a power of two
+# A view as another dtype must begin at a multiple of its size.
 ALIGNMENT = 64
 
 
 class Staging:
-    """Host memory for one save, kept for the next.
+    """Host memory for one save, reused by the next.
 
-    Fresh memory is several times slower to copy to than memory that was used before, most of all page-locked memory, which a
-    GPU copies to at the full speed of its bus.
+    Copying to newly allocated memory is several times slower than to memory that has been used before, in particular to
+    page-locked memory, which a GPU otherwise fills at the full speed of its bus.
     """
 
     def __init__(self, *, page_locked: bool) -> None:
@@ -27,14 +28,15 @@ class Staging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Take the memory that ``state`` will need, beside what else happens."""
+        """Allocate the memory that ``state`` will need, in the background."""
+        # Two threads must not allocate blocks at once.
         self._prepared()
         sizes = [_bytes(values) for values in _values(state)]
         self._preparing = threading.Thread(target=self._carve, args=(sizes,), name="megascend-staging", daemon=True)
         self._preparing.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with its tensors in host memory, which stay as they are until the next call."""
+        """Return ``state`` with its tensors in host memory, which are valid until the next call."""
         self._prepared()
         blocks = iter(self._carve([_bytes(values) for values in _values(state)]))
         copied: dict[str, Any] = {}
@@ -49,6 +51,7 @@ class Staging:
                 target.copy_(values.detach(), non_blocking=self._page_locked)
                 devices.add(values.device)
                 copied[name].add(offsets, target)
+        # Only now are the asynchronous copies complete.
         for device in devices:
             if self._page_locked and device.type != "cpu":
                 torch.cuda.synchronize(device)
@@ -60,7 +63,7 @@ class Staging:
             self._preparing = None
 
     def _carve(self, sizes: list[int]) -> list[Tensor]:
-        """Return a uint8 tensor of each size; blocks are made where there are none left, no larger than what is left needs."""
+        """Return a uint8 tensor of each size; allocates further blocks if needed, no larger than the remaining sizes."""
         tensors, block, used = [], 0, 0
         left = sum(map(_aligned, sizes))
         for size in sizes:
@@ -77,7 +80,7 @@ class Staging:
     def _allocate(self, size: int) -> Tensor:
         block = torch.empty(size, dtype=torch.uint8, pin_memory=self._page_locked)
         if not self._page_locked:
-            block.zero_()  # the system hands pages out when they are first written to: now, not while training waits
+            block.zero_()  # the system allocates pages at their first write: now, not while training waits
         return block
 
 
@@ -94,7 +97,7 @@ def _bytes(values: Tensor) -> int:
 
 
 def _tensor_at(block: Tensor, start: int, size: int) -> Tensor:
-    """Return ``block[start:start + size]`` as a tensor whose storage is no larger: writers copy what lies in larger storages."""
+    """Return ``block[start:start + size]`` with a storage of that size: torch's writer copies tensors with larger storages."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(block.numpy(), dtype=torch.uint8, count=size, offset=start)

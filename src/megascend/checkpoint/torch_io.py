@@ -1,7 +1,7 @@
-"""torch's distributed checkpoints, as they are written and read here.
+"""Reader, writer and planners for torch's distributed checkpoints.
 
-A file of tensors is digested, and on its way to the disk, while it is written from front to back. Every chunk in the files is
-read once, however many slices of it are needed.
+A file of tensors is digested and flushed while it is written, front to back. Every chunk in the files is read once, however many
+slices of it are needed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from megascend.io.hashing import HashingWriter
 
 
 class SliceSavePlanner(dcp.DefaultSavePlanner):
-    """Plans a save of :class:`TensorSlices` and of objects."""
+    """Planner of a save of :class:`TensorSlices` and of objects."""
 
     def __init__(self) -> None:
+        # The state is flat already: names to slices and objects.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
+        # torch takes TensorSlices for objects, as they are not tensors.
         return value.at(index) if isinstance(value, TensorSlices) else value
 
 
 class SliceLoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans a load into :class:`TensorSlices`; objects are put into the state."""
+    """Planner of a load into :class:`TensorSlices`; objects are put into the state."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -49,7 +51,7 @@ class SliceLoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default first replaces tensors on the meta device, and what is no tensor by None.
+        # torch's default first replaces tensors on the meta device, and objects that are not tensors by None.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -58,9 +60,9 @@ class SliceLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class ChunkReader(dcp.FileSystemReader):
-    """torch's reader, which would read a chunk again for every slice of it: all experts as often as there are experts.
+    """torch's reader, but reads each chunk once: torch would read a chunk of all experts once for each expert.
 
-    Beside the tensors that are read into, one chunk is in memory at a time.
+    Beside the target tensors, one chunk is in memory at a time.
     """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -72,14 +74,17 @@ class ChunkReader(dcp.FileSystemReader):
             else:
                 where = self.storage_data[item.storage_index]
                 by_chunk.setdefault((where.relative_path, where.offset), []).append(item)
+        # In the order of the files.
         for _, items in sorted(by_chunk.items(), key=lambda entry: entry[0]):
             where: Any = self.storage_data[items[0].storage_index]
+            # weights_only: nothing in a checkpoint's tensors is executed.
             with self.fs.create_stream(self.fs.concat_path(self.path, where.relative_path), "rb") as stream:
                 chunk = torch.load(self._slice_file(stream, where), map_location="cpu", weights_only=True)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
+        # Objects, such as random states, are read as torch reads them.
         return super().read_data(LoadPlan(objects, plan.storage_data, plan.planner_data), planner)
 
 
@@ -95,15 +100,18 @@ def stored_tensors(directory: Path) -> tuple[dict[str, TensorSlices], set[str]]:
 
 
 class ChunkWriter(dcp.FileSystemWriter):
-    """torch's writer on :class:`HashingWriter`; an error of the system is raised as it is, not as torch's comment on it.
+    """torch's writer on :class:`HashingWriter`; raises an OSError itself, not the error that torch makes of it.
 
     Attributes:
-        digests: size and digest, as the manifest has them, of each file of tensors by its name.
+        digests: size and digest of each file of tensors, by its name; entries of the manifest.
     """
 
     def __init__(self, directory: Path) -> None:
+        # sync_files: the manifest, written last, must not outlive the tensors in a crash of the machine.
+        # No copies ahead: the tensors are in host memory.
         super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self.digests: dict[str, dict[str, Any]] = {}
+        # The base class has no parameter for its file system.
         self.fs = _HashingFileSystem(self.digests)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -112,7 +120,7 @@ class ChunkWriter(dcp.FileSystemWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """Opens files of tensors as :class:`HashingWriter`; the metadata, which torch renames, and files to read as ever."""
+    """File system that opens files of tensors for writing as :class:`HashingWriter`, and all others as torch does."""
 
     def __init__(self, digests: dict[str, dict[str, Any]]) -> None:
         self._digests = digests
@@ -120,6 +128,7 @@ class _HashingFileSystem(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         file = Path(path)
+        # Files of tensors are called __{rank}_{number}.distcp.
         if mode != "wb" or not file.name.startswith("__"):
             with super().create_stream(file, mode) as stream:
                 yield stream
@@ -131,12 +140,12 @@ class _HashingFileSystem(FileSystem):
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Switch off the CRC-32 that ``torch.save`` computes of every tensor, and that ``torch.load`` does not look at.
+    """Switch off the CRC-32 of every tensor, which ``torch.save`` computes and ``torch.load`` ignores.
 
-    It took a core's time at 2.4 GiB/s; a file's digest in the manifest finds all that it would (xxh3: 9 GiB/s).
+    It runs at 2.4 GiB/s on one core; the file's digest in the manifest (xxh3: 9 GiB/s) detects the same errors.
     """
     before = get_crc32_options()
-    set_crc32_options(False)  # of this thread; of the process in older versions of torch
+    set_crc32_options(False)  # for this thread; in older versions of torch for the process
     try:
         yield
     finally:
@@ -147,7 +156,7 @@ def _without_checksums() -> Iterator[None]:
 def raising_system_errors() -> Iterator[None]:
     """Raise the OSError behind an error of ``torch.save``.
 
-    On a full disk it raises "unexpected pos 704 vs 598", and pickled for other ranks that is all that is left.
+    On a full disk torch raises "unexpected pos 704 vs 598", and only that message reaches the other ranks.
     """
     try:
         yield

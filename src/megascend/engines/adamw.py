@@ -14,6 +14,7 @@ from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.kernels.reductions import global_norm
 
+# GradScaler's start, not Megatron's 2**32, from which nearly every first step overflows. The window is Megatron's.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000
 
@@ -69,6 +70,7 @@ class MainAdamW:
         lr = learning_rate(self._schedule, self._adam.lr, number) if lr is None else lr
         grads, scale = self.gradients(), self.loss_scale
         norm = self.norm(grads) / scale
+        # Any inf or NaN in any gradient makes the norm non-finite, so this one number decides for all parameters.
         finite = math.isfinite(norm)
         if finite:
             factor = 1 / scale
@@ -93,6 +95,7 @@ class MainAdamW:
         """Drop all gradients."""
         for _, main in self._pairs.values():
             if main.grad is not None:
+                # In place: autograd hooks and kernels add to ``main_grad``, which is this tensor.
                 main.grad.zero_()
 
     def counters(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class MainAdamW:
         """Continue from :meth:`counters`; moments have been loaded."""
         self._updates = counters["updates"]
         for _, _, state in self._states():
+            # One count for all: a step updates every parameter or none.
             state["step"].fill_(float(self._updates))
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if counters["scaler"] is not None:
@@ -121,6 +125,7 @@ class MainAdamW:
         """Yield AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
         for name, (_, main) in self._pairs.items():
             state = self._adamw.state[main]
+            # AdamW creates its state in its first step, but a checkpoint may be saved or loaded before that.
             if not state:
                 state["step"] = torch.zeros((), device=main.device if self._on_device else "cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(main), torch.zeros_like(main)
@@ -132,6 +137,7 @@ class MainAdamW:
             return
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
+            # At 1 an overflow is the model's, not the scale's; a smaller scale would only make gradients underflow.
             self.loss_scale = max(1.0, self.loss_scale / 2)
         elif self._good_steps % LOSS_SCALE_WINDOW == 0:
             self.loss_scale *= 2

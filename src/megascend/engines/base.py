@@ -128,7 +128,7 @@ class Trainable(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drop the gradients of a forward_backward that failed half way."""
+        """Drop the gradients of a forward_backward that failed."""
         ...
 
     # --- a step ---
@@ -190,7 +190,7 @@ class Engine(ABC):
         context: process, layout, groups and checkpoint.
 
     Attributes:
-        kind: name in checkpoints, whose tensors have names of its own.
+        kind: the engine's name in checkpoints; each kind has its own tensor names.
         topology, groups: rank arithmetic and process groups.
         device: of the tensors of micro batches.
         info: of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` decides the kind of output.
@@ -330,5 +330,6 @@ class Engine(ABC):
 def seed_generators(seed: int) -> None:
     """Seed the random generators of Python, NumPy and torch in this process."""
     random.seed(seed)
+    # NumPy accepts 32-bit seeds only.
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -77,6 +77,8 @@ def checkpoint_state(engine: Engine, manifest: Manifest, base_model: str) -> Che
         try:
             slices = engine.hf_slices()
         except CheckpointError as error:
+            # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they
+            # cannot.
             slices = str(error)
     return CheckpointState(
         state={**engine.state(everything=False), _random_key(engine): random_state(engine)},
@@ -97,8 +99,8 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         saved, current: manifests of the checkpoint and of the engine, already checked to fit.
 
     Raises:
-        CheckpointError: the checkpoint does not fit this model (nothing has been changed), or a file could not be read half way
-            (the model is unusable).
+        CheckpointError: the checkpoint does not fit this model (nothing has been changed), or reading a file failed (the model
+            is unusable).
         ConfigError: an adapter does not fit; the present ones are kept.
     """
     # Live tensors: dcp.load writes into them.
@@ -121,6 +123,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
     problem = None
     try:
         with warnings.catch_warnings():
+            # torch warns that without torch.distributed it assumes a single process.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # no_dist: every rank reads its own slices; a plan common to all ranks would cost collectives and gain nothing.
             dcp.load(state, storage_reader=ChunkReader(directory), planner=SliceLoadPlanner(), no_dist=True)
@@ -129,6 +132,7 @@ def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) ->
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
     raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
+    # Each rank has its random streams; another layout has ranks without one.
     if same_layout:
         set_random_state(engine, state[_random_key(engine)])
     engine.trainable.restore(saved.step, counters)
@@ -186,6 +190,7 @@ def _require_all_used(
     """Raise CheckpointError on every rank if one has a problem, or if no rank has used an entry of the checkpoint."""
     purpose = f"what is needed of {directory}"
     raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
+    # A rank reads its own slices only, so only the union over ranks shows what nobody has read.
     unused = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, purpose)))
     if unused:
         raise CheckpointError(refusal(f"unexpected key in checkpoint: {unused[0]}"))

@@ -130,10 +130,13 @@ def engine_context(
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
         info = inspect_checkpoint(model_dir, head)
         topology = plan(layout, launch.world_size, info.shape)
+        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others
+        # waiting.
         factory = prepare(runtime, topology, model_dir)
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
         try:
+            # The switch is read when cuBLAS is loaded, perhaps before the bootstrap: measure a product.
             if precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):

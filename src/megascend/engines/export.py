@@ -57,6 +57,7 @@ def export(
                 problem = error
             except _FAULTS as error:
                 problem = _unexpected(error)
+        # Two exchanges: no rank starts the stream before rank 0 can write.
         raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
         raise_on_all_ranks(_write(weights, writer), groups, f"whether {target} could be written")
 
@@ -64,6 +65,7 @@ def export(
 def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | None) -> CheckpointError | None:
     """Write the stream, and return the error, if any: raising at once would leave the other ranks waiting."""
     try:
+        # Closing the stream after an error tells the other ranks, which wait in its next barrier.
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
             for name, tensor in weights:
                 if writer is not None:

@@ -127,6 +127,7 @@ class FullModel:
     def restore(self, step: int, counters: dict[str, Any] | None) -> None:
         assert counters is not None
         self._optimizer.restore(counters)
+        # Gradients from before the load are those of other parameters.
         self._optimizer.discard()
         self.step_count, self._accumulated = step, False
 

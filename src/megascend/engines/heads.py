@@ -86,6 +86,7 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
     """
     if head is None or head.std is None:
         return {}
+    # A separate CPU generator: all ranks draw the same numbers, and no other random stream advances.
     generator = torch.Generator().manual_seed(seed)
     drawn = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
     return {name: drawn[name] for name in head.names}
@@ -94,9 +95,6 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
 def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
     """Return transformers' auto class of a model with this head, and change the configuration accordingly.
 
-    A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token of a
-    sequence; so all scalar heads use the token classifier.
-
     Args:
         outputs: values per token of a scalar head.
     """
@@ -104,6 +102,8 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
 
     if head is None:
         return AutoModelForCausalLM
+    # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
+    # of a sequence: all scalar heads use the token classifier.
     config.num_labels = outputs
     config.classifier_dropout = head.dropout
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
@@ -119,6 +119,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
     Args:
         config: changed to have the head.
     """
+    # Eager attention is plain torch: the reference must not depend on a kernel.
     model = model_class(config, head, config.vocab_size).from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
@@ -128,6 +129,7 @@ def plain_slice(config: Any, head: ScalarHead | None) -> Any:
 
 def tie_embeddings(config: Any, tied: bool) -> None:
     """Set ``tie_word_embeddings`` in transformers' ``config``; the checkpoint's files decide it."""
+    # A multimodal configuration has the setting in its text part too.
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tied
 

@@ -27,6 +27,7 @@ def other_attention(config: Any) -> str | None:
     if kinds:
         return f"layers of kind {kinds[0]}"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    # As text: each kind of layer may have its own nested settings.
     if any(kind in str(rope) for kind in ("'dynamic'", "'longrope'")):
         return "rotary embeddings that depend on the length"
     if any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attn_logit_softcap")):
@@ -49,6 +50,7 @@ class KeyValues:
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         self.lengths = [0] * rows
         self._longest, self._device = longest, device
+        # By transformers' layer_idx or Megatron's layer_number.
         self._layers: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._positions, self._visible = torch.empty(0), torch.empty(0)
 
@@ -66,6 +68,7 @@ class KeyValues:
         if layer not in self._layers:
             capacity = max(len(keys), min(SMALLEST, self._longest))
             rows = len(self.lengths)
+            # Zeros: masked positions take part in the products, and 0 times the NaN of unwritten memory is NaN.
             self._layers[layer] = (
                 keys.new_zeros(rows, keys.shape[1], capacity, keys.shape[2]),
                 values.new_zeros(rows, values.shape[1], capacity, values.shape[2]),
@@ -114,6 +117,7 @@ class KeyValues:
         Returns:
             [rows, heads, head dim of the values].
         """
+        # rows is a slice, so these are views, and the writes below reach the cache.
         keys, values = (cache[rows] for cache in self._layers[layer])
         positions, visible = self._positions[rows], self._visible[rows]
         indices, longest = torch.arange(len(query), device=query.device), visible.shape[1]
@@ -136,6 +140,7 @@ class KeyValues:
         keys, values = self._layers[layer]
         capacity = keys.shape[2]
         if tokens > capacity:
+            # Doubled, so that rows are copied a logarithmic number of times.
             added = max(tokens, min(2 * capacity, self._longest)) - capacity
             self._layers[layer] = tuple(torch.nn.functional.pad(cache, (0, 0, 0, added)) for cache in (keys, values))  # type: ignore[assignment]  # fmt: skip
 

@@ -50,4 +50,5 @@ def scores(logits: Tensor, function: str) -> Tensor:
     if function == "softmax":
         return values.softmax(-1)
     values = values.sigmoid()
+    # Megatron's epsilon (moe_utils.py).
     return values / (values.sum(-1, keepdim=True) + 1e-20)

@@ -68,7 +68,9 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     for name, parts in slices.items():
         covered = sum(math.prod(hf_slice.sizes) for hf_slice in parts)
         if covered != math.prod(shapes[name]):
-            raise CheckpointError(f"model: {name} is not read whole: {covered} of {math.prod(shapes[name])} numbers")
+            raise CheckpointError(
+                f"model: {name} is not read completely: {covered} of {math.prod(shapes[name])} values"
+            )
     return slices
 
 
@@ -76,6 +78,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and persistent buffers by name, in its order, tied ones under their first name only."""
     first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True).items()
+    # By identity: state_dict lists a tied weight under every name.
     return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
 
 
@@ -89,6 +92,7 @@ def _slices_of_layer(
     model: Any, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorHeader]
 ) -> dict[str, list[HfSlice]]:
     names = list(shapes)
+    # An element holds one index, so the rows and the columns of fused experts take two conversions.
     rows, columns = (
         in_checkpoint(model, {name: _numbers(shapes[name], number, dim) for number, name in enumerate(names)}, headers)
         for dim in (0, 1)
@@ -103,6 +107,7 @@ def _slices_of_layer(
         name = names[int(values.flatten()[0]) // _NUMBERS]
         offsets, sizes = _offsets_and_sizes(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
         stored = headers[source].shape
+        # Dimensions of size 1 may be missing: a single expert is stored without the expert dimension.
         if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
             raise CheckpointError(
                 f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"

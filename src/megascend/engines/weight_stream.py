@@ -102,6 +102,7 @@ def stream_weights(
                     barrier.at_end()
                     break
             name, tensor = entry
+            # No reference may keep the tensor alive while the next one is gathered.
             del entry
             try:
                 tensor = finish(name, tensor)
@@ -118,8 +119,8 @@ def stream_weights(
     except StreamStopped as stopped:
         if receives:
             raise CheckpointError(
-                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); what this rank got "
-                "is not the whole model"
+                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); the tensors that this "
+                "rank got are not the complete model"
             ) from None
         return
     if receives and (problems := differences(headers, yielded, DTYPES[str(dtype)])):

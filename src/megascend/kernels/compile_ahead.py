@@ -107,6 +107,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    # In place of Triton's CUDA driver, which would create a context on the device.
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
@@ -126,6 +127,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         running: list[Future[Any]] = [pool.submit(CudaUtils)] if launchers else []
 
         def compile_only(function: Any, *arguments: Any, **options: Any) -> Any:
+            # warmup: compile without launching.
             kernel = run(function, *arguments, **(options | {"warmup": True}))
             if kernel.hash not in compiled:
                 compiled[kernel.hash] = kernel
@@ -137,6 +139,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         for call in calls(job):
             call()
         wait(running)
+    # Raises the errors of the compilers.
     for future in running:
         future.result()
     return len(compiled)

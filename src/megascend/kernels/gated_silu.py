@@ -20,6 +20,7 @@ BLOCK = 1024
 
 @triton.jit
 def _forward_kernel(y, out, width, BLOCK: tl.constexpr):
+    # int64: offsets may exceed 2**31.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -37,6 +38,7 @@ def _backward_kernel(grad, y, dy, width, BLOCK: tl.constexpr):
     upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(y + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    # silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x))).
     sigmoid = tl.sigmoid(gate)
     of_gate = upstream * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
     of_up = upstream * gate * sigmoid
@@ -69,12 +71,14 @@ def install() -> None:
     from megatron.core.fusions import fused_bias_swiglu as fused
 
     original: Any = fused.SwiGLUFunction
+    # A second backend in this process finds the replacement.
     if issubclass(original, _Marked):
         return
 
     class SwiGLUFunction(original, _Marked):
         @staticmethod
         def forward(ctx: Any, input: Tensor, fp8_input_store: bool, cpu_offload_input: bool) -> Tensor:
+            # As upstream: it may store the input in fp8, or offload it to the CPU.
             saved = input.to(torch.float8_e4m3fn) if fp8_input_store else input
             if cpu_offload_input:
                 saved.activation_offloading = True  # type: ignore[attr-defined]

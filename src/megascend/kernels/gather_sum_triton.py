@@ -15,6 +15,7 @@ def _gather_sum_kernel(values, place, out, width, K: tl.constexpr, BLOCK: tl.con
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    # In fp32: in bf16 each of the k additions would round.
     total = tl.zeros([BLOCK], tl.float32)
     for index in tl.static_range(K):
         row = tl.load(place + token * K + index).to(tl.int64)

@@ -57,6 +57,7 @@ def _backward_kernel(
         normed = tl.load(x + offset[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) * scale
         upstream = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(upstream * normed, 0)
+        # With n the normalised row: dx = rstd (g w - n mean(g w n)).
         scaled = upstream * gain
         mean = (tl.sum(scaled * normed, 1) / WIDTH)[:, None]
         result = (scale * (scaled - normed * mean)).to(dx.dtype.element_ty)
@@ -90,6 +91,7 @@ class _HeadNorm(torch.autograd.Function):
             x, weight, grads[0].contiguous(), rstd, dx, partial, len(rstd), heads, x.stride(-3), x.stride(-2),
             WIDTH=width, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
+        # Partial sums and a second pass, not atomics: the order of additions is fixed.
         return dx, partial.sum(0).to(weight.dtype), None
 
 

@@ -7,12 +7,10 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy CPU ``values`` to ``device`` without synchronizing.
-
-    A copy from pageable memory would wait for all queued work of the device, so the host could not run ahead of it.
-    """
+    """Copy CPU ``values`` to ``device`` without synchronizing."""
     if device.type == "cpu":
         return values
+    # A copy from pageable memory would wait for all queued work of the device, so the host could not run ahead of it.
     return values.pin_memory().to(device, non_blocking=True)
 
 

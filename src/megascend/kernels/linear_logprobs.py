@@ -54,17 +54,16 @@ def chunks(
 
 
 class _WeightGradient:
-    """Accumulator of the gradient of the output weight [local rows, h].
-
-    Under Megatron's DDP every parameter has an fp32 buffer ``main_grad``. Adding to it directly saves a copy in the
-    model's dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so in that
-    case the gradient is returned to autograd as usual.
-    """
+    """Accumulator of the gradient of the output weight [local rows, h]."""
 
     def __init__(self, weight: Tensor, shard: VocabShard, direct: bool) -> None:
         self._weight, self._rows = weight, shard.rows
+        # Under Megatron's DDP every parameter has an fp32 buffer main_grad. Adding to it directly saves a copy in the model's
+        # dtype, its rounding, and the hook that would add it later. Overlapped reduction waits for that hook, so in that case
+        # (not direct) the gradient is returned to autograd as usual.
         self.direct = direct and hasattr(weight, "main_grad")
         if self.direct:
+            # Padding rows get no gradient.
             self._sum = weight.main_grad[: shard.rows]  # type: ignore[reportAttributeAccessIssue]
         else:
             self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=torch.float32, device=weight.device)
@@ -97,8 +96,10 @@ class _Gradients:
         lora_delta: LowRank | None,
     ) -> None:
         self._states, self._rows, self._down, self._lora_delta = hidden, weight[: shard.rows], down, lora_delta
+        # Every chunk writes its rows.
         self.hidden = torch.empty_like(hidden) if required[0] else None
         self._weight = _WeightGradient(weight, shard, direct) if required[1] else None
+        # Zeros: tokens of adapters without this target are in no segment, and are not written.
         self.down = torch.zeros_like(down) if down is not None and required[2] else None
 
     def add(self, grad_logits: Tensor, part: slice) -> None:
@@ -180,6 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient_(logits, local_targets[part], softmax, scale[part], None)
             gradients.add(logits, part)
         ctx.loss_grad = loss_grad
+        # Not save_for_backward, which keeps tensors until the graph is freed.
         ctx.gradients = gradients.for_autograd()
         ctx.mark_non_differentiable(logprobs)
         return -torch.where(coefficients != 0, logprobs * coefficients, 0.0).sum(), logprobs

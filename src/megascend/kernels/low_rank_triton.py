@@ -24,6 +24,7 @@ PROGRAMS = 264
 @triton.jit
 def _segment_of(ends, row, segments, SEGMENTS: tl.constexpr):
     """Return the first segment that ends after ``row``."""
+    # Entries beyond the last segment never count.
     index = tl.arange(0, SEGMENTS)
     end = tl.load(ends + index, mask=index < segments, other=2147483647)
     return tl.sum((end <= row).to(tl.int32))
@@ -39,11 +40,13 @@ def _narrow_kernel(
     stop = tl.minimum(begin + ROWS, n)
     row, column, depth = begin + tl.arange(0, ROWS), tl.arange(0, M), tl.arange(0, K)
     of_row = rows + row.to(tl.int64)[:, None] * row_stride
+    # A block of rows may span several segments: one masked product for each.
     segment = _segment_of(ends, begin, segments, SEGMENTS)
     while (begin < stop) & (segment < segments):
         end = tl.minimum(tl.load(ends + segment), stop)
         if end > begin:
             own = (row >= begin) & (row < end)
+            # int64: offsets into the stack of all adapters may exceed 2**31.
             place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
             total = tl.zeros([ROWS, M], tl.float32)
             for start in range(0, k, K):
@@ -111,6 +114,7 @@ def _gradient_kernel(
             total = tl.dot(tl.trans(one), other, total)
         place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
         of_into = into + place + across[:, None] * p_stride + column[None, :] * q_stride
+        # No atomics: no other program has this tile of this segment.
         inside = (across < p)[:, None] & (column < q)[None, :]
         tl.store(of_into, tl.load(of_into, mask=inside, other=0.0) + total, mask=inside)
 
@@ -153,6 +157,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
     p, q = into.shape[-2:]
     small, large = (of if of.stride(1) == 1 else of.contiguous() for of in (left, right))
     segments, inner, *strides = _of(into)
+    # At most 8192 fp32 sums per program: 64 registers for each thread of 4 warps.
     wide = next(
         (wide for wide in (128, 64) if segments * triton.cdiv(q, wide) >= PROGRAMS and wide * _small(p) <= 8192), 32
     )

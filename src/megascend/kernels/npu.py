@@ -17,6 +17,7 @@ LEFT_UP_CAUSAL, BAND = 2, 4
 """Values of ``sparse_mode`` that use the compressed mask."""
 
 
+# One mask for all layers and sequence lengths.
 @cache
 def compressed_triangle(device: torch.device) -> Tensor:
     """Return the compressed mask, bool [2048, 2048], True above the diagonal, where attention is masked out."""
@@ -106,6 +107,6 @@ class GroupedProduct(torch.autograd.Function):
         grad = outputs[0].contiguous()
         rows, matrices, ends = ctx.saved_tensors
         for_rows, for_matrices = ctx.needs_input_grad[:2]
-        of_rows = grouped_product(grad, matrices.transpose(1, 2), ends, by_rows=True) if for_rows else None
-        of_matrices = grouped_product(rows.T, grad, ends, by_rows=False) if for_matrices else None
-        return of_rows, of_matrices, None
+        rows_grad = grouped_product(grad, matrices.transpose(1, 2), ends, by_rows=True) if for_rows else None
+        matrices_grad = grouped_product(rows.T, grad, ends, by_rows=False) if for_matrices else None
+        return rows_grad, matrices_grad, None

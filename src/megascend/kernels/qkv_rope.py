@@ -48,6 +48,7 @@ def _sin_cos_of(
 ):  # fmt: skip
     """Return sine and cosine [TOKENS, HALF] of the tokens' positions, which count within each packed sequence."""
     position = token // batch
+    # The start of the token's sequence: the largest one that is not after it.
     if PACKED:
         index = tl.arange(0, 32)
         begin = tl.zeros([TOKENS], tl.int32)
@@ -93,6 +94,7 @@ def _head(of_x, of_out, gain, sin, cos, inside, eps, HALF: tl.constexpr, REST: t
         _store(of_out + place[None, :], rest, inside)
 
 
+# These sizes change between micro batches; Triton would compile variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["tokens", "batch", "positions", "sequences"])
 def _forward_kernel(
     mixed, query_gain, key_gain, angles, starts, query, key, value, tokens, batch, groups, positions, sequences, eps,
@@ -123,6 +125,7 @@ def _head_back(
     """Write one head's gradient; return the sums for the norm's weight with this head's part added."""
     column = tl.arange(0, HALF)
     one, other = _load(of_grad + column[None, :], inside), _load(of_grad + HALF + column[None, :], inside)
+    # The transpose of the rotation.
     first, second = one * cos + other * sin, other * cos - one * sin
     if REST:
         place = 2 * HALF + tl.arange(0, REST)
@@ -174,6 +177,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """Process a share of the tiles; with SUMS write one row of ``partial`` sums of both weights' gradients a program."""
     WIDTH: tl.constexpr = 2 * HALF + REST
+    # Triton has no empty tensors.
     LEFT: tl.constexpr = REST if REST > 0 else 1
     query_first, query_second = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
     key_first, key_second = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
@@ -229,9 +233,8 @@ class _QkvRope(torch.autograd.Function):
                 HEADS=heads, HALF=half, REST=width - 2 * half, NORM=query_weight is not None, PACKED=starts is not None,
                 TOKENS=tile, num_warps=4,
             )  # fmt: skip
-        kept = (
-            None if query_weight is None else mixed
-        )  # without norms the way back is a rotation of the gradients alone
+        # Without norms the backward pass only rotates the gradients, and does not need the input.
+        kept = None if query_weight is None else mixed
         ctx.save_for_backward(kept, query_weight, key_weight, angles, starts)
         ctx.eps = eps
         return query, key, value
@@ -248,6 +251,7 @@ class _QkvRope(torch.autograd.Function):
         sums, partial = any(ctx.needs_input_grad[1:3]), None
         if sums:
             processors = torch.cuda.get_device_properties(grad.device).multi_processor_count
+            # Few programs with several tiles each, so that few rows of partial sums are added up.
             programs = min(programs, PROGRAMS_PER_PROCESSOR * processors)
             partial = torch.empty(programs, 2, width, dtype=torch.float32, device=grad.device)
         if programs:

@@ -67,8 +67,7 @@ class QkvRopeCase(NamedTuple):
 class Trusted:
     """A kernel that is used only after it agreed with plain torch on this device; plain torch is the fallback.
 
-    The first call of each kind runs a trial on random numbers, which synchronizes with the device. Compilers and drivers vary,
-    and silently wrong numbers are the worst failure of a kernel.
+    The first call of each kind runs a trial on random numbers, which synchronizes with the device.
     """
 
     def __init__(self, kernel: QkvRope) -> None:
@@ -83,6 +82,7 @@ class Trusted:
         kind = QkvRopeCase(
             mixed.dtype, groups, heads, width, angles.shape[-1], starts is not None, norms is not None, trained
         )
+        # Compilers and drivers vary, and silently wrong numbers are the worst failure of a kernel.
         if kind not in self._agrees:
             self._agrees[kind] = self._try(kind, mixed.device)
         compute = self._kernel if self._agrees[kind] else plain_qkv_rope

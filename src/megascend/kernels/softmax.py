@@ -43,7 +43,7 @@ class VocabShard:
     Attributes:
         start: first token id of this rank's rows.
         rows: rows of real tokens; the rows after them in the weight are padding and excluded from the softmax.
-        group: the tensor parallel group, or None if this rank has the whole vocabulary.
+        group: the tensor parallel group, or None if this rank has all of the vocabulary.
     """
 
     start: int
@@ -51,7 +51,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
+    def for_rank(cls, vocab_size: int, local_rows: int, rank: int, group: dist.ProcessGroup | None) -> VocabShard:
         """Build the shard of tensor parallel ``rank``, where every rank's weight has ``local_rows`` rows."""
         start = rank * local_rows
         return cls(start, max(0, min(local_rows, vocab_size - start)), group)
@@ -75,18 +75,21 @@ def statistics(logits: Tensor, local_targets: Tensor, shard: VocabShard, entropy
         compute = softmax_triton.shard_statistics
     maximum, total, target, weighted = compute(logits, local_targets, entropy)
     if shard.group is not None:
+        # all_reduce works in place, and this shard's maximum is still needed.
         overall = maximum.clone()
         dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
         # A shard of padding only has maximum -inf and total 0: without the condition its terms would be NaN.
         shift = torch.where(total > 0, maximum - overall, 0.0)
         scale = shift.exp()
         if weighted is not None:
+            # Moved to the common maximum M: sum of e^(x - M) (x - M).
             weighted = scale * (weighted + shift * total)
         parts = [scale * total, target] + ([weighted] if weighted is not None else [])
         reduced = torch.stack(parts)
         dist.all_reduce(reduced, group=shard.group)
         maximum, total, target = overall, reduced[0], reduced[1]
         weighted = reduced[2] if weighted is not None else None
+    # entropy = log of the sum of e^(x - max), minus the mean of x - max.
     log_total = total.log()
     return Statistics(maximum + log_total, target, None if weighted is None else log_total - weighted / total)
 
@@ -113,6 +116,7 @@ def _has_kernels(logits: Tensor) -> bool:
 
 def _shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool) -> ShardStatistics:
     count, rows = logits.shape
+    # All of this rank's vocabulary is padding.
     if rows == 0:
         zeros = torch.zeros(count, dtype=torch.float32, device=logits.device)
         return zeros - torch.inf, zeros, zeros, zeros if entropy else None
@@ -139,6 +143,7 @@ def _gradient_(
     if entropy_scale is not None and entropy is not None:
         factor = factor - entropy_scale[:, None] * (log_p + entropy[:, None])
     gradient = log_p.exp_().mul_(factor)
+    # Targets of other shards add 0, to column 0.
     amount = torch.where(local_targets >= 0, -scale, 0.0)
     gradient.scatter_add_(1, local_targets.clamp_min(0)[:, None], amount[:, None])
     logits.copy_(gradient)

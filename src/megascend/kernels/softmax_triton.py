@@ -32,6 +32,7 @@ def _statistics_kernel(
         shifted = tl.where(inside, x - larger, 0.0)
         exponentials = tl.where(inside, tl.exp(shifted), 0.0)
         if ENTROPY:
+            # In the first block -inf times a total of 0 would be NaN.
             moved = tl.where(total > 0, shift * (weighted + (maximum - larger) * total), 0.0)
             weighted = moved + tl.sum(exponentials * shifted, axis=0)
         total = total * shift + tl.sum(exponentials, axis=0)

@@ -19,12 +19,12 @@ class TokenRows:
     Attributes:
         token: int64 [tokens * k], token of each row.
         choice: int64 [tokens * k], index of each row's value in a flat [tokens * experts].
-        place: int64 [tokens, k], rows of each token, in the order of experts.
+        row_index: int64 [tokens, k], rows of each token, in the order of experts.
     """
 
     token: Tensor
     choice: Tensor
-    place: Tensor
+    row_index: Tensor
 
 
 def token_rows(routing_map: Tensor, k: int) -> TokenRows:
@@ -33,6 +33,7 @@ def token_rows(routing_map: Tensor, k: int) -> TokenRows:
     An assertion on the device fails if the total is wrong.
     """
     tokens, experts = routing_map.shape
+    # Expert first, so that the running count is a row's position in the order of experts.
     by_expert = routing_map.T.reshape(-1)
     rank = by_expert.cumsum(0, dtype=torch.int32) - 1
     torch._assert_async(rank[-1] == tokens * k - 1, f"tokens must have {k} experts each")
@@ -41,8 +42,8 @@ def token_rows(routing_map: Tensor, k: int) -> TokenRows:
     expert = selected.div(tokens, rounding_mode="floor")
     token = selected - expert * tokens
     by_token = torch.nonzero_static(routing_map.reshape(-1), size=tokens * k).view(-1)
-    place = rank.view(experts, tokens).T.reshape(-1).index_select(0, by_token).view(tokens, k)
-    return TokenRows(token, token * experts + expert, place.long())
+    row_index = rank.view(experts, tokens).T.reshape(-1).index_select(0, by_token).view(tokens, k)
+    return TokenRows(token, token * experts + expert, row_index.long())
 
 
 def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -60,21 +61,21 @@ def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, row)
 
 
-def gather_sum(values: Tensor, place: Tensor) -> Tensor:
-    """Sum ``values[place[t]]`` for each token t in fp32: [rows, h] and int64 [tokens, k] to [tokens, h]."""
+def gather_sum(values: Tensor, row_index: Tensor) -> Tensor:
+    """Sum ``values[row_index[t]]`` for each token t in fp32: [rows, h] and int64 [tokens, k] to [tokens, h]."""
     if values.is_cuda and values.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from megascend.kernels.gather_sum_triton import gather_sum as kernel
 
-        return kernel(values, place)
-    return values.index_select(0, place.reshape(-1)).unflatten(0, place.shape).sum(1)
+        return kernel(values, row_index)
+    return values.index_select(0, row_index.reshape(-1)).unflatten(0, row_index.shape).sum(1)
 
 
 class Spread(torch.autograd.Function):
     """Copy each token to its rows: [tokens, h] to [rows, h]."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, token: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, values: Tensor, token: Tensor, row_index: Tensor) -> Tensor:
+        ctx.save_for_backward(row_index)
         return values.index_select(0, token)
 
     @staticmethod
@@ -86,9 +87,9 @@ class Combine(torch.autograd.Function):
     """Sum of each token's rows: [rows, h] to [tokens, h]."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, token: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, token: Tensor, row_index: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return gather_sum(values.contiguous(), place)
+        return gather_sum(values.contiguous(), row_index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -96,11 +97,11 @@ class Combine(torch.autograd.Function):
 
 
 class Moved(torch.autograd.Function):
-    """Permutation ``values[order]``; ``place`` is the inverse of ``order``."""
+    """Permutation ``values[order]``; ``inverse`` is that of ``order``."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return values.index_select(0, order)
 
     @staticmethod

@@ -62,6 +62,7 @@ class Adapter:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end here, not at the first step
         self.name, self.lora, self.layout = name, lora, layout
         self.adam, self.schedule, self.seed = adam, schedule, seed
+        # One vector, so that a reduction, the norm and a step are one operation each.
         self.values = torch.nn.Parameter(torch.zeros(layout.size, device=device))
         self.values.grad = torch.zeros(layout.size, device=device)
         self.fused = device.type == "cuda"
@@ -91,7 +92,7 @@ class Adapter:
         return self._moments
 
     def make_room(self) -> None:
-        """Allocate a step's memory, so that a step cannot run out of it half way.
+        """Allocate a step's memory, so that a step cannot run out of memory after it has changed values.
 
         Unfused AdamW needs two vectors of the adapter's size at a time, and it and the norm need a few scalars. These go straight
         back to the caching allocator, which hands them to the step.
@@ -102,7 +103,7 @@ class Adapter:
 
     @property
     def taken_count(self) -> Tensor:
-        """:attr:`taken` as a float32 scalar, which AdamW counts on: on the device where that is one kernel, else on the CPU."""
+        """:attr:`taken` as the float32 scalar that AdamW increments: on the device if AdamW is fused, else on the CPU."""
         return self._steps_taken
 
     @property
@@ -114,6 +115,7 @@ class Adapter:
         """Resume from saved moments and counters."""
         self._moments, self._steps_taken = (first, second), self._count(saved.taken)
         self.step_count, self.skipped_in_a_row = saved.step_count, saved.skipped_in_a_row
+        # An adapter that was trained in another precision starts with the initial scale.
         if saved.loss_scale is not None and self._scales_loss:
             self.loss_scale, self.good_steps = saved.loss_scale, saved.good_steps
 
@@ -126,9 +128,8 @@ class Adapter:
             return NextStep(adam, math.inf, 1.0)
         norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
         if adam.max_grad_norm > 0:
-            factor *= min(
-                1.0, adam.max_grad_norm / (norm + 1e-6)
-            )  # the epsilon of Megatron and torch's clip_grad_norm_
+            # The epsilon of Megatron and of torch's clip_grad_norm_.
+            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
         return NextStep(adam, norm, factor)
 
     def count_step(self, step: NextStep) -> StepResult:

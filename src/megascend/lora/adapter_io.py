@@ -68,6 +68,7 @@ def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]
                 first, second = saved.moments
                 save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
+            # Digests show a later change by peft, whose files have none.
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
             # Last, after the digests of all other files: a directory with this file is complete.
@@ -102,11 +103,12 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
             if digest(path / name, hashlib.sha256) != expected:
                 raise ValueError(
                     f"{name} is not the file that was saved; if it was replaced on purpose, remove {STATE} and {OPTIMIZER} "
-                    "to load the weights alone"
+                    "to load only the weights"
                 )
         settings = Lora(**state["lora"])
         if (settings.rank, settings.alpha, settings.rslora) != (lora.rank, lora.alpha, lora.rslora):
             raise ValueError(f"{STATE} has rank {settings.rank} and alpha {settings.alpha:g}, {CONFIG} has others")
+        # Saved with optimizer=False: weights and settings only.
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
             return SavedAdapter(settings, values)
         tensors = load_file(path / OPTIMIZER)
@@ -158,6 +160,7 @@ def equal(first: Tensor, second: Tensor | None) -> bool:
     """Check whether two weights are the same but for a dtype that they were rounded to."""
     if second is None or first.shape != second.shape:
         return False
+    # The narrower dtype: one of them may be a rounded copy of the other.
     dtype = first.dtype if first.dtype.itemsize <= second.dtype.itemsize else second.dtype
     return torch.equal(first.to(dtype), second.to(dtype))
 

@@ -118,12 +118,13 @@ class AdapterSet:
         self.step_count = step
 
     def saved_adapters(self) -> dict[str, SavedAdapter]:
-        adapters = {name: self.collect_whole(name, optimizer=True) for name in sorted(self.registry)}
+        adapters = {name: self.collect_unsharded(name, optimizer=True) for name in sorted(self.registry)}
         return {name: saved for name, saved in adapters.items() if saved is not None}
 
     def load_adapters(self, directories: Mapping[str, Path]) -> None:
         previous = dict(self.registry)
         for name in previous:
+            # Out of the registry, so that names and max_count are free; ``previous`` keeps them for a failure.
             self.forget(name)
         try:
             for name, directory in directories.items():
@@ -167,7 +168,7 @@ class AdapterSet:
 
         self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
 
-    def collect_whole(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
+    def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
         """Return an unsharded adapter on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
@@ -181,7 +182,7 @@ class AdapterSet:
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
-        saved = self.collect_whole(name, optimizer=optimizer)
+        saved = self.collect_unsharded(name, optimizer=optimizer)
         problem = None
         if saved is not None:
             try:
@@ -194,6 +195,7 @@ class AdapterSet:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
         previous = self.registry.get(name) if replace else None
         if previous is not None:
+            # As in load_adapters: frees the name, and ``previous`` keeps the adapter.
             self.forget(name)
         try:
             self.registry.add(self._read(name, path, optimizer, lora))
@@ -320,7 +322,7 @@ class MixedAdapters(AdapterSet):
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:
-        """Apply adapters (``""``: the model alone) by their indices in ``names`` within the context."""
+        """Apply adapters (``""``: the base model) by their indices in ``names`` within the context."""
         self._applied.stacked = self._filled_stack(names) if any(names) else None
         try:
             yield
@@ -335,6 +337,7 @@ class MixedAdapters(AdapterSet):
         elif self._stacked is None or (self._stacked.adapters != adapters and not self._stacked.take(adapters)):
             self._stacked = None  # free the old stack before allocating another
             self._stacked = StackedAdapters(adapters, self._shape_groups, self._dtype, self._device)
+        # In every call: steps and loads change the adapters' fp32 values in between.
         self._stacked.fill()
         return self._stacked
 

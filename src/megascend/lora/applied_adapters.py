@@ -82,6 +82,7 @@ class AppliedAdapters:
         adapter_index = None if segments.single is not None else segments.adapter_index
         down = LookUp.apply(self._root, ids, adapter_index, target.in_start, a, a_grads)
         if self._sequence_parallel:
+            # Megatron's layers are sequence first.
             down = down.transpose(0, 1).contiguous()
         down = self.exchange(down, target)
         return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
@@ -165,6 +166,7 @@ class LookUp(torch.autograd.Function):
         count, size, rank = tables.shape
         local = ids.flatten() - start
         is_local = ((local >= 0) & (local < size))[:, None]
+        # Indices of tokens of other ranks must be valid: row 0 stands in, and is masked below.
         rows = torch.where(is_local[:, 0], local, 0)
         if adapter_index is not None:
             rows = rows + adapter_index * size
@@ -190,6 +192,7 @@ def token_keys(seed: int, step: int, input_ids: Tensor, positions: Tensor) -> Te
 
     ``seed`` and ``step`` are the adapter's, ``input_ids`` the sample's: equal samples of one step share masks.
     """
+    # crc32, not hash(): every process must draw the same masks.
     sample = zlib.crc32(input_ids.numpy().tobytes(), zlib.crc32(f"{seed}/{step}".encode()))
     return mix(positions + sample)
 

@@ -59,6 +59,7 @@ def merged(
             return weight
         if name in transposed:
             delta = delta.mT
+        # In fp32: added to a 16-bit weight, most of a small delta would be lost.
         return to_dtype(name, weight.float() + delta.to(weight.device), weight.dtype)
 
     return merge
@@ -69,6 +70,7 @@ def delta_for(name: str, lora: Lora, factors: dict[str, Factors]) -> Tensor | No
     module = name.removesuffix(".weight")
     if module in factors:
         delta = factors[module].delta(lora.scaling)
+        # An embedding's weight is [in, out].
         return delta.mT if is_embedding(module) else delta
     single = EXPERT_WEIGHT.match(name)
     if single is None:

@@ -69,6 +69,7 @@ class Ledger:
             return replace(self, stepped=True)
         now = min(self.start(request.adapter) for request in unit)
         served = {**self.served, **{r.adapter: self.start(r.adapter) + max(r.tokens, self.least) for r in unit}}
+        # start() takes the later of tag and ``now``, so lower tags say nothing.
         return Ledger(now, {adapter: tag for adapter, tag in served.items() if tag > now}, least=self.least)
 
 
@@ -79,7 +80,7 @@ def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list
         heads: the first waiting request of every adapter, in any order; no calls. An adapter's requests run in the order of
             submission, one per unit.
         ledger: of the service so far; charge it with the result.
-        max_batch_tokens: most tokens of one batch. A larger request runs alone.
+        max_batch_tokens: most tokens of one batch. A larger request is run separately.
 
     Returns:
         At least one request if there are any; the leader of a batch first.

@@ -43,12 +43,10 @@ class Segments:
 
 @cache
 def kernel_of(device: torch.device) -> Literal["torch", "npu"] | None:
-    """Return the library with grouped products on a device: torch on compute capability 9.0, torch_npu on NPUs.
-
-    Not torch on 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
-    """
+    """Return the library with grouped products on a device: torch on compute capability 9.0, torch_npu on NPUs."""
     if device.type == "npu":
         return "npu"
+    # Not 10.0: the weight gradient of a segment without rows is not zero there (pytorch/pytorch#172439).
     return "torch" if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
@@ -56,6 +54,7 @@ def kernel_for(rows: Tensor, weights: Tensor) -> Literal["torch", "npu", "triton
     """Return the kernel for these operands, or None. Needs 16 bits and, except Triton's for low rank, sizes that are
     multiples of 8."""
     k, m = weights.shape[-2:]
+    # The kernels take no empty operands.
     if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return None
     kernel = kernel_of(rows.device)
@@ -85,6 +84,7 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tens
     elif kernel == "npu":
         out = grouped_product(rows, weights.contiguous(), segments.ends, by_rows=True)
     else:
+        # A loop on devices without a grouped kernel.
         out = torch.cat([part @ matrix for part, matrix in zip(rows.split(segments.sizes()), weights, strict=True)])
     return out if base is None else out.add_(base)
 
@@ -100,6 +100,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
         from megascend.kernels import low_rank_triton
 
         low_rank_triton.accumulate(into, left, right, segments.ends)
+    # StackedAdapters stores the gradients of A transposed.
     elif into.stride(-1) != 1:
         accumulate(into.mT, right, left, segments)
     elif segments is None:
@@ -111,6 +112,7 @@ def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | N
     elif kernel == "torch":
         for start, end in _parts(len(into)):
             products = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
+            # In later calls the first group is the rows before ``start``.
             into[start:end].add_(products[1:] if start else products)
     elif kernel == "npu":
         into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))

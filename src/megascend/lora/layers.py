@@ -73,7 +73,7 @@ class AdapterManager(MixedAdapters):
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             targets, all_names, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
         )
         self.layers = AdapterLayers(
@@ -218,7 +218,7 @@ class ExpertRows:
             return ExpertAdapterRows(segments)
         row = torch.arange(len(self.adapter_index), device=segments.ends.device)
         expert = torch.searchsorted(segments.ends, row.int(), right=True)
-        # On NPUs always sort: the device-side assertion is untested there, and MindSpeed has a dispatcher of its own.
+        # On NPUs always sort: the device-side assertion is untested there, and MindSpeed has its own dispatcher.
         in_order = self._in_order and device.type != "npu"
         return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
 
@@ -232,11 +232,13 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         mixed: returns the micro batch's segments, or None if all its tokens have one adapter, or none.
     """
     dispatcher = moe.token_dispatcher
+    # With fused permutation the dispatcher's mapping has another form.
     if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.config.moe_permute_fusion:
         raise ConfigError(
             f"adapters on experts need Megatron's all-to-all token dispatcher, unfused; this model has "
             f"{type(dispatcher).__name__}"
         )
+    # Rows from several ranks arrive by source, so they are not sorted by adapter.
     rows = ExpertRows(in_order=dispatcher.ep_size == dispatcher.tp_size == 1)
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
     permuted: list[Tensor | None] = [None]  # passed from the first hook to the second

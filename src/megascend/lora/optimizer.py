@@ -35,6 +35,7 @@ class AdapterOptimizer:
             counted: list[Sharding] = [
                 sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
             ]
+            # One all-reduce for all adapters, in which one copy of every factor counts.
             squares = torch.stack([square_norm(adapter, counted) for adapter in adapters])
             if self._topology.world_size > 1:
                 dist.all_reduce(squares)
@@ -49,6 +50,7 @@ class AdapterOptimizer:
                 start, stop = adapter.layout.ranges[sharding]
                 if start == stop:
                     continue
+                # A view: it is reduced in place.
                 grads = adapter.grads[start:stop]
                 for name in reductions(sharding, topology):
                     dist.all_reduce(grads, group=self._groups.device_group(name))
@@ -87,6 +89,7 @@ def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[st
             [adapter.grads for adapter in members],
             [moments[adapter.name][0] for adapter in members],
             [moments[adapter.name][1] for adapter in members],
+            # max_exp_avg_sqs, for amsgrad only
             [],
             [adapter.taken_count for adapter in members],
             foreach=False,  # allocates temporaries for all adapters at once

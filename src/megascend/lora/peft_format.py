@@ -144,12 +144,14 @@ def to_config(
     if not names:
         raise CheckpointError("cannot save an adapter without layers")
     universe = {*names, *(adaptable or ())}
+    # Also if no expert is adapted: PEFT's renaming depends only on the model.
     fused = any(is_expert_parameter(name) for name in universe)
     parameters = [name for name in names if is_expert_parameter(name)]
     weights = [name for name in names if fused and name.split(".")[-1] in _RENAMED_BY_PEFT]
     # As target_modules PEFT would take them for experts; as target_parameters it does not rename them.
     weights = [name for name in weights if name not in parameters]
     modules = [name for name in names if name not in parameters and name not in weights]
+    # Without all adaptable names no short name is safe: it might match a layer that is not adapted.
     shorten = universe if adaptable is not None else set()
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -157,6 +159,7 @@ def to_config(
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.rank,
+        # An int in peft's LoraConfig.
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0 if parameters or weights else lora.dropout,
         "use_rslora": lora.rslora,
@@ -199,6 +202,7 @@ def check_plain(config: Mapping[str, Any]) -> None:
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{CONFIG}: bias is {config['bias']!r}; it must be 'none': biases are not adapted")
     for field, reason in _NOT_PLAIN.items():
+        # peft writes all fields: None, False and empty values mean plain LoRA.
         if config.get(field):
             raise CheckpointError(f"{CONFIG}: {field} is {config[field]!r}; this is not plain LoRA: {reason}")
     for field, default, value in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
@@ -269,9 +273,11 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
     modules = config.get("target_modules") or []
     parameters = _parameters(config)
     narrowed = any(config.get(f) is not None for f in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    # These choose layers in ways that ``targets`` cannot express.
     if isinstance(modules, str) or narrowed:
         return tuple(sorted(names))
     listed = sorted({*modules, *parameters})
+    # Parameters of the same experts that are not adapted: the listed targets must not match them.
     siblings = {
         f"{name.rpartition('.')[0]}.{parameter}"
         for name in names
@@ -279,6 +285,7 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
         for parameter in EXPERT_PARAMETERS
     }
     selected = {name for name in {*names, *siblings} if matches(name, listed)}
+    # A target that matches nothing would be refused when the adapter is added.
     used = [target for target in listed if any(matches(name, [target]) for name in names)]
     return tuple(listed if selected == set(names) and used == listed else sorted(names))
 

@@ -137,6 +137,7 @@ def _fused_experts(
             f"{target_parameters}, names {len(names)} of its parameters {', '.join(EXPERT_PARAMETERS)}"
         )
     factors = {}
+    # The parameter that is declared first is nested deepest.
     for depth, name in zip(sorted(layers, reverse=True), names, strict=True):
         a, b = layers[depth].a, layers[depth].b
         if a.shape[0] % rank or b.shape[1] != a.shape[0]:

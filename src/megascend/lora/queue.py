@@ -109,7 +109,7 @@ class AdapterQueue:
 
     Args:
         backend: a model with adapters, such as :class:`megascend.MegatronBackend`.
-        max_batch_tokens: most input tokens of one mixed batch; a larger request runs by itself.
+        max_batch_tokens: most input tokens of one mixed batch; a larger request is run separately.
         max_pending: most waiting requests of one adapter.
     """
 
@@ -223,6 +223,7 @@ class AdapterQueue:
             waiting.future._finish(waiting.function())
         except MegascendError as error:
             self._fail(waiting, error, gradients_lost=False)
+            # Ranks may be out of step: no later request can run.
             if isinstance(error, ProcessGroupError | TimeoutError):
                 raise
         except torch.OutOfMemoryError as error:
@@ -241,7 +242,7 @@ class AdapterQueue:
         """Run one unit of work: a mixed batch, optimizer steps, or forwards. False if none was pending.
 
         DataError and ConfigError are set in the future of the request that caused them. A batch that does not fit into the
-        device's memory is run again one request at a time, if the backend has recovered; a request that does not fit by itself
+        device's memory is run again one request at a time, if the backend has recovered; a request that does not fit on its own
         fails with OutOfDeviceMemoryError.
 
         Raises:
@@ -261,6 +262,7 @@ class AdapterQueue:
         except BaseException as error:
             for waiting in unit:
                 if not waiting.future.done():
+                    # A forward leaves no gradients.
                     self._fail(waiting, error, gradients_lost=waiting.kind != "forward")
             raise
         finally:
@@ -390,6 +392,7 @@ class AdapterQueue:
         """Dequeue requests that have failed, and those that must fail because of them."""
         while adapter in self._lines:
             first = self._lines[adapter][0]
+            # Calls run in any case, also between a failed forward_backward and its optimizer_step.
             if first.kind == "call":
                 return
             if first.number in self._unchecked:
@@ -452,7 +455,7 @@ def _not_run(waiting: _Waiting, cause: Exception) -> MegascendError:
     error = MegascendError(
         f"{waiting.kind} of adapter {waiting.adapter!r} did not run: an earlier request failed ({cause}), so the gradients "
         "are incomplete; everything up to this adapter's next optimizer_step fails, then the gradients are dropped. "
-        "Submit the whole step again after that optimizer_step"
+        "Submit all requests of the step again after that optimizer_step"
     )
     error.__cause__ = cause
     return error

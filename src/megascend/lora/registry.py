@@ -16,6 +16,7 @@ from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
 from megascend.lora.target_modules import FusedSlice, TargetModule, matches, restrict
 
+# Names become directories in checkpoints.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -49,7 +50,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
-    def of_model(
+    def for_model(
         cls,
         targets: Sequence[TargetModule],
         all_names: Sequence[str],
@@ -124,6 +125,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
             device=self._device,
         )
         for span, values in adapter.views(adapter.values.detach()):
+            # The product B A starts at 0, as in peft: B is 0, of an embedding A.
             target_modules = self.shape_groups[span.shape_group].target_modules
             if span.factor == ("b" if target_modules[0].is_embedding else "a"):
                 initialise(values, target_modules, lora, seed)
@@ -177,6 +179,7 @@ def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lor
     """
     for layer, target in enumerate(target_modules):
         for number, fused_slice in enumerate(target.slices):
+            # Slices that the adapter does not target stay 0.
             if not matches(fused_slice.name, lora.targets):
                 continue
             if target.is_embedding:  # peft draws it as torch.nn.Embedding does
@@ -192,6 +195,7 @@ def first_values(target: TargetModule, fused_slice: FusedSlice, expert: int, ran
     # Drawn in full and then cut, so that every layout has the same values.
     label = f"{seed}/{fused_slice.name}" + (f"/{target.expert_start + expert}" if target.is_expert else "")
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
+    # sqrt(6 / ((1 + a^2) * in)) with a = sqrt(5).
     bound = target.in_total**-0.5
     factor = torch.empty(rank, target.in_total).uniform_(-bound, bound, generator=generator)
     return factor[:, target.in_start : target.in_start + target.in_features]

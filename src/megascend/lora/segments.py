@@ -58,8 +58,10 @@ def token_segments(
     """
     rank, ranks = part
     size = len(adapter_index) // ranks
+    # Sequence parallelism gives each rank consecutive tokens.
     local_slice = slice(rank * size, (rank + 1) * size)
     present = [index for index, count in enumerate(counts) if count]
+    # One adapter: plain products are faster than grouped ones with a single group.
     if len(present) == 1:
         return TokenSegments(present[0], None, None, adapter_index, keys, local_slice)
     full = Segments.of(counts, device)

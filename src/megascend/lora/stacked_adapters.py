@@ -58,7 +58,7 @@ class StackedAdapters:
     """Copies of adapters' factors, padded with zeros to one rank.
 
     Rows that pad a rank, and slices that an adapter does not target, are zero in A and B alike; their gradients are then
-    zero too, so they need no mask. A ``None`` among the adapters stands for the base model alone.
+    zero too, so they need no mask. A ``None`` among the adapters stands for the base model.
 
     Attributes:
         adapters: owners of the factors.
@@ -85,19 +85,20 @@ class StackedAdapters:
             [row_blocks(fused_slice.local_rows) for fused_slice in shape_group.first.slices]
             for shape_group in shape_groups
         ]
+        # Views of memory that never moves, cached because every layer and micro batch asks for them.
         self._views: dict[tuple[int, int, int | str | None], FactorsAndGrads] = {}
 
     def take(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Hold other adapters from now on if they fit the allocated memory; return whether they do."""
+        """Switch to other adapters if they fit the allocated memory; return whether they do."""
         if len(adapters) != len(self.adapters) or common_rank(adapters) != self.rank:
             return False
         self.serve(adapters)
         return True
 
     def serve(self, adapters: Sequence[Adapter | None]) -> None:
-        """Hold other adapters from now on: the same number, none of a higher rank."""
+        """Switch to other adapters: the same number, none of a higher rank."""
         self._assign(adapters)
-        for stack in self.stacks:  # clear values of the last adapters that these do not overwrite
+        for stack in self.stacks:  # clear the previous adapters' values, which these may not overwrite completely
             stack.a.zero_()
             stack.b.zero_()
 
@@ -136,15 +137,18 @@ class StackedAdapters:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
         if self._parts.a:
+            # One launch for hundreds of small copies, which also rounds to the model's precision.
             torch._foreach_copy_([part.stack for part in self._parts.a], [part.values for part in self._parts.a])
         for scaling, parts in self._parts.b.items():
             for part in parts:
+                # Scaled in fp32, and rounded once.
                 torch.mul(part.values, scaling, out=part.stack)
 
     def collect(self) -> None:
         """Add the stack's gradients to the adapters'."""
         for scaling, parts in ((1.0, self._parts.a), *self._parts.b.items()):
             if parts:
+                # B in the stack includes the scaling, so the adapter's gradient is the stack's times the scaling.
                 torch._foreach_add_([part.grads for part in parts], [part.stack_grads for part in parts], alpha=scaling)
         for adapter in self.adapters:
             if adapter is not None:
@@ -167,6 +171,7 @@ class StackedAdapters:
         for (span, values), (_, grads) in pairs:
             number, stack = span.shape_group, self.stacks[span.shape_group]
             if span.factor == "a":
+                # Transposed: the stack stores A with its input innermost.
                 stack_slices, grad_slices = (
                     self._slices(number, factor.mT, index, adapter.lora.rank) for factor in (stack.a, stack.a_grads)
                 )
@@ -175,6 +180,7 @@ class StackedAdapters:
             stack_slices, grad_slices = (
                 self._slices(number, factor, index, adapter.lora.rank) for factor in (stack.b, stack.b_grads)
             )
+            # B of a slice covers its rows of the fused output only.
             for slice_number, blocks in enumerate(self._blocks[number]):
                 for block in blocks:
                     # Outside its rows a slice's gradient is undefined and never read.
@@ -244,6 +250,7 @@ def row_blocks(rows: Tensor) -> list[RowBlocks]:
     for first, end in zip(firsts, ends, strict=True):
         start, length = int(rows[first]), end - first + 1
         last = blocks[-1] if blocks else None
+        # Two blocks of one length define the step; later ones must continue it.
         if last is not None and length == last.length and last.count == 1:
             blocks[-1] = RowBlocks(last.start, length, start - last.start, 2)
         elif last is not None and length == last.length and start == last.start + last.count * last.step:
@@ -296,6 +303,7 @@ class StackPool:
         """Remove every copy of an adapter."""
         for stack in self._stacks.values():
             if adapter in stack.adapters:
+                # Emptied, not dropped: captured steps still read its memory.
                 stack.serve([None] * len(stack.adapters))
 
     @property

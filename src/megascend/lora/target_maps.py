@@ -43,6 +43,7 @@ def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[Targ
     targets: list[TargetModule] = []
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
+        # Weights that are tied have no adapters: see check_untied.
         if chunk.pre_process and not tied:
             targets += _embedding(chunk.embedding, layout)
         for layer in chunk.decoder.layers:
@@ -84,6 +85,7 @@ def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[Targ
             yield from feed_forward(shared, number, layout, ("shared_expert", "shared_experts"))
     elif hasattr(mlp, "linear_fc1"):
         yield from feed_forward(mlp, number, layout)
+    # A layer may have no MLP; one of an unknown kind must not be left out silently.
     elif list(mlp.parameters()):
         raise ConfigError(f"adapters: layer {number} has {type(mlp).__name__}, {_unknown(layout)}")
 
@@ -113,6 +115,7 @@ def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str =
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
     heads = config.num_attention_heads // (groups * size)
+    # Megatron's order within a query group: its query heads, its key, its value.
     rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
     slices = []
     for name, part in (("q_proj", rows[:, :heads]), ("k_proj", rows[:, heads]), ("v_proj", rows[:, heads + 1])):
@@ -124,6 +127,7 @@ def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str =
 
 def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[str] = ()) -> Iterator[TargetModule]:
     """Yield a dense MLP, or shared experts, whose module may be called one of ``folders`` inside ``mlp``."""
+    # Architectures differ in the folder's name; the checkpoint shows which it is.
     folder = next((f for f in folders if layout.has(layout.name(number, "mlp", f, "down_proj"))), None)
     path = ("mlp",) if folder is None else ("mlp", folder)
     names = [layout.name(number, *path, "gate_proj"), layout.name(number, *path, "up_proj")]
@@ -156,9 +160,11 @@ def linear(
     gated = split == "column" and layout.config.gated_linear_unit
     half = out // 2 if gated else out
     all_rows = torch.arange(out)
+    # Tensor parallel ranks divide the input, so each has all output rows.
     if split == "row":
         slices = [FusedSlice(names[0], out, all_rows, all_rows)]
     elif len(names) == 2:
+        # Each rank has a part of gate above a part of up, not consecutive rows of the two together.
         local = torch.arange(half)
         global_rows = rank * half + local
         slices = [FusedSlice(name, half * size, local + index * half, global_rows) for index, name in enumerate(names)]

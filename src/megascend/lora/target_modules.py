@@ -83,6 +83,7 @@ class TargetModule:
 
         ``moe``: the mixture-of-experts layer whose experts' weights it holds, or None.
         """
+        # Experts may be stored one by one, so their fused names need not be in the checkpoint.
         missing = [fused_slice.name for fused_slice in slices if moe is None and not layout.has(fused_slice.name)]
         if missing:
             raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
@@ -114,6 +115,7 @@ class TargetModule:
     @property
     def shape_key(self) -> tuple[Any, ...]:
         """Key that is equal for target modules whose factors have the same shapes and sharding."""
+        # By projection, too: StackedAdapters takes the row blocks of a group from its first target.
         names = tuple(fused_slice.name.rsplit(".", 1)[-1] for fused_slice in self.slices)
         return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
 
@@ -126,6 +128,7 @@ class ModelLayout:
     ) -> None:
         self.config, self.topology, self.coordinates, self.vocab_size = config, topology, coordinates, vocab_size
         self.names = set(tensor_names)
+        # Sorted: the order of a set of strings differs between processes.
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""
 
@@ -145,7 +148,7 @@ class ModelLayout:
 
     def vocab_shard(self, module: Any) -> VocabShard:
         """Return this rank's rows of an embedding or output layer, without padding."""
-        return VocabShard.of_rank(self.vocab_size, module.weight.shape[0], self.coordinates.tensor, None)
+        return VocabShard.for_rank(self.vocab_size, module.weight.shape[0], self.coordinates.tensor, None)
 
 
 def is_embedding(name: str) -> bool:

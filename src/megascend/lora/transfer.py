@@ -84,6 +84,7 @@ def _shard_of_a(values: Tensor, number: int, target: TargetModule, fused_slice: 
     columns = slice(target.in_start, target.in_start + target.in_features)
     if not target.is_expert:
         shape = (part.shape[1], target.in_total)
+        # clone: pickling a view would send the storage of all layers.
         return FactorShard(fused_slice.name, "a", shape, (slice(None), columns), part[0].clone())
     shape = (target.expert_total or 0, part.shape[1], target.in_total)
     return FactorShard(fused_slice.name, "a", shape, (_experts(target), slice(None), columns), part.clone())
@@ -128,6 +129,7 @@ def scatter(
                     a, b = local_factors(target, fused_slice, expert, pair)
                     if span.factor == "a":
                         values[layer, expert, number].copy_(a)
+                    # Assignment by index, unlike copy_, needs the values on the device.
                     else:
                         values[layer, expert, :, fused_slice.local_rows] = b.to(values.device)
 

@@ -21,6 +21,7 @@ def layer_targets(model: Any) -> list[TargetModule]:
     for name, module in model.named_modules():
         if ".layers." not in f".{name}":
             continue
+        # Routers are not adapted.
         if isinstance(module, nn.Linear) and not name.endswith("gate"):
             out_features, in_features = module.weight.shape
             targets.append(_target(name, module, out_features, in_features))

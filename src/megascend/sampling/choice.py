@@ -43,6 +43,7 @@ class ChosenTokens:
 
 def uniform(seed: int, sample: int, position: int) -> float:
     """Return the number in [0, 1) that draws token ``position`` of a request's response ``sample``: a hash of the arguments."""
+    # A hash, not a stream: a row draws the same numbers in every batch.
     content = f"{seed} {sample} {position}".encode()
     (number,) = struct.unpack("<Q", hashlib.blake2b(content, digest_size=8).digest())
     return (number >> 11) / 2**53  # 53 bits, the precision of a float: the result is below 1
@@ -58,6 +59,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
     temperature = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=logits.device)
     uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=logits.device)
     greedy = temperature == 0
+    # Divided by 1 at temperature 0, where argmax chooses below.
     drawn_distribution = (wide / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     for row, draw in enumerate(draws):
         if draw.temperature > 0 and (draw.top_p < 1 or 0 < draw.top_k < logits.shape[-1]):
@@ -83,6 +85,7 @@ def truncated(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
     if 0 < top_k < len(ordered):
         ordered, ids = ordered[:top_k], ids[:top_k]
     probabilities = ordered.softmax(-1)
+    # The mass before a token, so that the one that crosses top_p is kept.
     mass_before = probabilities.cumsum(-1) - probabilities
     mask = mass_before < top_p
     mask[0] = True

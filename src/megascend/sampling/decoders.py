@@ -70,6 +70,7 @@ class Cached(Decoder):
 
     def __init__(self, step: Step, engine: Engine, batch: Sequence[ResponseRow]) -> None:
         self._step, self._engine = step, engine
+        # Adapters of all data parallel ranks' rows: activating them must be the same everywhere.
         self._order = sorted({row.request.adapter or "" for row in batch})
         self._longest = max(row.longest for row in batch)
         self._cache: KeyValues | None = None
@@ -92,6 +93,7 @@ class Cached(Decoder):
 
     def _start(self, rows: Sequence[ResponseRow]) -> Tensor | None:
         """Compute the prompts, filling the cache."""
+        # Responses to one prompt share its prefill.
         prompts = {row.request_index: row for row in rows}
         samples = [sample_of(row) for row in prompts.values()]
         self._cache = cache = KeyValues(len(samples), self._longest, self._engine.device)
@@ -102,6 +104,7 @@ class Cached(Decoder):
         logits = self._step.next_token_logits(samples, everywhere=False, on_batch=fill_cache)
         prompt_index = {request_index: index for index, request_index in enumerate(prompts)}
         selection = [prompt_index[row.request_index] for row in rows]  # a prompt's row, once for every response
+        # From a row for each prompt to one for each response.
         cache.take(selection)
         self._numbers = [row.number for row in rows]
         self._evaluate()
@@ -131,6 +134,7 @@ class Cached(Decoder):
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             return batch.weights.sum(), output.logits(torch.arange(int((~batch.padding).sum()) if batch.cached else 0))
 
+        # Without rows this rank only joins the model's collectives.
         if rows:
             cache.begin()
         stored = self._engine.run(batches, scores, forward_only=True)

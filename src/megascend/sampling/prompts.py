@@ -41,6 +41,7 @@ def score_prompts(
     for index, values in _scored(
         backend, selected, lambda samples: step.forward(samples, entropy=False, logits=False).logprobs
     ):
+        # Nothing predicts the first token.
         logprobs[index] = (None, *([] if values is None else values.tolist()))
     tops: dict[int, tuple[TopLogprobs | None, ...]] = {}
     selected = [(index, request) for index, request in requests if request.topk_prompt_logprobs]
@@ -62,6 +63,7 @@ def _score_targets_and_draws(
     selected = {
         index: request for index, request in requests if request.target_tokens is not None or request.prompt_draws
     }
+    # One call for all requests, with as many columns as the largest needs.
     targets = max((len(row) for request in selected.values() for row in request.target_tokens or ()), default=0)
     draws = max((request.prompt_draws for request in selected.values()), default=0)
     fields = {
@@ -119,6 +121,7 @@ def _scored(
             samples[index].extra = fields[index] if fields is not None else {}
     results: dict[int, T] = {}
     if samples:
+        # By identity: shard() returns these objects.
         index_of = {id(sample): index for index, sample in samples.items()}
         share = backend.shard(list(samples.values()))
         local = {index_of[id(sample)]: values for sample, values in zip(share, score(share), strict=True)}
@@ -137,8 +140,10 @@ def prompt_fields(request: SampleRequest, targets: int, draws: int, seed: int) -
     fields: dict[str, Tensor] = {"temperature": torch.full((length,), request.params.temperature)}
     columns = list(zip(*request.target_tokens, strict=True)) if request.target_tokens else []
     for number in range(targets):
+        # -1 stands for no token: any id will do, since its result is replaced by 0.
         column = columns[number] if number < len(columns) else (0,) * length
         fields[f"target {number}"] = torch.tensor(column, dtype=torch.float32).clamp_(min=0)
+    # A stream of random numbers apart from the responses'.
     content = hashlib.blake2b(f"{seed} prompt".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(content, "little"))
     uniforms = torch.rand(request.prompt_draws, length, generator=generator)

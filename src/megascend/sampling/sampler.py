@@ -131,6 +131,7 @@ class Sampler:
             pending[row.request_index].append(row)
         yield {index: SampleResult(error=error) for index, error in enumerate(errors) if error is not None}
         get_cancelled, all_cancelled = cancelled or (lambda: ()), set[int]()
+        # A pass has one token of each row, and a micro batch at most ``budget`` tokens.
         max_rows = min(self._max_rows, self._engine.batching.budget)
         by_adapter = not self._engine.mixes_adapters
         for batch in batches(rows, self._cache_tokens, max_rows, by_adapter=by_adapter):
@@ -142,11 +143,14 @@ class Sampler:
     def _agree(self, requests: Sequence[SampleRequest]) -> tuple[list[str | None], list[int]]:
         """Return the requests' refusals and seeds, the same on all ranks."""
         refusals = [self._refusal(request) for request in requests]
+        # Not from torch's generators: sampling must not change the random state of training.
         seeds = [secrets.randbits(63) if request.params.seed is None else request.params.seed for request in requests]
+        # Ranks compare a digest: prompts may be long.
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
         why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
         reports = gather_objects((refusals, seeds, why_no_cache), "world", self._groups, call)
+        # Decoders are collective: if one rank cannot cache, none does.
         self.why_no_cache = next((reason for *_, reason in reports if reason is not None), None)
         by_request = zip(*(report[0] for report in reports), strict=True)
         # Random seeds differ between ranks: all take rank 0's.
@@ -173,6 +177,7 @@ class Sampler:
     ) -> Iterator[None]:
         """Sample all rows of a batch to their ends, in place, ``tokens`` passes at a time; updates ``all_cancelled``."""
         share = shares(batch, self._backend.topology.data)[self._groups.coordinates.data]
+        # All ranks keep the state of all rows, so that they agree on when a batch ends.
         by_number = {row.number: row for row in batch}
         _cancel(batch, all_cancelled)
         decoder: Decoder
@@ -215,10 +220,12 @@ class Sampler:
             cancelled = frozenset(get_cancelled()) if self._groups.rank == 0 else frozenset()
             if logits is None or not self._chooses:
                 return _PassResult({}, (), cancelled)
+            # A row of NaN must not end the other rows.
             finite = logits.isfinite().all(-1).tolist()
             failed = tuple(row.number for row, is_finite in zip(rows, finite, strict=True) if not is_finite)
             return _PassResult(self._choose(rows, logits, finite), failed, cancelled)
         except Exception as error:
+            # Only a message reaches the other ranks; the traceback is logged here.
             logging.getLogger(__name__).exception("sampling failed on rank %d", self._groups.rank)
             return _PassResult({}, (), frozenset(), f"rank {self._groups.rank}: {type(error).__name__}: {error}")
 

@@ -60,6 +60,7 @@ class MicroBatchLoss:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values, None)
+        # The fused head computes log-probabilities and gradients in one pass, without keeping logits.
         if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
             coefficients = batch.weights * normalizer.token_factors(batch)
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
@@ -77,6 +78,7 @@ class MicroBatchLoss:
         if result is None:  # the model's backward pass must run, with zeros: other ranks communicate in it
             zero = torch.zeros_like(tokens).mul(tokens).sum()
             return zero, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
+        # Linear in the outputs: autograd passes on exactly the gradients that LossCall has computed.
         total = (result.scores * tokens).sum()
         if entropy is not None and result.entropy is not None:
             total = total + (result.entropy * entropy).sum()
@@ -145,6 +147,7 @@ class ContextSum(torch.autograd.Function):
 
 
 def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
+    # all_reduce works in place.
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

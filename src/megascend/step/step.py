@@ -56,6 +56,7 @@ def reporting_progress(
             on_micro_batch(entered // chunks, micro_batches)
             entered += 1
 
+    # Every engine marks its phases with the monitor, so none needs to know of progress.
     monitor.on_phase = on_phase
     try:
         yield
@@ -123,6 +124,7 @@ class Step:
                         sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
                     # Last, so that an error before it leaves the gradients unchanged.
                     self._accumulate() if keep else trainable.abandon()
+            # Raised by _reduce_metrics on all ranks, after the model's collectives.
             except LossFunctionError:
                 trainable.abandon()
                 raise
@@ -178,6 +180,7 @@ class Step:
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             chunks = torch.arange(len(batch.targets)).split(ROWS)
+            # A chunk of rows at a time: full logits are far larger than their top ``count``.
             parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in chunks]
             return {
                 "ids": torch.cat([part.indices for part in parts]),
@@ -210,6 +213,7 @@ class Step:
         require_head(engine, of, call)
 
         def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
+            # Engines expect a loss; with forward_only nothing differentiates it.
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
@@ -248,6 +252,7 @@ class Step:
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             rows, members = last_tokens(batch)
             logits = output.logits(rows)
+            # 0 for samples whose last token is on another context parallel rank: the sum over them follows.
             member_logits = logits.new_zeros(len(batch.members), logits.shape[1]).index_copy_(0, members, logits)
             return batch.weights.sum(), member_logits
 
@@ -272,6 +277,7 @@ class Step:
 
         ``contexts``: holds the contexts that ``run`` enters.
         """
+        # Otherwise other ranks may wait for this one in a collective of the model, and cannot be reached.
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
             return run(contexts)
         try:
@@ -283,7 +289,7 @@ class Step:
     def _accumulate(self) -> None:
         """Accumulate the gradients of the call.
 
-        Running out of memory half way becomes a MegascendError: callers take OutOfMemoryError to mean unchanged gradients.
+        Running out of memory here becomes a MegascendError: callers take OutOfMemoryError to mean unchanged gradients.
         """
         try:
             self._engine.trainable.collect()
@@ -319,6 +325,7 @@ class Step:
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
             report = agreement.report(samples, len(plan), names, loss)
         except DataError as error:
+            # Reported, not raised: the other ranks wait in the exchange below.
             report = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(report, self._topology, self._groups, call)
         return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
@@ -339,6 +346,7 @@ class Step:
                 # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
+                # The shortest costs least.
                 shortest = min(range(len(source)), key=lambda member: len(source[member]))
                 batch = build(source, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
             engine.trainable.prepare(batch, source, order)
@@ -359,6 +367,7 @@ class Step:
             raise_together([problem for _, problem in reports], normalizer.function)
             names = tuple(dict.fromkeys(name for reported, _ in reports for name in reported))
         values = torch.zeros(len(normalizer.names), len(names), dtype=torch.float32, device=self._engine.device)
+        # Tensor parallel ranks have the same figures: one of them counts.
         counts = self._groups.coordinates.tensor == 0
         for item in stored if counts else []:
             for position, name in enumerate(names):
@@ -384,7 +393,7 @@ class Step:
     def _collect(self, batch: MicroBatch, values: Tensor) -> list[Tensor]:
         """Return one unpadded CPU tensor per sample from the tokens of all context parallel ranks."""
         padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
-        padded.index_copy_(0, batch.place.to(values.device), values)
+        padded.index_copy_(0, batch.token_index.to(values.device), values)
         return [tensor.clone() for tensor in unpack(self._over_context(padded), batch)]
 
     def _over_context(self, values: Tensor) -> Tensor:
@@ -398,6 +407,7 @@ class Step:
     def _in_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:
         ordered: list[Tensor | None] = [None] * count
         for members, tensors in zip(plan, values, strict=False):
+            # A dummy batch has an output, but no members.
             for index, tensor in zip(members, tensors, strict=False):
                 ordered[index] = tensor
         return ordered

@@ -119,7 +119,7 @@ class Delivery:
             tensors: the model's tensors by their Hugging Face names.
 
         Raises:
-            WeightSyncError: the message names the engine and its error, and says which engines still use the old weights.
+            WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
         """
         update = Update()
         try:
@@ -129,11 +129,13 @@ class Delivery:
         except WireError as error:
             self.drop(update)
             raise WeightSyncError(
-                f"version {version} was not sent: {error}; the old weights are in force on all engines"
+                f"version {version} was not sent: {error}; all engines keep the old weights"
             ) from error
+        # An interrupt, too: engines would keep the update in memory until its lease ends.
         except BaseException:
             self.drop(update)
             raise
+        # After the try block: a commit that failed on some engines cannot be dropped.
         self.commit(update)
         return update
 
@@ -157,6 +159,7 @@ class Delivery:
         names = [engine.name for engine in update.engines]
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
+        # The devices of the engines' workers decide the transport.
         answers = self._all(update, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {name: len(locations[name]) for name in names}
@@ -175,7 +178,8 @@ class Delivery:
             offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
         answers = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
-        self._require_all(*answers, f"version {version} was not begun", "; the old weights are in force on all engines")
+        self._require_all(*answers, f"version {version} was not begun", "; all engines keep the old weights")
+        # Waits for the receivers, which the engines start in begin_update.
         update.sender = Sender.connect(
             self._listener,
             update.name,
@@ -198,7 +202,7 @@ class Delivery:
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
         answers = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
         description = f"version {seal.version} was not verified"
-        self._require_all(*answers, description, "; the old weights are in force on all engines")
+        self._require_all(*answers, description, "; all engines keep the old weights")
 
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines.
@@ -207,8 +211,8 @@ class Delivery:
             WeightSyncError: engines failed to; the message names them and those that did.
         """
         committed, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
-        in_force = f"; version {update.version} is in force on {', '.join(committed)}" if committed else ""
-        self._require_all(committed, failed, f"version {update.version} was not committed everywhere", in_force)
+        active = f"; version {update.version} is active on {', '.join(committed)}" if committed else ""
+        self._require_all(committed, failed, f"version {update.version} was not committed everywhere", active)
 
     def drop(self, update: Update) -> None:
         """Clean up a failed update. Suppresses errors, which would hide the one being raised."""

@@ -150,8 +150,10 @@ class WeightSync:
             ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
+        # Only rank 0 fills it.
         update, seconds = Update(), {}
         with self._groups.monitor.phase("weight sync"):
+            # Before anything is exported: all ranks must push the same.
             self._agree(version, adapter, alone)
             with _timed(seconds, "describe"):
                 source = self._describe(adapter, alone)
@@ -166,9 +168,11 @@ class WeightSync:
                 if self._groups.rank == 0:
                     self._sending.drop(update)
                 raise
+            # Outside the block above: a commit that failed on some engines cannot be dropped on the others.
             with _timed(seconds, "commit"):
                 self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
             names = tuple(engine.name for engine in update.engines)
+            # The other ranks know neither the bytes nor the transport.
             return from_rank_0(
                 lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport),
                 self._groups,
@@ -220,6 +224,7 @@ class WeightSync:
         try:
             with contextlib.closing(source.stream):  # closing tells the other ranks that this one stopped early
                 if update.sender is None:
+                    # Iterating joins the export's collectives.
                     for _ in source.stream:
                         pass
                     return None
@@ -227,7 +232,7 @@ class WeightSync:
         except MegascendError as error:
             return error
         except WireError as error:
-            return WeightSyncError(f"{_target(source)}: {error}; the old weights are in force on all engines")
+            return WeightSyncError(f"{_target(source)}: {error}; all engines keep the old weights")
         except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
             return WeightSyncError(
                 f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -279,6 +284,7 @@ def check_transport(transport: str, device_type: str) -> None:
 
 
 def _deadline(timeout_s: float | None, backend: Backend) -> float:
+    # Rank 0 reports a failure after its own deadline: the others must wait longer.
     limit = backend.groups.timeout_s - MARGIN_S
     if timeout_s is None:
         timeout_s = max(1.0, min(120.0, limit / 2))

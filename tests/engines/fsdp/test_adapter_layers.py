@@ -47,7 +47,7 @@ def registry_of(model: Model) -> AdapterRegistry:
     targets = layer_targets(model)
     names = [target.slices[0].name for target in targets]
     options: dict[str, Any] = {"adam": Adam(), "schedule": Schedule(), "seed": 1}
-    return AdapterRegistry.of_model(targets, names, Adapters(), dtype=torch.float32, device=CPU, **options)
+    return AdapterRegistry.for_model(targets, names, Adapters(), dtype=torch.float32, device=CPU, **options)
 
 
 def segments_of(counts: list[int]) -> TokenSegments:

@@ -130,7 +130,7 @@ def test_sliding_window_only_in_the_mask_is_refused(model_type: str, head: Scala
         check_model(64)
         return
     with pytest.raises(
-        ConfigError, match=f"{model_type} has a sliding window of 16 tokens .* by a mask alone"
+        ConfigError, match=f"{model_type} has a sliding window of 16 tokens .* only by a mask"
     ) as caught:
         check_model(64)
     assert "set batching.max_length: 16 or less, or use engine single" in str(caught.value)

@@ -47,6 +47,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         super().__init__()
         self._divided = divided
         self._not_called: dict[int, str] = {}
+        # gate_up and down are parameters of one module, so one function computes both with their adapters.
         expert_slots: dict[int, tuple[Any, dict[str, AdapterSlot]]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
@@ -190,7 +191,7 @@ class FsdpAdapters(MixedAdapters):
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, limits.targets)]
         drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             drawn,
             names,
             limits,

@@ -56,6 +56,7 @@ class HeadExchange:
 
     def to_heads(self, states: Tensor) -> Tensor:
         """Exchange [batch, heads, tokens of a rank, d] for [batch, heads of a rank, tokens of all ranks in rank order, d]."""
+        # With fewer KV heads than ranks each rank gets a copy of the KV head of its query heads.
         heads = math.lcm(states.shape[1], self._size)
         states = states.repeat_interleave(heads // states.shape[1], dim=1)
         batch, _, tokens, size = states.shape
@@ -91,6 +92,8 @@ class _TokenHeadExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The exchange is its own inverse. autograd may pass an expanded or transposed gradient; the collective needs
+        # dense memory.
         grad = grads[0].contiguous()
         received = torch.empty_like(grad)
         dist.all_to_all_single(received, grad, group=ctx.group)
@@ -214,6 +217,7 @@ def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str |
         return "is_causal=False"
     if options.get("softcap") is not None:
         return "softcap"
+    # Any other tensor may be a bias or a choice of tokens: unknown options are refused, never ignored.
     tensors = (name for name, value in options.items() if isinstance(value, Tensor) and name not in HARMLESS)
     return next(tensors, None)
 
@@ -281,6 +285,7 @@ _one_by_one_uncompiled: Any = torch.compiler.disable(_one_by_one)
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
     length, mask = q.shape[2], None
+    # SDPA has no argument for a window, only a mask, which rules out its flash kernel: only where the window matters.
     if window is not None and window < length:
         positions = torch.arange(length, device=q.device)
         distance = positions[:, None] - positions[None, :]

@@ -34,6 +34,7 @@ def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module]
             patch(part, "forward", torch.compile(part.forward, backend=BACKEND), "compiled")
         experts: Any
         for experts in filter(is_experts, layer.modules()):
+            # Between the products, which stay uncompiled, the gate is elementwise work on the widest activations.
             if hasattr(experts, "_apply_gate"):
                 patch(experts, "_apply_gate", torch.compile(experts._apply_gate, backend=BACKEND), "compiled")
 

@@ -87,6 +87,7 @@ class FsdpEngine(TransformersEngine):
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
             self._router_loss = RouterLoss(self.model, spec.moe, groups, frozen=spec.adapters is not None)
+        # Before sharding, so that only this rank's experts are sharded, over the ranks that hold the same ones.
         expert_mesh = None
         if self._share is not None:
             transformers_api.divide_experts(self.model, self._share)
@@ -191,6 +192,7 @@ class FsdpEngine(TransformersEngine):
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
+        # Replicas hold the same shards: the ranks of the first one write them.
         ranks_per_replica = self.topology.world_size // self._fsdp.replicate
         return dict(
             shards.state(
@@ -299,9 +301,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
             "chooses operators instead (docs/fsdp.md), leave modules out"
         )
     if recompute.granularity == "full" and recompute.layers != 1:
-        raise ConfigError(
-            f"engine fsdp: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
-        )
+        raise ConfigError(f"engine fsdp: recompute.layers={recompute.layers}; only single layers are recomputed, set 1")
     if moe.bias_update_rate:
         raise ConfigError(
             f"engine fsdp: moe.bias_update_rate={moe.bias_update_rate:g} is a setting of engine megatron; set 0"

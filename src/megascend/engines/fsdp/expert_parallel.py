@@ -57,6 +57,7 @@ class TokenExchange:
         per_rank = torch.stack([counts, received]).view(2, share.size, experts).sum(2)
         self._send_counts, self._receive_counts = per_rank.tolist()  # waits for the device
         numbers = torch.arange(experts, device=index.device).repeat(share.size)
+        # The size is on the host already; without it repeat_interleave would wait for the device again.
         self.expert = numbers.repeat_interleave(received, output_size=sum(self._receive_counts))
 
     def to_experts(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +140,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Which inputs need gradients follows from the model, not from the tokens: all ranks skip the same exchanges.
         input_grads = (
             _all_to_all(grad, ctx.receive_counts, ctx.send_counts, ctx.group) if differentiated else None
             for grad, differentiated in zip(grads, ctx.needs_input_grad[3:], strict=True)

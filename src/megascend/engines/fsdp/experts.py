@@ -66,9 +66,11 @@ def permutation(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         int64 [n * k], the row at each sorted position; its inverse; int32 [experts], the end of each expert's rows.
     """
+    # Stable: an expert's rows keep the order of their tokens, so sums over them are reproducible.
     expert, order = index.flatten().sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
+    # Not bincount, which waits for the device.
     ends = torch.searchsorted(expert, torch.arange(experts, device=order.device), right=True, out_int32=True)
     return order, inverse, ends
 
@@ -78,6 +80,7 @@ class SpreadRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        # The gradient moves rows back by the inverse; it needs no activations.
         ctx.save_for_backward(inverse)
         ctx.k = k
         return values.index_select(0, order // k)
@@ -126,6 +129,7 @@ def frozen_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, 
     down = add("down_proj", rows, states, _product(module, "down_proj", rows, states))
     if getattr(module, "has_post_expert_norm", False):
         down = module.post_expert_norm(down)
+    # Weighted only here, unlike in grouped_experts: a norm after the down projection is not linear.
     row_weights: Any = Moved.apply(weights.flatten(), order, inverse)
     outputs: Any = Moved.apply(down * row_weights[:, None], inverse, order)
     return outputs.unflatten(0, (-1, count)).sum(1).to(hidden.dtype)

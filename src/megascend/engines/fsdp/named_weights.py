@@ -92,6 +92,7 @@ def _layers(
                 except CheckpointError as error:
                     problems.append(str(error))
                     layer[shard.name] = tensor
+        # Per layer: transformers splits fused experts only when it gets all tensors of a layer.
         yield from in_checkpoint(model, layer, headers).items()
 
 
@@ -108,6 +109,7 @@ def _gather(shard: LocalShard, device: torch.device, share: ExpertShare | None) 
     if not isinstance(source, DTensor):
         return source.detach().to(device)
     local = shard.local.detach().to(device)  # offloaded shards are not on the device where the groups communicate
+    # run_check would compare the metadata over all ranks, for shards that come from one DTensor anyway.
     on_device = DTensor.from_local(
         local, source.device_mesh, source.placements, run_check=False, shape=source.shape, stride=source.stride()
     )

@@ -54,11 +54,12 @@ class LossHead:
         self._call, self._result = (batch, on_output), None
         try:
             output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)
-            # The loss takes the place of the logits: a model that scales or caps them would change it.
+            # The layer returns the loss in place of logits: a model that scales or caps its logits would change it.
             if self._result is None or output.logits is not self._result[0]:
                 raise more_than_product(self._model)
             return self._result
         finally:
+            # They reference the micro batch's graph, which would otherwise live until the next call.
             self._call = self._result = None
 
     def _forward(self, hidden: Tensor) -> Tensor:

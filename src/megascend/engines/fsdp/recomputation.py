@@ -37,6 +37,7 @@ _ATTENTION = (
 @torch.library.custom_op("megascend::saved_routing", mutates_args=())
 def saved_routing(values: Tensor) -> Tensor:
     """Return the forward pass's ``values``, also in recomputation."""
+    # A custom operator must not return its input.
     return values.clone()
 
 
@@ -75,6 +76,7 @@ def contexts(granularity: Granularity) -> Callable[[], Any]:
         return create_selective_checkpoint_contexts(routing_policy)
 
     def selective() -> Any:
+        # New counts for every call: checkpoint calls this once for a forward pass and its recomputation.
         return create_selective_checkpoint_contexts(partial(_selective_policy, {True: 0, False: 0}))
 
     return full if granularity == "full" else selective
@@ -82,8 +84,10 @@ def contexts(granularity: Granularity) -> Callable[[], Any]:
 
 def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing will be recomputed, so nothing needs to be kept for it.
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # Only non-reentrant checkpoints take a context_fn.
         return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run

@@ -79,6 +79,7 @@ class RouterLoss:
         probabilities = [scores(layer.view(-1, layer.shape[-1]), "softmax") for layer in logits]
         counts = torch.stack([_counts(layer.detach(), self._top_k, real) for layer in probabilities])
         if self._groups.topology.context > 1:
+            # The loss is not linear in the counts, so parts of a sample cannot be balanced separately.
             dist.all_reduce(counts, group=self._groups.device_group("cp"))
         tokens = 0 if batch.dummy else sum(batch.lengths)
         factors = gradients(self._formula, counts, tokens, self._top_k)

@@ -84,6 +84,7 @@ class FsdpGroups(PlainGroups):
             if topology.expert > 1:
                 shards = [ranks[first :: topology.expert] for ranks in replicas for first in range(topology.expert)]
                 axes["EXPERT_SHARD"] = shards
+            # new_group is collective over the world: every rank creates every group, in the same order.
             for name, axis in axes.items():
                 for ranks in axis:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name)
@@ -149,7 +150,7 @@ def shard(
 
     Args:
         page_locked: offloaded shards are in page-locked memory.
-        expert_mesh: mesh over which experts are sharded under expert parallelism; they are FSDP units of their own then.
+        expert_mesh: mesh over which experts are sharded under expert parallelism; each is then a separate FSDP unit.
 
     Returns:
         The FSDP units, the model itself first.
@@ -159,6 +160,7 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     expert_options: dict[str, Any] = options | {"mesh": expert_mesh}
     split = layers(model)  # before sharding, which changes the class names that it goes by
+    # fully_shard takes parameters that no unit has yet: inner modules first, the model itself last.
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):
             fully_shard(experts, reshard_after_forward=settings.reshard_after_forward, **expert_options)
@@ -176,11 +178,9 @@ def shard(
 
 
 def _hide_hooks_from_recomputation(unit: nn.Module) -> None:
-    """Run the hooks of a unit inside a recomputed layer outside the dispatch modes of selective activation checkpointing.
-
-    The modes count operators. The recomputed forward pass may gather where the first one did not, or the reverse, and torch
-    would report an operator that it has not counted before as nondeterminism.
-    """
+    """Run the hooks of a unit inside a recomputed layer outside the dispatch modes of selective activation checkpointing."""
+    # The modes count operators. The recomputed forward pass may gather where the first one did not, or the reverse, and
+    # torch would report an operator that it has not counted before as nondeterminism.
 
     def without_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -209,10 +209,8 @@ def _prefetch_next_layers(split: list[nn.Module]) -> None:
 
 
 def reshard(units: list[FSDPModule]) -> None:
-    """Free gathered parameters.
-
-    Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one would use
-    the old values even after a load or an update.
-    """
+    """Free gathered parameters."""
+    # Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one
+    # would use the old values even after a load or an update.
     for unit in units:
         unit.reshard()

@@ -113,7 +113,7 @@ def load(
             read += _read(shard, source, headers[source.weight], files, fresh or {}, dtype)
     holes = names_with_nan({shard.name: shard.local for shard in shards})
     if holes:
-        raise CheckpointError(f"model: {holes[0]} is not a number in places, or was not read whole")
+        raise CheckpointError(f"model: {holes[0]} contains NaN, or was not read completely")
     return read
 
 
@@ -169,6 +169,7 @@ class ShardAdamW(MainAdamW):
     ) -> None:
         self._shards = shards
         self._groups, self._replicas = groups, replicas
+        # Detached, but in the shard's memory: AdamW's updates write the model's parameters.
         mains = {shard.name: shard.local.requires_grad_() for shard in shards}
         super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
 
@@ -223,6 +224,7 @@ def state(
         if not everything and not (writes and values.numel()):
             return
         slices = tensors[name] = TensorSlices(shard.shape, values.dtype)
+        # A rank may have no rows of a small tensor.
         if values.numel():
             slices.add(shard.offsets, values.detach())
 

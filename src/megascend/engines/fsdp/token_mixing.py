@@ -41,6 +41,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     """
     text = model.config.get_text_config()
     kind = text.model_type
+    # Models of state-space layers only have no attention to take.
     if not any(_takes_attention(module) for module in model.modules()) and not any(_mixers(model)):
         raise ConfigError(
             f"engine fsdp: {type(model).__name__} ({kind}) does not take its attention from transformers' registry of attention "
@@ -53,10 +54,11 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     window = _window(text)
     if window is not None and window < longest and _window_is_a_mask(model):
         raise ConfigError(
-            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it makes by a mask alone, of "
-            f"which this engine has none, and samples may be up to {longest} long; set batching.max_length: {window} or less, or "
-            "use engine single"
+            f"engine fsdp: {kind} has a sliding window of {window} tokens (sliding_window) that it applies only by a "
+            f"mask, which this engine does not build, and samples may be up to {longest} long; set batching.max_length: {window} "
+            "or less, or use engine single"
         )
+    # One sample a row on one rank: modules that mix tokens causally are correct.
     if not packing and context == 1:
         return
     for layer in layers:
@@ -65,6 +67,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
             continue
         name = type(layer).__name__ if mixer is None else f"{type(mixer).__name__} in {type(layer).__name__}"
         _refuse(kind, name, packing, context)
+    # Also before the first and after the last layer.
     outside = next(_mixers(model), None)
     if outside is not None:
         _refuse(kind, type(outside).__name__, packing, context)
@@ -108,11 +111,13 @@ def _takes_attention(module: nn.Module) -> bool:
 
 def _code(module: nn.Module) -> CodeType | None:
     """Return the code of a module's forward pass, without decorators."""
+    # transformers decorates many forward methods; the wrapper's code shows nothing of theirs.
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 def _keywords(code: CodeType | None) -> set[str]:
     """Return the names of keyword arguments in calls, and all other entries of constant tuples."""
+    # CPython passes the names of keyword arguments as a constant tuple.
     return set() if code is None else {name for const in code.co_consts if isinstance(const, tuple) for name in const}
 
 

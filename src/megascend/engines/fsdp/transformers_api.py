@@ -78,6 +78,7 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
         with torch.device("meta"):
             model = engine_model(config, scalar_head)
     except (OSError, ValueError, KeyError) as error:
+        # ConfigError is a ValueError too.
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"model: transformers cannot build {model_dir}: {error}") from error
@@ -135,7 +136,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_unshared_parameters(model: nn.Module) -> None:
-    """Raise ConfigError for layers that share parameters: each layer is an FSDP unit of its own."""
+    """Raise ConfigError for layers that share parameters: each layer is a separate FSDP unit."""
     names = {id(module): name for name, module in model.named_modules()}
     owner: dict[int, str] = {}
     for layer in layers(model):
@@ -169,6 +170,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
+            # Uninitialised memory could hold plausible numbers by chance; a marker shows what nobody has computed.
             module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device=device)
         if buffers and module._non_persistent_buffers_set:
             _initialise_buffers(model, module)
@@ -229,7 +231,7 @@ def _modules_around(name: str) -> list[str]:
 def _initialise_buffers(model: Any, module: nn.Module) -> None:
     """Initialise a module's buffers by transformers' ``_init_weights``.
 
-    Its parameters are replaced meanwhile: they are DTensors, to which ``_init_weights`` cannot write.
+    Its parameters are replaced for the call: they are DTensors, to which ``_init_weights`` cannot write.
     """
     parameters = dict(module._parameters)
     for name, parameter in parameters.items():

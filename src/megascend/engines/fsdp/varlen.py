@@ -49,10 +49,11 @@ def varlen_attention(
         [tokens, heads, head dim], and float32 [heads, tokens]: logsumexp.
     """
     size = int(longest)
-    found = torch.ops.aten._flash_attention_forward(
+    # In order: starts of queries and keys, longest of both, dropout, causal, debug mask.
+    outputs = torch.ops.aten._flash_attention_forward(
         query, key, value, starts, starts, size, size, 0.0, True, False, scale=scale, **_window(window)
     )
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 @torch.library.custom_op("megascend::varlen_attention_backward", mutates_args=(), device_types="cuda")
@@ -70,6 +71,7 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value."""
     size = int(longest)
+    # The operator requires a random state, and does not read it without dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(),
@@ -110,6 +112,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, starts, longest, ctx.scale, ctx.window = inputs
+    # The backward kernel recomputes the probabilities from the output and logsumexp.
     ctx.save_for_backward(query, key, value, *output, starts, longest)
 
 

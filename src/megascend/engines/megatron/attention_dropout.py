@@ -23,6 +23,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     for chunk in chunks:
         for module in chunk.modules():
             value = getattr(module, "attention_dropout", None)
+            # A probability or a Dropout module, depending on the implementation.
             if isinstance(value, float):
                 attributes.append((module, "attention_dropout"))
             elif isinstance(value, torch.nn.Dropout):
@@ -38,10 +39,8 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
-    """Draw dropout from each tensor parallel rank's own random stream, as Megatron's and Transformer Engine's attention do.
-
-    With sequence parallelism the ranks' default streams already differ.
-    """
+    """Draw dropout from each tensor parallel rank's own random stream, as Megatron's and Transformer Engine's attention do."""
+    # With sequence parallelism the ranks' default streams already differ.
     if config.attention_dropout == 0 or config.tensor_model_parallel_size == 1 or config.sequence_parallel:
         return
     for chunk in chunks:
@@ -73,6 +72,7 @@ def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def function(*args: Any, **kwargs: Any) -> Any:
+        # Megatron forks this stream around attention dropout, but not around MindSpeed's fused kernel.
         with get_cuda_rng_tracker().fork():  # type: ignore[reportOptionalMemberAccess]
             return forward(*args, **kwargs)
 

@@ -81,6 +81,7 @@ def kernel_mask(
         return None
     if tuple(mask.shape) not in shape.accepted():
         raise DataError(
+            # Waits for the device; general masks are rare, and an undefined row would be silent.
             f"attention mask of shape {list(mask.shape)}: the NPU kernel takes {_listed(shape.accepted())} here "
             "(queries x keys, with or without batch and heads); expand it to one of them"
         )
@@ -126,6 +127,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
     heads = config.num_attention_heads // config.tensor_model_parallel_size
 
     def check(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # GPTModel.forward begins with input_ids, position_ids, attention_mask.
         mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
         if mask is None and config.attention_mask_type == "causal":
             return args, kwargs
@@ -142,6 +144,7 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         )
         if len(args) > 2:
             return (*args[:2], mask, *args[3:]), kwargs
+        # Whatever the caller passed: under causal attention the kernel must see no mask at all.
         return args, kwargs | {"attention_mask": mask}
 
     for chunk in chunks:

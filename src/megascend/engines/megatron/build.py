@@ -63,6 +63,7 @@ def check_architecture(model_dir: Path) -> None:
     """
     make_known_to_transformers(model_dir)
     try:
+        # Never run code from a checkpoint's directory.
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # its validators raise classes without a common base
         reason = " ".join(str(error).split("\n\n")[0].split())
@@ -122,16 +123,19 @@ def build_config(
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
     arguments.update(layer_arguments(hf_config.to_dict()))
+    # After the checkpoint's own settings, which these override.
     arguments.update(ROUTING)
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/support.md
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
+        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
         arguments["apply_rope_fusion"] = True
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
     arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
+    # Megatron refuses the fusion for most activations other than SwiGLU.
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
     config = ModelConfig(**arguments)
@@ -173,6 +177,7 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         "sequence_parallel": topology.sequence_parallel,
         # Interleaved at PP 2, the schedule without overlap is silently wrong; not interleaved, Megatron refuses overlap.
         "overlap_p2p_comm": topology.virtual_pipeline > 1,
+        # Micro batches differ in length; without it stages would receive into buffers of one fixed length.
         "variable_seq_lengths": True,
         "cuda_graph_scope": [],  # mcore-bridge cannot handle 0.15's default, "full", when norms are recomputed
         "moe_token_dispatcher_type": "alltoall",  # allgather does not support micro batches of different length
@@ -199,6 +204,7 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity == "full":
         return {
             "recompute_granularity": "full",
+            # "block" would recompute the first layers of a stage only.
             "recompute_method": "uniform",
             "recompute_num_layers": recompute.layers,
         }
@@ -246,11 +252,10 @@ def check_output_layer(config: ModelConfig) -> None:
 def check_window(config: ModelConfig, longest: int) -> None:
     """Raise ConfigError if samples may exceed a sliding window that mcore-bridge has dropped.
 
-    It drops ``sliding_window`` for most architectures, and the model would silently attend to all tokens.
-
     Args:
         longest: tokens of the longest sample allowed.
     """
+    # mcore-bridge drops sliding_window for most architectures; the model would silently attend to all tokens.
     hf: Any = config.hf_config
     window = getattr(hf, "sliding_window", None)
     sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
@@ -281,13 +286,11 @@ def check_dropout(config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def preserved_rope_functions() -> Iterator[None]:
-    """Undo mcore-bridge's change to transformers' table of RoPE initialisers.
-
-    Building any of its models replaces the ``default`` entry with a function that fails for transformers' own configurations,
-    so that every Hugging Face model built later in the process fails.
-    """
+    """Undo mcore-bridge's change to transformers' table of RoPE initialisers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    # Building any of its models replaces the "default" entry with a function that fails for transformers' own
+    # configurations, so that every Hugging Face model built later in the process would fail.
     before = dict(ROPE_INIT_FUNCTIONS)
     changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "is as it was after mcore-bridge has built a model")
     try:
@@ -312,12 +315,11 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
     """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes.
 
-    MindSpeed creates the parameters of norms on the CPU. A move that lost ``sequence_parallel`` would leave their gradients
-    unreduced, without an error.
-
     Raises:
         PlatformError: an attribute was lost.
     """
+    # MindSpeed creates the parameters of norms on the CPU. A move that lost sequence_parallel would leave their gradients
+    # unreduced, without an error.
     before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     chunk.to(device)
     for name, parameter in chunk.named_parameters():
@@ -329,12 +331,10 @@ def move(chunk: torch.nn.Module, device: torch.device) -> None:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Set the attributes by which Megatron's gradient norm knows sharded parameters.
-
-    Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
-    them the norm leaves out every rank's embedding and output shard but the first's. MindSpeed's grouped linear layers
-    never set them, so that all ranks' experts but the first's would be missing.
-    """
+    """Set the attributes by which Megatron's gradient norm recognises sharded parameters."""
+    # Megatron sets them while it initialises weights, which mcore-bridge skips (perform_initialization=False); without
+    # them the norm would leave out every rank's embedding and output shard but the first's. MindSpeed's grouped linear
+    # layers never set them, so that all ranks' experts but the first's would be missing.
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes

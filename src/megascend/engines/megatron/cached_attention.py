@@ -89,6 +89,8 @@ class CachedAttention:
         """Compute rotary angles [tokens, 1, 1, head dim]; in decoding, those of each token's own position."""
         if self.batch is None or not isinstance(self.batch.cached, Growing):
             return forward(length, *args, **kwargs)
+        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position
+        # from it.
         positions = self.batch.position_ids[0]
         return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[positions]
 
@@ -106,6 +108,7 @@ class CachedAttention:
         cached = self._cached
         if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
             mixed = cached.attend(layer, query[:, 0], key[:, 0], value[:, 0], self._scale, window)
+            # Megatron's core attention returns [tokens, batch, heads * head dim].
             return mixed.flatten(1)[:, None]
         if cached is not None:
             cached.keep(layer, *(states if states.dim() == 3 else states.transpose(0, 1) for states in (key, value)))

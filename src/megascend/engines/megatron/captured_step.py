@@ -150,7 +150,7 @@ class StaticBatch:
             weights=self.coefficients,
             fields={},
             sample=nothing,
-            place=nothing,
+            token_index=nothing,
             pairs=indices(0, 2),
             adapter_index=[],
             positions=[],
@@ -190,6 +190,7 @@ class StaticBatch:
         if self._shape.adapters > 1:
             counts = tokens_per_adapter(batch.adapter_index, batch.padded_lengths, self._shape.adapters)
             ends = adapter_ends(counts, self._shape)
+            # Computed on the device from the ends: one small copy in place of an index per token.
             self._ends.copy_(to_device(torch.tensor(ends, dtype=torch.int32), self._device))
             self.batch.segments.adapter_index.copy_(torch.searchsorted(self._ends, self._tokens, right=True))
 
@@ -287,6 +288,7 @@ class CapturedStep:
         else:
             self._counts.first += 1
         self._seen = True
+        # Only the forward pass may be repeated after running out of memory: the backward pass accumulates.
         found = self._back(self._with_room(self._ahead))
         if self._shape.kind == "logprobs":
             self._static_outputs = found  # with its graph, for the backward pass
@@ -320,6 +322,7 @@ class CapturedStep:
         if self._shape.kind == "hidden":
             return (hidden,)
         if self._shape.kind == "cross_entropy":
+            # 1.0: the static coefficients already contain the loss's gradient.
             return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
         logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
@@ -333,10 +336,12 @@ class CapturedStep:
         capture = self._model.capture
         try:
             with self._model.uncached():
+                # The loss between the two passes is computed outside, on the original micro batch: hence two graphs.
                 forward, found = capture.capture(self._work)
                 backward = None
                 if self._shape.kind == "logprobs":
                     backward, _ = capture.capture(lambda: self._differentiate(found))
+        # torch.OutOfMemoryError is one of these: such a step stays eager.
         except RuntimeError as error:
             logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
             self._model.drop_unfinished()  # gradients in the capture's memory, which were never computed

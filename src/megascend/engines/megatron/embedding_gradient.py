@@ -21,6 +21,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        # Ids only: the gradient of a look-up does not depend on the table.
         ctx.save_for_backward(ids)
         ctx.weight = weight
         return functional.embedding(ids, weight)
@@ -40,7 +41,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
     """Patch embeddings of ``chunks`` to accumulate their gradients themselves, and return how many were patched.
 
     Only without tensor parallelism, and without reductions that overlap the backward pass: these start when autograd reports the
-    gradient. A look-up that another package has replaced (multimodal models) is still called.
+    gradient.
     """
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
@@ -48,6 +49,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
         module
         for chunk in chunks
         for module in chunk.modules()
+        # Not of subclasses, whose look-up may differ.
         if type(module) is VocabParallelEmbedding and module.weight.requires_grad
     ]
     for table in tables:
@@ -59,6 +61,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
 def _forward(table: Any, upstream: Any) -> Any:
     def forward(input_: Tensor) -> Any:
         current = type(table).forward
+        # Another package has replaced the look-up, for example for multimodal models.
         if current is not upstream:
             return current(table, input_)
         return _LookUp.apply(input_, table.weight)

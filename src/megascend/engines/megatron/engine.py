@@ -92,14 +92,17 @@ class MegatronEngine(Engine):
             token_multiple=self.topology.tensor if self.topology.sequence_parallel else 1,
             lengths_on_host=platform.packed_lengths_on_host,
         )
+        # Megatron's layers draw from the random streams that this creates.
         seed_everything(spec.seed)
         groups_experts = self._configure(spec)
         self.groups.limit_timeouts()  # mcore-bridge has created a group with torch's timeout
         start = time.monotonic()
         self.self_check = self._check_slice(checker, enabled=spec.self_check)
         self.self_check_s = time.monotonic() - start
+        # Before the build: providers choose classes and kernels by the model.
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
+        # Modules are patched before DDP wraps them and takes their parameters.
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
@@ -111,7 +114,7 @@ class MegatronEngine(Engine):
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
             expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
-        # A stream of its own only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
+        # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
             self._train_adapters(spec, expert_weights)
@@ -150,6 +153,7 @@ class MegatronEngine(Engine):
         self.trainable = self.adapters = self._adapter_manager(spec)
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
+        # No DDP: a frozen model has no gradients to reduce.
         self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
@@ -157,6 +161,7 @@ class MegatronEngine(Engine):
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Train the DDP-wrapped chunks."""
+        # After DDP, which has moved parameters and gradients into its buffers.
         grouped_experts.settle(expert_weights, self.chunks)
         if self.runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
@@ -207,6 +212,7 @@ class MegatronEngine(Engine):
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
+        # use_diff=False: a setting that equals its class's default matters to the slice, too.
         full = json.loads(self.config.hf_config.to_json_string(use_diff=False))  # type: ignore[reportOptionalMemberAccess]
         if not enabled:
             log_warnings(Verdict("off"), full, self.groups.rank)
@@ -274,6 +280,7 @@ class MegatronEngine(Engine):
         return DistributedDataParallel(
             config=self.config,
             ddp_config=DistributedDataParallelConfig(
+                # Sums over micro batches and ranks in bf16 would lose small gradients.
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=overlap,
                 overlap_param_gather=self.adam.overlap_param_gather,
@@ -311,6 +318,7 @@ class MegatronEngine(Engine):
         return micro_batches * self.topology.data, self.topology.context / micro_batches
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
+        # Steps with a KV cache are not captured: their shapes grow.
         if self.graphs is not None and self._cached is None:
             return self.graphs.run(batches, on_output, forward_only=forward_only)
 
@@ -328,6 +336,7 @@ class MegatronEngine(Engine):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,  # type: ignore[reportArgumentType]
                 num_microbatches=len(batches),
+                # Of the first micro batch only; ignored with variable_seq_lengths, which is always set.
                 seq_length=batches[0].input_ids.shape[1],
                 micro_batch_size=batches[0].input_ids.shape[0],
                 forward_only=forward_only,
@@ -342,6 +351,7 @@ class MegatronEngine(Engine):
 
     def _forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""
+        # Megatron's Float16Module would return hidden states in fp32 by default, twice the memory.
         options = {} if self.precision == "fp32" else {"fp32_output": False}
         if self.adapters is not None:
             self.adapters.layers.segments = batch.segments
@@ -384,7 +394,7 @@ class MegatronEngine(Engine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        """Activate the KV cache; see :meth:`megascend.engines.base.Engine.caching`. No CUDA graphs are replayed meanwhile."""
+        """Activate the KV cache, without CUDA graphs; see :meth:`megascend.engines.base.Engine.caching`."""
         self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
         try:
             with self._cached.installed():
@@ -403,6 +413,7 @@ class MegatronEngine(Engine):
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
+        # Until a pending gather is done, some parameters still have their old values.
         self.finish_param_gather()
         entries = list(state.entries(self.bare_chunks, self.groups))
         return {
@@ -473,18 +484,16 @@ class MegatronEngine(Engine):
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make Transformer Engine accumulate weight gradients into Megatron's fp32 buffers inside its matrix products.
-
-    Megatron's own switch (``gradient_accumulation_fusion``) would also require Apex in layers that are not Transformer
-    Engine's. With the parameter cache on, a module takes the first micro batch of a call as the first of the step and
-    overwrites the buffer, which would drop the gradients of an earlier ``forward_backward``; it saves nothing in bf16.
-    """
+    """Make Transformer Engine accumulate weight gradients into Megatron's fp32 buffers inside its matrix products."""
     for chunk in chunks:
         for module in chunk.modules():
+            # Megatron's own switch, gradient_accumulation_fusion, would require Apex in layers that are not Transformer Engine's.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 patch(
                     module, "fuse_wgrad_accumulation", True, "weight gradients go straight into Megatron's fp32 buffers"
                 )
+                # With the cache a module takes the first micro batch of a call as the first of the step, and overwrites the
+                # buffer: gradients of an earlier forward_backward would be lost. In bf16 the cache saves nothing.
                 patch(
                     module, "disable_parameter_transpose_cache", True, "no gradient of an earlier call is overwritten"
                 )
@@ -492,6 +501,7 @@ def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed every random generator of this process; each tensor parallel rank gets its own dropout stream."""
+    # As Megatron-LM: dropout differs between pipeline stages, too.
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     seed_generators(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -78,6 +78,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
     """Return the reason why a layer's q, k and v are left to Megatron, or None."""
     kind = type(attention)
     if (
+        # Identity of the methods: a subclass that overrides one may do something between them.
         not isinstance(attention, SelfAttention)
         or kind.forward is not Attention.forward
         or kind.get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors
@@ -86,9 +87,7 @@ def why_not(attention: Any, device_type: str) -> str | None:
     config: Any = attention.config
     width = attention.hidden_size_per_attention_head
     obstacles = {
-        "something else has taken the place of its methods": bool(
-            {"forward", "get_query_key_value_tensors"} & vars(attention).keys()
-        ),
+        "its methods are patched already": bool({"forward", "get_query_key_value_tensors"} & vars(attention).keys()),
         f"not on {device_type}": next(attention.parameters()).device.type != device_type,
         "a rotary embedding that is not Transformer Engine's of rotated halves": (
             not config.apply_rope_fusion or config.position_embedding_type != "rope" or config.rotary_interleaved
@@ -152,6 +151,7 @@ class FusedQkv:
         rotation, attention = self._pending, self._attention
         if rotation is None or kwargs.get("output_gate") or not kwargs.get("split_qkv", True):
             return self._split(hidden_states, *args, **kwargs)
+        # Marks it as used, which forward() checks.
         self._pending = None
         mixed, _ = attention.linear_qkv(hidden_states)
         norms = None
@@ -173,6 +173,7 @@ class FusedQkv:
         """Return the rotation of this call, or None to leave it to Megatron. Does not wait for the device."""
         config, packed = self._attention.config, kwargs.get("packed_seq_params")
         angles = kwargs.get("rotary_pos_emb")
+        # Megatron passes one table for q and one for k; the kernel takes one for both.
         if isinstance(angles, tuple) and len(angles) == 2 and angles[0] is angles[1]:
             angles = angles[0]
         supported = (
@@ -185,6 +186,7 @@ class FusedQkv:
             return None
         if packed is not None:
             return _packed_rotation(angles, packed)
+        # Under sequence parallelism attention gets a slice of the tokens, and the angles of all.
         tokens = hidden_states.shape[0] * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
         return Rotation(angles, None) if len(angles) == tokens else None
 
@@ -206,6 +208,7 @@ def _packed_rotation(angles: Tensor, packed: Any) -> Rotation | None:
     starts, longest = _starts(packed, "q"), packed.max_seqlen_q
     plain = (
         packed.qkv_format == "thd"
+        # The same tensor: equal lengths without a comparison on the device.
         and starts is _starts(packed, "kv")
         and isinstance(longest, int)
         and getattr(packed, "local_cp_size", None) is None

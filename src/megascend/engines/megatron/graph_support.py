@@ -79,11 +79,10 @@ def targets_refused_because(registry: AdapterRegistry) -> str | None:
 
 @contextlib.contextmanager
 def without_rotary_cache(model: Any) -> Iterator[None]:
-    """Compute rotary tables within the context instead of taking them from Megatron's cache.
-
-    Megatron caches the last 32 tables. A captured step that read one would read freed memory after its eviction.
-    """
+    """Compute rotary tables within the context instead of taking them from Megatron's cache."""
     rotary = getattr(model, "rotary_pos_emb", None)
+    # Megatron decorates forward with lru_cache(maxsize=32), so all rotary embeddings share one cache. A captured step that
+    # read a cached table would read freed memory after its eviction.
     clear = getattr(getattr(type(rotary), "forward", None), "cache_clear", lambda: None)
     clear()
     try:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Each stack that is kept has graphs that read its addresses; the oldest is dropped with them.
 MAX_STACKS = 8
 
 
@@ -94,6 +95,7 @@ class GraphedSteps:
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()
         self._largest = settings.max_tokens
+        # An input that requires a gradient: replayed outputs have no autograd graph.
         self._root = torch.empty(0, requires_grad=True)
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -116,6 +118,7 @@ class GraphedSteps:
                 output = self._output(batch, forward_only=forward_only)
             loss, result = on_output(batch, output)
             if not forward_only and loss.requires_grad:  # a replayed cross entropy has already added its gradients
+                # As Megatron's schedule, whose mean over micro batches Engine.scales undoes.
                 (loss / len(batches)).backward()
             kept.append(result)
         return kept
@@ -137,6 +140,7 @@ class GraphedSteps:
 
     def clear(self) -> None:
         """Drop all captures."""
+        # A graph that is still running must not lose its memory.
         self._capture.wait()
         self._steps.clear()
         self._capture.free()
@@ -194,6 +198,7 @@ class GraphedSteps:
     def _not_captured_because(self, batch: MicroBatch) -> str | None:
         """Return the reason why a micro batch cannot be captured, with the same text for all of its kind, or None."""
         stacked = self._stacked
+        # The number of tokens does not depend on the kind.
         tokens = self._shape_of(batch, "forward", entropy=False).tokens
         if tokens > self._settings.max_tokens:
             return f"micro batches above batching.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
@@ -221,6 +226,7 @@ class GraphedSteps:
         shape = self._shape_of(batch, kind, entropy=entropy)
         step = self._steps.get(shape)
         if step is None:
+            # Least recently used first.
             while len(self._steps) >= self._settings.max_count:
                 self._drop(next(iter(self._steps)))
             step = CapturedStep(shape, self._stacked, self._work, self._counts, self._with_room, self._device)
@@ -259,7 +265,9 @@ class _GraphedOutput:
         step = self._steps.step(self._batch, "cross_entropy")
         write(step.static.coefficients, coefficients * loss_grad)
         (logprobs,) = step.forward()
+        # A copy: the next micro batch overwrites the static output.
         own = logprobs[: self._count].clone()
+        # where, not a product: at weight 0 a log-probability of -inf must not turn the sum into NaN.
         return -torch.where(coefficients != 0, own * coefficients, 0.0).sum(), own
 
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -288,6 +296,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         static = ctx.step.static
+        # The two possible outputs in order; without entropies there is one gradient.
         for coefficients, grad in zip((static.coefficients, static.entropy_coefficients), grads, strict=False):
             if grad is not None:
                 write(coefficients, grad)

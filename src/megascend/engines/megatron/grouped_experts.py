@@ -45,9 +45,6 @@ class ExpertSegments(Segments):
 class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
-    Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. So the parameters are
-    registered in descending order, which makes them contiguous in ascending order in the buffers.
-
     Attributes:
         parameters: of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them.
@@ -58,9 +55,12 @@ class ExpertWeights:
     def __init__(self, layer: Any) -> None:
         names = [f"weight{index}" for index in range(layer.num_gemms)]
         self.parameters: list[Any] = [getattr(layer, name) for name in names]
+        # Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. Registered in
+        # descending order, they are contiguous in ascending order in the buffers.
         for name in reversed(names):
             layer._parameters[name] = layer._parameters.pop(name)
         changed(f"order of the parameters of {type(layer).__name__}", "last expert first, so that buffers are in order")
+        # Until settle() builds the view of all experts.
         self.stacked = self.parameters[0].data
         self.grads: Tensor | None = None
         self.ready: Callable[[Any], None] | None = None
@@ -78,6 +78,7 @@ class ExpertWeights:
         stacked = one_view(values)
         if stacked is None:
             stacked = torch.stack(values)
+            # They remain Megatron's parameters; only their memory moves.
             for parameter, part in zip(self.parameters, stacked, strict=True):
                 parameter.data = part
         self.stacked, self.ready = stacked, ready
@@ -93,6 +94,7 @@ class ExpertWeights:
     def check(self) -> None:
         """Raise PlatformError if the parameters have been moved since :meth:`settle`."""
         last = self.parameters[-1]
+        # Addresses only: no wait for the device, so it can run in every forward pass.
         if self.parameters[0].data_ptr() != self.stacked.data_ptr() or last.data_ptr() != self.stacked[-1].data_ptr():
             raise PlatformError(
                 "parameters of experts were moved after the model had been built; set moe.experts: upstream"
@@ -109,6 +111,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, root: Tensor | None, weights: ExpertWeights, segments: Segments) -> Tensor:
+        # Rows are needed for the weights' gradient only; frozen experts keep no activations here.
         ctx.save_for_backward(None if root is None else rows)
         ctx.weights, ctx.segments = weights, segments
         return product(rows, weights.stacked.mT, segments)
@@ -155,10 +158,12 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
+        # Kept on the device: upstream moves its own references to the host.
         self._counts, self._received = counts, getattr(self, "num_global_tokens_per_local_expert", None)
         return counts
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        # On a single rank no size is needed on the host; upstream would copy the counts there, and wait.
         return tokens_per_expert if self._single_rank else super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)  # type: ignore[reportArgumentType]
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +175,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.rows = rows = token_rows(routing_map, self.config.moe_router_topk)
         self.reversed_local_input_permutation_mapping = rows.token
-        spread: Any = Spread.apply(hidden, rows.token, rows.place)
+        spread: Any = Spread.apply(hidden, rows.token, rows.row_index)
         return spread, probs.reshape(-1).index_select(0, rows.choice)
 
     def dispatch_postprocess(
@@ -178,6 +183,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, ExpertSegments, Tensor]:
         """Sort the received rows by expert; return them, their segments and their probabilities."""
         tokens, probs = self.gather_slices(global_input_tokens), self.gather_slices(global_probs)
+        # Upstream's points at which the host may have to wait for sizes, in upstream's order.
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
         self.tokens_per_expert, self.order = None, None
@@ -208,6 +214,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
             hidden_states = Moved.apply(hidden_states, inverse, order)  # type: ignore[reportAssignmentType]
         if self.tp_size > 1:
             splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+            # As upstream: ranks' partial results are summed in the dtype of the probabilities.
             dtype = hidden_states.dtype
             hidden_states = reduce_scatter_to_sequence_parallel_region(
                 hidden_states.to(self.probs.dtype), group=self.tp_group, input_split_sizes=splits
@@ -217,7 +224,7 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Sum each token's rows, in the shape of the layer's input."""
         assert self.rows is not None
-        combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.place)
+        combined: Any = Combine.apply(permutated_local_input_tokens, self.rows.token, self.rows.row_index)
         return combined.view(self.hidden_shape)
 
 
@@ -277,6 +284,7 @@ def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required
         ConfigError: a layer has other classes than those that this replaces.
     """
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    # All layers are checked before the first is patched.
     for layer in layers:
         experts, dispatcher = layer.experts, layer.token_dispatcher
         if not isinstance(experts, TEGroupedMLP) or type(dispatcher) is not MoEAlltoAllTokenDispatcher:

@@ -1,8 +1,8 @@
 """Megatron's process groups: created through ``parallel_state``, and forgotten when a backend is closed.
 
 Groups that Megatron and mcore-bridge keep in module globals are forgotten too. A stale one would be used for the next layout
-(mcore-bridge), or destructed at the next initialisation, in which a process forked meanwhile waits forever for threads that only
-its parent has.
+(mcore-bridge), or destructed at the next initialisation, in which a process that was forked in between waits forever for
+threads that only its parent has.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class MegatronGroups:
         """
         require_none_alive()
         self._created = True
+        # Megatron creates groups of one rank for every axis of size 1; here they share one.
         with shared_single_rank_groups():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=topology.tensor,
@@ -75,7 +76,7 @@ class MegatronGroups:
         return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Set the run's timeout on groups that Megatron and mcore-bridge have created meanwhile."""
+        """Set the run's timeout on groups that Megatron and mcore-bridge have created since."""
         _limit_kept_groups(timeout_s)
 
     def forget(self, destroy: bool) -> None:

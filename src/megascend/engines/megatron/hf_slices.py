@@ -65,6 +65,7 @@ def hf_slices(
     for chunk in chunks:
         try:
             weights = list(probe.weights(chunk))
+        # Conversions are written for weights; with row numbers in their place anything may fail.
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
             raise CheckpointError(
                 f"mcore-bridge's conversion of this architecture is not supported here ({error})"
@@ -107,6 +108,7 @@ class _Probe:
         narrow.hidden_size = 1
         fixed = property(lambda view: narrow, lambda view, value: None)
         view.__class__ = type(self._class.__name__, (self._class,), {"config": fixed})
+        # As if this rank were the only pipeline stage: nothing is communicated.
         view.pp_size = view.ep_pp_size = 1
         view._get_weight = self._get_weight
         view._all_gather_tp = self._all_gather_tp
@@ -122,6 +124,7 @@ class _Probe:
     def _number(self, entry: Any) -> Tensor:
         """Return the numbers of a parameter's rows, [rows, 1, ...], or of a vector's elements."""
         data: Tensor = entry.data
+        # -1: rows that no tensor of the entry covers.
         numbers = torch.full(data.shape[:1], -1, dtype=torch.int64)
         inner = math.prod(data.shape[1:])
         tensors = tensors_of(entry)

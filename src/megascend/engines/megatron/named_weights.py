@@ -27,6 +27,7 @@ from megascend.topology.weight_routes import Receivers, Route, participants, ran
 
 Merge = Callable[[str, Tensor], Tensor]
 
+# Sent by index: all ranks need the same table.
 _TORCH_DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -37,6 +38,7 @@ _TORCH_DTYPES = (
     torch.int32,
     torch.int64,
 )
+# Headers have a fixed size: receivers do not know the number of dimensions.
 _MOST_DIMENSIONS = 6
 
 
@@ -86,6 +88,7 @@ def named_weights(
     def finish(name: str, tensor: Tensor) -> Tensor:
         if merge is not None:
             tensor = merge(name, tensor)
+        # After the merge, which may leave the range of fp16.
         if problem := out_of_range(name, tensor, tensor.dtype):
             raise CheckpointError(f"named_weights: {problem}")
         return tensor
@@ -228,6 +231,7 @@ class _Collector:
             fields[:4] = [1, self._groups.rank, _TORCH_DTYPES.index(tensor.dtype), tensor.ndim]
             fields[4 : 4 + tensor.ndim] = tensor.shape
         header = torch.tensor(fields, dtype=torch.int64, device=self._groups.device)
+        # Only the rank that has the shard contributes; the sum is its header, and the count shows a second owner.
         dist.all_reduce(header, group=group)
         count, source, dtype, ndim, *shape = header.tolist()
         if count != 1:
@@ -253,6 +257,7 @@ class _Collector:
             tensor = tensor.contiguous()
         elif rank in targets:
             tensor = torch.empty(shape, dtype=dtype, device=self._groups.device)
+        # If all need it, one broadcast; else sends, so that ranks which do not need it allocate nothing.
         if len(targets) == len(path.across) - 1 > 0:
             assert tensor is not None
             dist.broadcast(tensor, src=source, group=group)
@@ -268,6 +273,7 @@ class _Collector:
         if path.receivers == parts:
             return _all_gather(shard, split, len(parts), group)
         full = None
+        # Receiver by receiver, in the same order on all ranks, so that sends and receives match.
         for receiver in path.receivers:
             if rank != receiver:
                 _exchange([dist.P2POp(dist.isend, shard, receiver, group)])

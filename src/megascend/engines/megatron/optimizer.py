@@ -21,6 +21,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron.routers import Routers
 
+# Not Megatron's default of 2**32, from which nearly every first step overflows.
 INITIAL_LOSS_SCALE = 2.0**16
 
 
@@ -94,6 +95,7 @@ class MegatronOptimizer:
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()
         else:
+            # The step was skipped for another rank's gradients: report that, not this rank's finite norm.
             grad_norm = grad_norm if not math.isfinite(grad_norm) else math.inf
             self._routers.forget_counts()
         self.zero_grad()

@@ -27,7 +27,7 @@ class OutputHead:
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         rank = parallel_state.get_tensor_model_parallel_rank()
-        self.shard = VocabShard.of_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
+        self.shard = VocabShard.for_rank(vocab_size, len(self.weight), rank, group)  # type: ignore[reportArgumentType]
         self.vocab_size = vocab_size
         # Gradients may be accumulated directly unless DDP must be notified of them; for a weight shared with the embedding of
         # the same stage, the embedding's gradient notifies it.

@@ -61,7 +61,7 @@ class Routers:
         self._config, self._moe, self._groups = config, moe, groups
         self._by_chunk = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
         for router in (router for routers in self._by_chunk for router in routers):
-            patch(router, "enable_expert_bias", False, "counts no tokens of its own; the bias stays in use")
+            patch(router, "enable_expert_bias", False, "does not count tokens itself; the bias stays in use")
         self._active = False
         self._pass: _Pass | None = None
         self._weight = 0.0
@@ -106,6 +106,7 @@ class Routers:
         current = self._pass
         if not self._active or current is None:
             return
+        # TP ranks have different tokens: Megatron trains experts under TP only with sequence parallelism.
         group = self._groups.device_group("tp_cp")
         if group.size() > 1 and current.counts.numel():
             dist.all_reduce(current.counts, group=group)
@@ -127,6 +128,7 @@ class Routers:
         DeepSeek-V3's rule (arXiv:2412.19437, section 2.1.2): ``bias += rate * sign(mean load - load)``.
         """
         if self._moe.bias_update_rate > 0:
+            # leave() has summed over TP and CP already.
             group = self._groups.device_group("dp")
             for totals, routers in zip(self._totals, self._by_chunk, strict=True):
                 if group.size() > 1 and totals.numel():
@@ -198,6 +200,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
         ctx.gradient = gradient
+        # A view: autograd needs a new tensor, not a copy.
         return weights.view_as(weights)
 
     @staticmethod
@@ -207,10 +210,8 @@ class _WithLoss(torch.autograd.Function):
 
 @contextlib.contextmanager
 def biases_in_fp32(chunk: torch.nn.Module) -> Iterator[None]:
-    """Keep routers' correction biases in fp32 while the block converts a chunk to 16 bits.
-
-    They are fp32 in every precision, as in transformers; rounded to bf16, routers would choose other experts.
-    """
+    """Keep routers' correction biases in fp32 while the block converts a chunk to 16 bits."""
+    # They are fp32 in every precision, as in transformers; rounded to bf16, routers would choose other experts.
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     biases = [(router, bias.clone()) for router in routers if (bias := router.expert_bias) is not None]
     yield

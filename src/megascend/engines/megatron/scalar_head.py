@@ -48,6 +48,7 @@ class ScalarHeadLayer(nn.Module):
             with fork:
                 hidden = nn.functional.dropout(hidden, self._dropout)
         bias = None if self.bias is None else self.bias.float()
+        # As engines.heads.values_of, so that a value does not depend on the engine.
         return nn.functional.linear(hidden.float(), self.weight.float(), bias), None
 
 
@@ -63,7 +64,8 @@ def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.
     last = chunks[-1]
     if last.post_process:
         last.output_layer = ScalarHeadLayer(head, config, device)
-    changed("mcore-bridge's conversion of classifiers", "takes their head whole, with its bias")
+    changed("mcore-bridge's conversion of classifiers", "converts their head without padding, with its bias")
+    # mcore-bridge has built this object already; replacing its class keeps its state.
     config.bridge.__class__ = _bridge(type(config.bridge), bias=head.bias)
 
 

@@ -39,6 +39,7 @@ class NamedRun:
 
 def entries(chunks: Sequence[Any], groups: ProcessGroups) -> Iterator[Entry]:
     """Yield Megatron-Core's checkpoint entries of a rank's model chunks (not wrapped)."""
+    # Megatron's Transformer Engine layers number their replicas within this group.
     metadata = {"dp_cp_group": groups.device_group("dp_cp")}
     for chunk in chunks:
         for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
@@ -105,6 +106,7 @@ def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
     parameter: Any = entry.data
     for tensor in tensors_of(entry):
         values: Any = tensor.data
+        # Optimizer state is indexed like the flattened parameter: find the view's start in it.
         start = values.storage_offset() - parameter.storage_offset()
         same = values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
         if not (same and values.is_contiguous() and 0 <= start <= parameter.numel() - values.numel()):
@@ -132,6 +134,7 @@ def _slices(tensors: dict[str, Any], key: str, tensor: ShardedTensor, dtype: tor
 
 
 def _with_leading(data: Any, tensor: ShardedTensor) -> Tensor:
+    # Megatron counts layers and experts as leading dimensions of the global tensor.
     return data.detach().view((1,) * tensor.prepend_axis_num + tuple(data.shape))
 
 

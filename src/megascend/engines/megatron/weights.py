@@ -54,10 +54,12 @@ class _Loader(SafetensorLazyLoader):
         self._headers = headers
         super().__init__(model_dir)
 
+    # Upstream reads model.safetensors.index.json here.
     def _load_index(self) -> None:
         self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
 
     def _open_file(self, filename: str) -> Any:
+        # Absolute: upstream joins the name to the directory of the model, but headers already have the full path.
         return super()._open_file(str(Path(filename).absolute()))
 
 
@@ -94,6 +96,7 @@ def load(
             )
     except CheckpointError as error:
         problem = str(error)
+    # mcore-bridge's index into its lazy state dict: a weight that the files do not have.
     except KeyError as error:
         problem = (
             f"the checkpoint has no tensor {_absent(error.args[0], tensors)}, which the model that config.json describes "
@@ -117,6 +120,7 @@ def load(
     raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
 
     names = list(tensors)
+    # Each rank reads its own layers and experts, so a tensor counts as unused only if no rank has read it.
     counts = all_reduce_numbers(
         [float(name in used) for name in names], "world", groups, "max", "tensors that were used"
     )

@@ -37,7 +37,7 @@ class PeftAdapters(AdapterSet):
         model.requires_grad_(False)
         # peft before 0.20 swaps the dimensions of transposed experts.
         targets = [target for target in layer_targets(model) if not is_transposed(target)]
-        registry = AdapterRegistry.of_model(
+        registry = AdapterRegistry.for_model(
             targets,
             sorted(target.slices[0].name for target in targets),
             spec.adapters,
@@ -51,6 +51,7 @@ class PeftAdapters(AdapterSet):
         self._model = model
         self._names: list[str] = []
         self._active: tuple[str, ActiveAdapter] | None = None
+        # Gradients of the current call: if it fails, those of earlier calls must be unchanged.
         self._pending: dict[str, Tensor] = {}
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
@@ -73,7 +74,7 @@ class PeftAdapters(AdapterSet):
             return
         self._deactivate()
         if name:
-            saved = self.collect_whole(name, optimizer=False)
+            saved = self.collect_unsharded(name, optimizer=False)
             assert saved is not None, "a world of one"
             self._active = name, ActiveAdapter(self._model, saved.lora, saved.values)
 
@@ -126,6 +127,7 @@ class ActiveAdapter:
             target_parameters=parameters or None,
             bias="none",
         )
+        # peft's new modules are in training mode, whatever the model's mode is.
         training = model.training
         self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank
         model.train(training)

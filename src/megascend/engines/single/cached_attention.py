@@ -50,6 +50,7 @@ class CachedAttentionFunction:
         )
 
         def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            # The registry is the process's: another model may use the same function.
             cached = self.batch.cached if self.batch is not None and module in self._modules else None
             if cached is None:
                 return before(module, query, key, value, *args, **options)

@@ -77,6 +77,7 @@ class SingleEngine(TransformersEngine):
         else:
             self.optimizer = ModelAdamW(self.model, spec.optimizer, spec.schedule, spec.precision)
             self.trainable = FullModel(self.optimizer)
+        # from_pretrained returns a model in evaluation mode.
         self.model.train()
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
@@ -96,6 +97,7 @@ class SingleEngine(TransformersEngine):
             if forward_only:
                 continue
             if with_router_loss:
+                # transformers defines the loss for one forward pass: the mean over micro batches.
                 coefficient = self._router_loss / len(batches)
                 loss = loss + coefficient * router_loss(self.model, output, batch)
             self.backward(loss)
@@ -187,5 +189,5 @@ def check_settings(spec: EngineSpec) -> None:
         raise ConfigError("engine single: recompute.granularity=selective is not supported; set full or none")
     if recompute.granularity == "full" and recompute.layers != 1:
         raise ConfigError(
-            f"engine single: recompute.layers={recompute.layers}; only whole single layers are recomputed, set 1"
+            f"engine single: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
         )

@@ -79,6 +79,7 @@ def load_model(
                 f"model: {model_dir}: {kind.replace('_', ' ')}: {sorted(names)[:3]}: correct config.json, or "
                 "fetch the files again"
             )
+    # info.tensors leaves out those that no engine builds, such as heads of multi-token prediction.
     if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
         raise CheckpointError(
             f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
