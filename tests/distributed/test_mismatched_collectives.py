@@ -138,7 +138,7 @@ def test_a_rank_that_goes_on_alone_is_told_again(runtime: Runtime) -> None:
         messages = []
         for what in order:
             with pytest.raises(OutOfStepError) as caught:
-                broadcast_object(what, "world", groups, what=what)
+                broadcast_object(what, "world", groups, purpose=what)
             messages.append(str(caught.value))
         return messages
 
