@@ -212,7 +212,7 @@ def test_every_collective_of_the_package_says_what_it_is_for() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places:
                 found += 1
-                named = any(keyword.arg == "what" for keyword in node.keywords)
+                named = any(keyword.arg == "purpose" for keyword in node.keywords)
                 assert named or len(node.args) > places[node.func.id], f"{path}:{node.lineno}"
     assert found > 10
 
