@@ -15,7 +15,7 @@ from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.training import learning_rate
 from megascend.data.findings import Findings
 from megascend.data.samples import Limits
-from megascend.data.store import SampleStore, hold_out, whole, write_store
+from megascend.data.store import SampleStore, all_samples, hold_out, write_store
 from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
 
@@ -40,7 +40,7 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     others, _ = hold_out(samples, 0.3, seed=2)
     assert [int(sample.input_ids[0]) for sample in again] == of[0]
     assert [int(sample.input_ids[0]) for sample in others] != of[0]
-    assert len({learned.fingerprint, held_out.fingerprint, others.fingerprint, whole(samples).fingerprint}) == 4
+    assert len({learned.fingerprint, held_out.fingerprint, others.fingerprint, all_samples(samples).fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
 
 
@@ -58,7 +58,7 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
     for number, day in enumerate(("2024-02-29", "2024-03-01")):
         sources = {"data (data.path)": "a", "date in the chat template": day}
         write_store(tmp_path / day, [(0, [Sample.causal([number, 1])])], Findings(), sources)
-        parts.append(whole(SampleStore(tmp_path / day)))
+        parts.append(all_samples(SampleStore(tmp_path / day)))
     samples = [RunSamples(part, None, 1, ()) for part in parts]
     gathered: list[Any] = []
 

@@ -35,9 +35,8 @@ def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOU
     Raises:
         TimeoutError: another process has been making it for ``timeout_s``.
     """
-    with contextlib.suppress(
-        OSError
-    ):  # marks the use for prune(); another user's entry in a shared folder cannot be marked
+    # Marks the use, for prune(); another user's entry in a shared folder cannot be marked.
+    with contextlib.suppress(OSError):
         os.utime(path)
     if path.exists():
         return path
@@ -70,9 +69,8 @@ def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
         used = _last_use(path)  # read again: another process may have used or removed it meanwhile
         if path == keep or used is None or time.time() - used < IN_USE_S:
             continue
-        trash = path.with_name(
-            f".{path.name}-removed"
-        )  # renamed first, so that no process reads a partly removed entry
+        # Renamed first, so that no process reads a partly removed entry.
+        trash = path.with_name(f".{path.name}-removed")
         with contextlib.suppress(OSError):
             os.replace(path, trash)
             shutil.rmtree(trash) if trash.is_dir() else trash.unlink()
