@@ -1,4 +1,4 @@
-"""``megascend doctor``: is this machine ready to train, what happened to a run, and what to do about it."""
+"""``megascend doctor``: check whether this machine can train, or report what happened to a run and what to do about it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def render_table(checks: list[Check]) -> str:
                 width + 98,
                 initial_indent=indent + "-> ",
                 subsequent_indent=indent + "   ",
-                break_on_hyphens=False,  # paths and package names stay whole, to be copied
+                break_on_hyphens=False,  # paths and package names can be copied
                 break_long_words=False,
             )
     return "\n".join([*lines, "", verdict(checks)])
@@ -96,7 +96,7 @@ def verdict(checks: list[Check]) -> str:
     if not failed:
         return f"ready to train on {device}"
     broken = f"{len(failed)} failed: {', '.join(failed)}"
-    # The bootstrap is that of engine megatron, which needs all packages; others can do without some.
+    # The bootstrap check is of engine megatron, which needs all packages; other engines need fewer.
     able = [name for name in engines.names() if not {*engines.needs(name).packages} & {*failed}]
     others_fine = {*failed} <= {*engines.needs(engines.DEFAULT).packages, "bootstrap"}
     if others_fine and able and engines.DEFAULT not in able:

@@ -101,7 +101,7 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
     """Describe the start and the end of an attempt.
 
     Args:
-        last: no other has been started since.
+        last: it is the latest attempt.
         steps: of the whole run.
     """
     ranks = (
@@ -268,6 +268,7 @@ def command_to_go_on(report: RunReport, option: str) -> str:
     words = without_options(short_program(recorded))
     if "train" not in words or not any("megascend" in word for word in words):
         size = next((a.world_size for a in reversed(report.attempts) if a.world_size), 1) or 1
+        # The recorded command was a program of the user's: the run's own copy of its settings always works.
         words = ["megascend", "train", str(report.directory / "config.yaml")]
         words += ["--nproc", str(size)] if size > 1 else []
     return f"{shlex.join(words)} {option}"
@@ -277,6 +278,7 @@ def short_program(words: list[str]) -> list[str]:
     """Shorten ``/usr/bin/python /usr/bin/torchrun ...`` to ``torchrun ...``, as it was typed."""
     if len(words) > 1 and Path(words[0]).name.startswith("python"):
         rest = words[1:]
+        # Options of Python that do not matter for repeating the run.
         while rest and rest[0] in ("-u", "-P", "-s", "-E", "-I"):
             rest = rest[1:]
         if rest and Path(rest[0]).name in ("torchrun", "megascend"):

@@ -114,6 +114,7 @@ def serve_command(
             check_service(settings, nproc or 1)
             check_address(settings)
         check_packages()
+        # Before the ranks start: with several, all must know the same keys, and one generated key is printed once.
         keys, generated_key = keys_of(settings, dict(os.environ))
         if under_torchrun(nproc):
             serve_process(settings.model_dump_json(), keys, generated_key)
@@ -132,7 +133,7 @@ def serve_process(settings: str, keys: dict[str, str], generated_key: str | None
 
     LastingOutput().install()
     for number in stopping():
-        if number not in ALWAYS:  # uvicorn handles those two
+        if number not in ALWAYS:  # uvicorn handles SIGINT and SIGTERM itself
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     serve_rank(settings, keys, generated_key, client)
 

@@ -98,6 +98,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _causal_models_only(cls, values: Any) -> Any:
+        # Named explicitly: as an unknown key it would get the advice to check its spelling.
         if isinstance(values, dict) and "head" in values:
             raise ValueError(
                 f"head: {values['head']!r:.200} is a setting of backends, not of run files, which train causal language models: "
@@ -272,6 +273,7 @@ class RunConfig(TrainerConfig):
         if self.steps and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}: set one of them")
         if self.steps:
+            # Raises if the warm-up takes all steps; with epochs the number of steps is only known later.
             self.ending_with(self.steps)
         return self
 
@@ -323,10 +325,10 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
+        # from None: pydantic's own message would repeat everything in other words.
         raise ConfigError(explain(error, str(path), kind)) from None
-    if (
-        isinstance(settings, TrainerConfig) and not settings.plugins
-    ):  # plug-ins register further names when they are imported
+    # With plug-ins the names are checked after their import, which registers further ones.
+    if isinstance(settings, TrainerConfig) and not settings.plugins:
         try:
             check_names(settings.engine, settings.tracker_options)
         except ConfigError as error:

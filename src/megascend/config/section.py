@@ -18,6 +18,7 @@ def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
 
 def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
+    # pydantic's prefix of messages from a validator.
     message, value = item["msg"].removeprefix("Value error, "), item["input"]
     if item["type"] == "extra_forbidden":
         return f"{key or title}: unknown setting (value {value!r:.200}){_advice(item['loc'], kind)}"
@@ -100,6 +101,7 @@ class _RaisesConfigError(type(BaseModel)):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
+            # Only direct construction gets here: pydantic validates nested sections without calling the class.
             raise ConfigError(explain(error, cls.__name__, cast("type[BaseModel]", cls))) from None
 
 
@@ -112,6 +114,7 @@ class Section(BaseModel, metaclass=_RaisesConfigError):
     @classmethod
     def _refuse_coercion(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse values that pydantic would coerce: true to 1, an empty string to the current directory."""
+        # pydantic's strict mode would also refuse strings for paths and lists for tuples, as YAML has them.
         annotation = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in annotation and ("int" in annotation or "float" in annotation):
             raise ValueError("a number is expected here, not true or false")

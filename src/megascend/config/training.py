@@ -55,6 +55,7 @@ class Adam(Section):
 
     @model_validator(mode="after")
     def _overlaps(self) -> Adam:
+        # A requirement of Megatron-Core's DistributedDataParallel.
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self
@@ -91,6 +92,7 @@ class Schedule(Section):
                 f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
                 f"take), and kind: {self.kind} needs some after them: lower it"
             )
+        # Constructed anew, not model_copy(), which would skip the validators.
         return Schedule(**self.model_dump() | {"total_steps": steps})
 
 
