@@ -10,7 +10,7 @@ from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits, build_samples, lies_within_a_token, token_weights
+from megascend.data.samples import Encoder, SampleLimits, build_samples, lies_within_a_token, token_weights
 from megascend.errors import DataError
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
@@ -160,10 +160,12 @@ def test_places_within_tokens() -> None:
     assert not lies_within_a_token(offsets, [])
 
 
-def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
+def encode(
+    document: Document, limits: SampleLimits | None = None, **settings: object
+) -> tuple[list[Sample], list[str]]:
     """Samples of a document, and what was said about it."""
     findings = Findings()
-    encoder = Encoder(byte_tokenizer(256), limits or Limits(256), findings, **settings)
+    encoder = Encoder(byte_tokenizer(256), limits or SampleLimits(256), findings, **settings)
     return encoder.encode(document, number=7), findings.lines()
 
 
@@ -215,7 +217,7 @@ def test_a_token_that_prompt_and_completion_share_is_told() -> None:
     said = []
     for prompt, completion in (("a: ", "yes"), ("a:", " yes")):
         findings = Findings()
-        [sample] = Encoder(tokenizer, Limits(256), findings).encode(
+        [sample] = Encoder(tokenizer, SampleLimits(256), findings).encode(
             Document("f:1", prompt=prompt, completion=completion)
         )
         assert sample.target_ids.tolist()[1:] == [256, ord("e"), ord("s")]
@@ -226,7 +228,7 @@ def test_a_token_that_prompt_and_completion_share_is_told() -> None:
     turns = chat("user: a", "assistant: yes").messages
     for template, weights, lines in ((SPACE_BEFORE, [0, 1, 1], 2), (SPACE_WITHIN, [1, 1, 1], 1)):
         tokenizer.chat_template, findings = template, Findings()
-        [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
+        [sample] = Encoder(tokenizer, SampleLimits(256), findings).encode(Document("f:1", messages=turns))
         assert sample.weights.tolist()[-3:] == weights
         assert len(findings.lines()) == lines  # that turns have no end is one
 
@@ -249,8 +251,8 @@ def test_spaces_belong_to_where_they_stand_whatever_a_tokenizer_says(processor) 
         Document("f:2", prompt="a:\n", completion="b "),
     ]
     for document in documents:
-        [sample] = Encoder(trimming, Limits(256), Findings()).encode(document)
-        [right] = Encoder(byte_tokenizer(256), Limits(256), Findings()).encode(document)
+        [sample] = Encoder(trimming, SampleLimits(256), Findings()).encode(document)
+        [right] = Encoder(byte_tokenizer(256), SampleLimits(256), Findings()).encode(document)
         assert parts_of(sample) == parts_of(right)
     given = trimming("a: b", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     assert given[2] == (3, 3), "the caller's tokenizer is as it was"
@@ -281,10 +283,10 @@ PAIR = Document("f:1", prompt="p", chosen="c" * 20, rejected="r" * 10)
 def test_what_is_too_long(document: Document) -> None:
     longest = max(map(len, encode(document)[0]))
     for choice in ("error", "truncate", "skip"):
-        samples, said = encode(document, Limits(longest), on_too_long=choice)
+        samples, said = encode(document, SampleLimits(longest), on_too_long=choice)
         assert max(map(len, samples)) == longest
         assert said == []
-    limits = Limits(longest - 1, "batching.max_length: 5")
+    limits = SampleLimits(longest - 1, "batching.max_length: 5")
     with pytest.raises(
         DataError, match=rf"has {longest} tokens and the limit is {longest - 1} \(batching.max_length: 5\)"
     ):
@@ -295,7 +297,7 @@ def test_what_is_too_long(document: Document) -> None:
     samples, said = encode(document, limits, on_too_long="truncate")
     assert max(map(len, samples)) == longest - 1
     assert said == [f"{document.source}: cut to {longest - 1} tokens (data.on_too_long: truncate)"]
-    samples, said = encode(document, Limits(1), on_too_long="truncate")
+    samples, said = encode(document, SampleLimits(1), on_too_long="truncate")
     if document is LONG:  # the answer is cut off
         assert samples == []
         assert said == [
@@ -307,12 +309,12 @@ def test_a_pair_that_no_micro_batch_holds() -> None:
     both, _ = encode(PAIR)
     assert [len(sample) for sample in both] == [21, 11]
     for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
-        assert encode(PAIR, Limits(256, budget=tokens, **settings))[0]
+        assert encode(PAIR, SampleLimits(256, budget=tokens, **settings))[0]
         with pytest.raises(
             DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
         ):
-            encode(PAIR, Limits(256, budget=tokens - 1, **settings))
-        samples, [said] = encode(PAIR, Limits(256, budget=tokens - 1, **settings), on_too_long="skip")
+            encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings))
+        samples, [said] = encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings), on_too_long="skip")
         assert samples == []
         assert "longer than a micro batch" in said
 
@@ -323,8 +325,8 @@ def test_what_a_tokenizer_cannot_write() -> None:
     with pytest.raises(DataError, match=r"^chat.jsonl:4: character \d+ is half of a surrogate pair"):
         encode(chat("user: a", "assistant: \udc00"))
     with pytest.raises(DataError, match=r"^f:1: token id 257 lies outside the model's vocabulary \[0, 257\)"):
-        encode(Document("f:1", text="abc"), Limits(256, vocab_size=257))
-    assert encode(Document("f:1", text="abc"), Limits(256, vocab_size=258))[0]
+        encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=257))
+    assert encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=258))[0]
 
 
 def test_all_documents_that_cannot_be_trained_on_are_named_at_once() -> None:

@@ -14,7 +14,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.training import learning_rate
 from megascend.data.findings import Findings
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.data.store import SampleStore, all_samples, hold_out, write_store
 from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ def test_a_validation_set_is_not_among_what_is_learned(tmp_path: Path) -> None:
     for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
         settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
         with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
-            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), Limits(9))
+            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), SampleLimits(9))
 
 
 def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_problems_of_both_sets_are_named_at_once(tmp_path: Path, monkeypatch: py
         RUN | {"model": tmp_path, "data": {"path": paths[0]}, "validation": {"path": paths[1]}}
     )
     with pytest.raises(DataError) as caught:
-        RunSamples.prepare(run, byte_tokenizer(256), Limits(9))
+        RunSamples.prepare(run, byte_tokenizer(256), SampleLimits(9))
     lines = str(caught.value).splitlines()
     assert [line for line in lines if "problems in" in line] == [
         "2 problems in the data:",
@@ -106,7 +106,7 @@ def test_something_must_be_left_to_learn(tmp_path: Path, documents: int, fractio
 def test_epochs_are_steps(settings: dict, samples: int, steps: int) -> None:
     config = RunConfig.model_validate(RUN | settings | {"schedule": {"kind": "linear"}})
     assert RunConfig(**config.model_dump()) == config  # what show-config prints can be read
-    resolved = config.of_length(samples)
+    resolved = config.for_samples(samples)
     assert resolved.steps == steps
     assert resolved.schedule.total_steps == steps
     assert resolved.epochs == config.epochs
@@ -114,7 +114,7 @@ def test_epochs_are_steps(settings: dict, samples: int, steps: int) -> None:
 
 def test_a_schedule_ends_with_the_run_unless_it_says_when() -> None:
     lora = {"schedule": {"kind": "cosine"}}
-    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).of_length(1)
+    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).for_samples(1)
     assert resolved.lora == Lora(schedule=Schedule(kind="cosine", total_steps=9))
     assert Schedule(kind="cosine", total_steps=5).ending_with(9).total_steps == 5
     assert Schedule().ending_with(9).total_steps == 0
@@ -149,6 +149,6 @@ def test_settings_that_no_run_can_have(name: str) -> None:
 
 def test_a_warm_up_that_epochs_are_too_short_for() -> None:
     config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
-    assert config.of_length(24).schedule.total_steps == 6
+    assert config.for_samples(24).schedule.total_steps == 6
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps: 5 takes all of the 5 steps"):
-        config.of_length(20)
+        config.for_samples(20)

@@ -14,7 +14,7 @@ from megascend.config import Data, RunConfig
 from megascend.data.findings import Findings, joined
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.data.splits import files_of
 from megascend.data.store import SampleSubset, all_samples, hold_out
 from megascend.errors import DataError
@@ -64,7 +64,7 @@ class RunSamples:
     remarks: tuple[str, ...]
 
     @classmethod
-    def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> RunSamples:
+    def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
         """Read, check and tokenise all data of a run. Local: ranks need not meet."""
         sources = config.data_sources()
         check_apart(sources)

@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    spec.loader = _HookedLoader(spec.loader, self)
                 return spec
         return None
 
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-class _Loader(Loader):
+class _HookedLoader(Loader):
     """The module's own loader, within the block."""
 
     def __init__(self, inner: Loader, finder: _Finder) -> None:

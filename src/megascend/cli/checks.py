@@ -33,7 +33,7 @@ class Check:
 
     name: str
     status: Status
-    found: str
+    result: str
     hint: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 

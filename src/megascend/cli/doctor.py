@@ -58,7 +58,7 @@ def render_json(checks: list[Check]) -> str:
         {
             "ok": all(check.status != "fail" for check in checks),
             "checks": [
-                {"name": check.name, "status": check.status, "found": check.found, "hint": check.hint} | check.values
+                {"name": check.name, "status": check.status, "found": check.result, "hint": check.hint} | check.values
                 for check in checks
             ],
         },
@@ -72,7 +72,7 @@ def render_table(checks: list[Check]) -> str:
     lines = []
     for check in checks:
         status = typer.style(f"{check.status.upper() if check.status != 'ok' else 'ok':<4}", fg=COLOURS[check.status])
-        lines.append(f"{status}  {check.name:<{width}}  {check.found}")
+        lines.append(f"{status}  {check.name:<{width}}  {check.result}")
         if check.hint:
             indent = " " * (width + 8)
             lines += textwrap.wrap(
@@ -110,7 +110,7 @@ def _device(results: dict[str, Check]) -> str:
         return "a simulated device"
     chosen = results["platform"].values.get("chosen") if "platform" in results else None
     if chosen == "cuda" and "torch import" in results:
-        return f"{results['torch import'].found} (platform cuda)"
+        return f"{results['torch import'].result} (platform cuda)"
     if chosen != "cpu":
         return f"this host (platform {chosen})" if chosen else "this host"
     cores = results["threads"].values.get("cores") if "threads" in results else None

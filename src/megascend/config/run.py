@@ -292,7 +292,7 @@ class RunConfig(TrainerConfig):
         """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
         return 0 if self.validation is None else self.validation.every
 
-    def of_length(self, samples: int) -> RunConfig:
+    def for_samples(self, samples: int) -> RunConfig:
         """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up.
 
         Raises:

@@ -19,7 +19,7 @@ from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
@@ -55,7 +55,7 @@ def prepare_samples(
     path: Path,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
+    limits: SampleLimits,
     model: Path,
     setting: str = "data.path",
     template_date: date | None = None,

@@ -36,7 +36,7 @@ SHARED_WITH_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class SampleLimits:
     """Limits on the samples of a run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        limits: Limits,
+        limits: SampleLimits,
         findings: Findings,
         *,
         train_on_prompt: bool = False,
@@ -265,7 +265,7 @@ def build_samples(
             all of them.
     """
     findings = Findings()
-    encoder = Encoder(tokenizer, Limits(max_length), findings, train_on_prompt=train_on_prompt)
+    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt)
     samples: list[Sample] = []
     for number, document in enumerate(documents):
         with findings.collecting():

@@ -33,7 +33,7 @@ from megascend.diagnostics.diagnosis import (
     phase_text,
     shorten,
 )
-from megascend.diagnostics.heartbeat import Heartbeat
+from megascend.diagnostics.heartbeat import HeartbeatThread
 from megascend.diagnostics.phase_stack import Phase, PhaseStack
 from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
 from megascend.diagnostics.watchdog import Watchdog
@@ -125,9 +125,9 @@ class HangMonitor:
         self._published: Publication | None = None  # of the failure
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: HeartbeatThread | None = None
         if store is not None and world_size > 1:
-            self._heartbeat = Heartbeat(store, rank, world_size, self._record, self._moved, self._look)
+            self._heartbeat = HeartbeatThread(store, rank, world_size, self._record, self._moved, self._look)
             # A daemon thread that is inside the store during interpreter shutdown would crash the process.
             atexit.register(self._at_exit)
 
@@ -408,7 +408,7 @@ class HangMonitor:
             process=self._process,
         )
 
-    def _look(self, heartbeat: Heartbeat) -> None:
+    def _look(self, heartbeat: HeartbeatThread) -> None:
         """Check the main thread, at every tick of the heartbeat's thread."""
         if not self._explaining:
             self._watchdog.look(heartbeat)

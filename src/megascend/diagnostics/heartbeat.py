@@ -79,7 +79,7 @@ class Observer:
         )
 
 
-class Heartbeat:
+class HeartbeatThread:
     """Publisher of this rank's record and reader of the peers' records, with a dedicated thread and connection.
 
     The main thread never uses the connection: a store whose host is gone may never answer.
@@ -98,7 +98,7 @@ class Heartbeat:
         world_size: int,
         snapshot: Callable[[int], RankRecord],
         changed: Callable[[], object],
-        attend: Callable[[Heartbeat], None],
+        attend: Callable[[HeartbeatThread], None],
     ) -> None:
         self._store, self._rank = store, rank
         self.store_address = _address(store)

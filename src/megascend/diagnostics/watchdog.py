@@ -15,7 +15,7 @@ from megascend.diagnostics.phase_stack import PhaseStack
 from megascend.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from megascend.diagnostics.heartbeat import Heartbeat
+    from megascend.diagnostics.heartbeat import HeartbeatThread
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Watchdog:
         self._logged_generation = self._lost_generation = -1
         self._lost_since = self._checked_at = 0.0
 
-    def look(self, heartbeat: Heartbeat) -> None:
+    def look(self, heartbeat: HeartbeatThread) -> None:
         """Log a warning, and finally end the process, if the main thread is stuck because of another rank."""
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
         seconds = now - stack.since
