@@ -215,7 +215,7 @@ def check_platform(timeout: float) -> Check:
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:
         return Check("platform", "fail", *explain_import_failure(outcome.problem))
-    above = ["npu"] if is_installed("torch_npu") else []  # check_npu has said why
+    above = ["npu"] if is_installed("torch_npu") else []  # check_npu reports it already
     reasons = "; ".join(reason for name, reason in outcome.answer["unavailable"].items() if name not in above)
     return Check(
         "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer
@@ -256,6 +256,7 @@ def check_collectives(timeout: float) -> Check:
     answer = outcomes[0].answer or {}
     latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]
     summary = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
+    # A warning only: training still works.
     if latency > 20_000 or bandwidth < 0.05:
         return Check("collectives", "warn", summary, "much slower than usual: is the machine overloaded?", answer)
     return Check("collectives", "ok", summary, values=answer)
@@ -269,6 +270,7 @@ def check_threads(environment: Any) -> Check:
         f"{cores} cores, OMP_NUM_THREADS={setting or 'not set'}",
         {"cores": cores, "omp_num_threads": setting},
     )
+    # OMP_NUM_THREADS may also be a list for nested levels, which is left alone.
     if setting is not None and setting.isdigit() and int(setting) > cores:
         hint = (
             f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
@@ -295,6 +297,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
         return Check("shared memory", "warn", f"no {path}", "NCCL, HCCL and data loader workers need it")
     usage = shutil.disk_usage(path)
     summary, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
+    # Docker's default is 64 MiB, with which data loader workers end with a bus error.
     if usage.free < GIB:
         hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
         return Check("shared memory", "warn", summary, hint, values)

@@ -138,6 +138,7 @@ def warnings(dry: DryRun) -> Iterator[str]:
             f"some of the {dry.topology.data} data parallel ranks have no sample in a step: raise data.global_batch_size "
             f"({config.data.global_batch_size})"
         )
+    # Legal for a run that will be extended, but more often a forgotten setting.
     if config.schedule.kind != "constant" and 0 < config.schedule.total_steps < config.steps:
         yield (
             f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "

@@ -88,6 +88,7 @@ def find_adapter(path: Path) -> Path:
     """Return the adapter in peft's format at ``path``: the directory itself, or that of a run."""
     from megascend.errors import CheckpointError
 
+    # A run directory holds its adapter there.
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").is_file():
             return folder

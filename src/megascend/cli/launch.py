@@ -285,6 +285,6 @@ def send(number: signal.Signals, pids: set[int]) -> None:
 
 
 def ended_by_signal(failure: ChildFailedError) -> bool:
-    """Return True if the worker that failed first was ended by a signal to stop, not by an error of its own."""
+    """Return True if the worker that failed first was ended by a stop signal, not by an error."""
     code = failure.get_first_failure()[1].exitcode
     return code == EXIT_INTERRUPTED or -code in STOPPING

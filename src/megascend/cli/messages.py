@@ -31,7 +31,7 @@ def ask_nothing() -> None:
 
 
 class RankFormatter(logging.Formatter):
-    """The message alone, with the rank in front where there are several; a message that begins with its rank is left as it is."""
+    """Formatter of the message only, with the rank in front if there are several and the message does not begin with it."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         super().__init__()

@@ -122,6 +122,7 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
+        # Explicit, because Qwen3's default is 128 whatever the hidden size.
         "head_dim": size.hidden // size.heads,
         "intermediate_size": size.ffn or 3 * size.hidden,
         "vocab_size": size.padded_vocab,

@@ -136,6 +136,7 @@ class RunReport:
     def last_good(self) -> CheckpointEntry | None:
         """Return the checkpoint that ``--resume auto`` will resume from, as far as the files were checked."""
         intact = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
+        # The order in which `--resume auto` tries them.
         for path in Retention(self.directory / CHECKPOINTS).candidates():
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) in intact:
@@ -324,6 +325,7 @@ def _problems(checkpoint: Path, verify: bool) -> list[str]:
         return [str(error)]
     if verify:
         return manifest.problems(checkpoint, files, files)
+    # Without --verify only presence is checked: reading all files can take minutes.
     return [f"{name} is missing" for name in files if not (checkpoint / name).is_file()]
 
 

@@ -65,6 +65,7 @@ def entry(label: str, paragraphs: list[str]) -> list[str]:
 
 def wrapped(text: str) -> list[str]:
     """Wrap a paragraph; paths and commands are not broken, so that they can be copied."""
+    # Commands are indented, and must be copied as one line.
     if text.startswith("  "):
         return [text]
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
@@ -93,7 +94,7 @@ def headline(report: RunReport) -> str:
 
 
 def when(step: int | None, steps: int | None, of: str = "") -> str:
-    """Name the step in which a run failed; a step beyond the last stands for the export and the plot after it."""
+    """Name the step in which a run failed; a step beyond the last means the export and the plot after training."""
     return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{of}"
 
 
@@ -222,6 +223,7 @@ def next_steps(report: RunReport) -> list[str]:
         return [f"nothing: the result is in {' and '.join(report.exported) or report.directory}"]
     if still_running(last):
         return ["nothing: it is running"]
+    # Before the command to resume: resuming without removing the cause fails again.
     steps = [text for text in (cause(report, last), space(report)) if text]
     has_begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
     has_begun = has_begun or bool(report.metrics or report.checkpoints)
@@ -318,6 +320,7 @@ def _where(report: RunReport) -> str:
 
 def error_text(error: RankError) -> str:
     """Format an error as its rank saw it, shortened."""
+    # The line names the rank already.
     text = " ".join(error.message.split()).removeprefix(f"rank {error.rank}: ")
     text = text if len(text) <= MESSAGE else f"{text[:MESSAGE].rstrip()}... (the rest is in errors/)"
     return f"{error.error}: {text}" if text else error.error

@@ -100,6 +100,7 @@ def serve_command(
     }  # fmt: skip
     values = {key: value for key, value in arguments.items() if value is not None} | ({"vllm": vllm} if vllm else {})
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
+    # Only options that were given: defaults belong to the configuration file.
     values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
     show_messages()
     if demo and (config is not None or model is not None or under_torchrun()):
@@ -110,6 +111,7 @@ def serve_command(
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
         settings = load_serve_config(config, values, overrides)
+        # Under torchrun each rank checks for itself; here the parent checks once.
         if not under_torchrun():
             check_service(settings, nproc or 1)
             check_address(settings)
@@ -134,6 +136,7 @@ def serve_process(settings: str, keys: dict[str, str], generated_key: str | None
     LastingOutput().install()
     for number in stopping():
         if number not in ALWAYS:  # uvicorn handles SIGINT and SIGTERM itself
+            # As SIGTERM, which uvicorn answers by finishing open requests.
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     serve_rank(settings, keys, generated_key, client)
 

@@ -59,6 +59,7 @@ def train_command(
         return
     LastingOutput().install()  # until the process ends
     if profile and settings.profile is None:
+        # A section in the file, with its own settings, takes precedence.
         settings = settings.model_copy(update={"profile": Profile()})
     start_training(train_rank, settings, nproc, overwrite, resume)
 

@@ -118,6 +118,7 @@ class RlConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:
+        # Otherwise no sample would be new enough for the last steps before an update.
         if self.sync.every > self.rollout.max_lag + 1:
             raise ValueError(
                 f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "

@@ -186,6 +186,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _trackers(self) -> Self:
+        # An entry is a name, or a mapping of names to options.
         names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"trackers: {', '.join(twice)} is listed twice")
@@ -300,6 +301,7 @@ class RunConfig(TrainerConfig):
         """
         if self.epochs is None:
             return self.ending_with(self.steps)
+        # Rounded up, so that every sample is seen in each epoch.
         steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
         return self.ending_with(steps).model_copy(update={"steps": steps})
 

@@ -114,11 +114,13 @@ def _loader() -> Any:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # <<, which is not a setting
                     continue
                 key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+                # YAML 1.1 reads on, off, yes and no as booleans, and 1 as a number.
                 if not isinstance(key, str):
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key_node.value!r:.60} is read as {key!r:.60}, not as a name: quote it",
                         key_node.start_mark,
                     )  # fmt: skip
+                # PyYAML silently keeps the last of several.
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key!r} appears twice, first in line {seen[key]}",

@@ -22,11 +22,13 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     message, value = item["msg"].removeprefix("Value error, "), item["input"]
     if item["type"] == "extra_forbidden":
         return f"{key or title}: unknown setting (value {value!r:.200}){_advice(item['loc'], kind)}"
+    # The most common mistake in YAML and on the command line: one value without brackets.
     if item["type"] in ("tuple_type", "list_type") and isinstance(value, (str, int, float)):
         return (
             f"{key or title}: a list is expected here (got {value!r:.200}): write {key}: [{value}], "
             f"or --set {key}=[{value}]"
         )
+    # "key:" without a value is null in YAML.
     if value is None and item["type"] not in ("missing", "model_type", "value_error"):
         return f"{key or title}: a value is expected here, and there is none (empty, or null)"
     if item["type"] == "missing":

@@ -87,6 +87,7 @@ class Schedule(Section):
         """
         if self.kind == "constant" or self.total_steps:
             return self
+        # No steps would be left for the decay.
         if self.warmup_steps >= steps:
             raise ConfigError(
                 f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
@@ -130,6 +131,7 @@ class Moe(Section):
 
     @model_validator(mode="after")
     def _formula(self) -> Moe:
+        # Refused instead of guessed: the two formulas differ by a factor that depends on the number of layers.
         if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
             raise ValueError(
                 f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "

@@ -65,6 +65,7 @@ def parse_record(
             )
         names = {column: name for name, column in columns.items()}
         values = {names.get(key, ""): value for key, value in values.items() if key in names}
+    # A record that fits several forms is refused: guessing would train on the wrong columns.
     forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
     if len(forms) != 1:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
@@ -178,7 +179,7 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """Return a whole conversation: the prompt comes first, unless it begins with a user's or system's message."""
+    """Return one side as a complete conversation; the prompt is put in front unless the side begins with a user or system."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
     # TRL's data sets come in both forms: with the prompt apart, and with it repeated in both sides.

@@ -231,7 +231,7 @@ def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterato
 
 
 LARGE = 32 * 2**20
-"""Bytes from which on data are read by the ranks alone."""
+"""Size in bytes from which data is checked by the ranks only."""
 
 
 def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
@@ -266,4 +266,5 @@ def read_template(path: Path | None) -> str | None:
         raise DataError(f"data.chat_template: {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"data.chat_template: {path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # as transformers reads the template of a model
+    # As transformers reads the template of a model: with universal newlines.
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -105,7 +105,7 @@ def is_empty_answer(message: Message) -> bool:
 def _continues_calls(
     messages: list[Message], raw: Any, message: Message, weight: float | None, weights: list[float | None]
 ) -> bool:
-    """Check whether a message of tool calls alone follows another one: parallel calls, of which each had a message."""
+    """Check whether a message with only tool calls follows another such message: parallel calls in separate messages."""
     return (
         isinstance(raw, dict)
         and raw.get("role") in CALLS
@@ -124,6 +124,7 @@ def parse_message(raw: Any, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise DataError(f"{where} must have a string 'role', found {role!r:.60}")
     role = message["role"] = _role(role, where)
+    # The content of such a message is the call itself, as JSON.
     if role in CALLS:
         calls = decoded(message.pop("content", None))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -204,6 +205,7 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
         # Calls without the "function" wrapper keep their id, which answers of tools refer to.
         outer = call if "function" in call else {key: value for key, value in call.items() if key in ("id", "type")}
         function = {key: value for key, value in inner.items() if "function" in call or key not in ("id", "type")}
+        # "type" is part of OpenAI's form.
         calls.append({"type": "function"} | outer | {"function": function | {"arguments": arguments}})
     return calls
 
@@ -304,6 +306,7 @@ def from_sharegpt(raw: Any, where: str) -> Any:
             problems.append(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
             continue
         role, value = message["from"], message.get("value")
+        # Other keys, such as a loss weight, are kept.
         rest = {key: entry for key, entry in message.items() if key not in ("from", "value")}
         if not isinstance(role, str) or role not in (*SHAREGPT_ROLES, *CALLS):
             speakers = ", ".join([*SHAREGPT_ROLES, *CALLS])

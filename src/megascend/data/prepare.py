@@ -65,6 +65,7 @@ def prepare_samples(
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
     ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
     """
+    # Also reports problems of the folder before anything is tokenised.
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
@@ -105,6 +106,7 @@ def prepare_samples(
     limit, path_of_samples = cache_limit(), cache_folder() / "samples" / key
     is_new = not path_of_samples.exists()
     try:
+        # One process of the machine tokenises; the others wait at the lock and then map the same files.
         store = SampleStore(cached(path_of_samples, make, PATIENCE_S))
         # The same samples may be those of another setting, in another run or this one.
         store.sources = {
@@ -163,7 +165,7 @@ def tokenizer_of(model: Path) -> list[list[str]]:
 
 
 def versions() -> list[str]:
-    """Return what else decides about samples: the packages that tell splits, render and tokenise, and this package's own code."""
+    """Return versions of the packages that choose splits, render and tokenise, and digests of this package's own code."""
     # The code of this package, instead of a version to be increased by hand with each change of the format.
     code = [digest(file, xxhash.xxh3_128) for file in sorted(Path(__file__).parent.glob("*.py"))]
     return [*map(version, PACKAGES), *code]

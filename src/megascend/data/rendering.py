@@ -78,7 +78,7 @@ class WordPositions:
         return sorted(at for text in texts for at in (*text.begins, *text.ends))
 
     def end_of(self, message: int, start: int) -> int | None:
-        """Return the end of a message's last text behind ``start``; of repeated texts the first occurrence counts."""
+        """Return the end of a message's last text after ``start``; of repeated texts the first occurrence counts."""
         ends = [
             min((at for at in text.ends if at >= start), default=-1) for text in self.texts if text.message == message
         ]

@@ -81,7 +81,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
-        """Return the samples of a document: one of a conversation, two of a pair (told apart by ``number``), any number of a
+        """Return the samples of a document: one of a conversation, two of a pair (identified by ``number``), any number of a
         text.
         """
         try:
@@ -133,6 +133,7 @@ class Encoder:
             if sample is None:
                 return []
             samples.append(sample)
+        # Both sides must be in one micro batch, because the loss compares them.
         tokens, budget = self._limits.pair_tokens([len(sample) for sample in samples]), self._limits.budget
         if budget is not None and tokens > budget:
             problem = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
@@ -185,7 +186,7 @@ class Encoder:
         if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)
         end = len(prompt) + len(completion)
-        # Special tokens that the tokenizer adds by itself stand at (0, 0), the closing one with the completion.
+        # Special tokens that the tokenizer adds have the offsets (0, 0); the closing one is weighted like the completion.
         weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
         closed = self._closed(tokens)
         weights += [1.0] * (len(closed) - len(tokens))
@@ -198,7 +199,7 @@ class Encoder:
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
-        """Token ids, and the characters that each stands for."""
+        """Return token ids, and the span of characters of each."""
         try:
             # JSON can hold half of a surrogate pair (\ud83d), on which a fast tokenizer fails with an unrelated message.
             text.encode()
@@ -235,6 +236,7 @@ class Encoder:
             )
         # limit + 1 ids give `limit` inputs with a target each.
         tokens, weights = tokens[: limit + 1], weights[: limit + 1]
+        # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or not any(weights[1:]):
             why = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {why})", source)
@@ -288,8 +290,9 @@ def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewh
 
 
 def lies_within_a_token(offsets: Sequence[Span], boundaries: Sequence[int]) -> bool:
-    """Return True if a token begins before one of ``boundaries`` and ends behind it."""
-    tokens = [(first, last) for first, last in offsets if first < last]  # without special ones, which stand at (0, 0)
+    """Return True if a token begins before one of ``boundaries`` and ends after it."""
+    # Without special tokens, whose offsets are (0, 0).
+    tokens = [(first, last) for first, last in offsets if first < last]
     firsts = [first for first, _ in tokens]
     before = [bisect_left(firsts, boundary) - 1 for boundary in boundaries]
     return any(index >= 0 and tokens[index][1] > boundary for index, boundary in zip(before, boundaries, strict=True))
@@ -329,6 +332,7 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     processor = getattr(backend, "post_processor", None)
     if processor is None:
         return tokenizer
+    # tokenizers gives a post-processor's settings only as its pickled state, which is JSON.
     state = json.loads(processor.__getstate__())
     if not _trims(state):
         return tokenizer

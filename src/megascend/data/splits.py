@@ -51,6 +51,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
     folder's other files, and those of the split that cannot be read.
     """
+    # A dangling link is neither a file nor a folder, and would get a misleading message below.
     if path.is_symlink() and not path.exists():
         raise DataError(
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
@@ -137,7 +138,7 @@ def _split_setting(setting: str) -> str:
 
 
 def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds texts alone."""
+    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds text files only."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 

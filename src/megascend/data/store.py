@@ -67,7 +67,7 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int64 [samples]."""
+        """Return the number of tokens of each sample, int64 [samples]."""
         return self._index[:, 1] - 1
 
     @property
@@ -85,7 +85,7 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def documents(self) -> np.ndarray:
-        """Number of the document that each sample comes from, int64 [samples]."""
+        """Return the number of each sample's document, int64 [samples]."""
         return self._index[:, 2]
 
     @property
@@ -157,7 +157,7 @@ class SampleSubset(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int64 [samples]."""
+        """Return the number of tokens of each sample, int64 [samples]."""
         return self._store.lengths[self._indices]
 
     @property

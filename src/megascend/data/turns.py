@@ -43,10 +43,11 @@ class AppendedTurns:
         self._token, self._closing = re.compile(rf"{ordered}|{TAGS.pattern}"), re.compile(rf"(?:\s*(?:{ordered}))+")
 
     def span(self, index: int) -> Span:
-        """Return the first character of a turn, and the one behind its last."""
+        """Return the span of characters of a turn."""
         text, messages = self._conversation.text, self._conversation.messages
         head = self._render(messages[:index], True) if index else self._first_head()
         upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)
+        # The simple case: history begins with both cut conversations, so their lengths are the turn's boundaries.
         start: int | None = len(head.text)
         end: int | None = len(upto.text)
         if not text.startswith(head.text):
@@ -113,8 +114,8 @@ class AppendedTurns:
         for ending in self._endings(index, rest, head, upto):
             if ending.rstrip().endswith(self._special):
                 return words + len(ending.rstrip())
-        # Without a token that ends it: whole lines, as the rest of a line may be what the heads of two roles begin with. A call
-        # goes on behind its name.
+        # Without a special token at its end: complete lines only, because the rest of a line may be the common beginning of two
+        # roles' headers. A call continues after its name, to the last character found.
         return words + len(ending.rstrip() if "tool_calls" in messages[index] else ending.rpartition("\n")[0].rstrip())
 
     def _endings(self, index: int, rest: str, head: Rendering, upto: Rendering) -> Iterator[str]:
@@ -166,7 +167,7 @@ class AppendedTurns:
         return len(stripped) if token and len(stripped) > start else max(start, len(text))
 
     def _openers(self, index: int, head: Rendering) -> set[str]:
-        """Return tokens that open turns: the assistant's behind the last message's end, others' last before their words."""
+        """Return tokens that open turns: in the generation prompt, and the last one before the words of other messages."""
         words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
         openers = [match[0] for match in self._token.finditer(head.text, *words)][1:]
         text, messages = self._conversation.text, self._conversation.messages

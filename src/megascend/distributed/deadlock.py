@@ -50,7 +50,7 @@ def circle(
                 if counts[other].of(here.last) < here.of(here.last):
                     if other == rank:
                         return _path(waiting, rank, came_from, counts)
-                    # Without a last collective the rank computes (or died): it waits for nobody, so no cycle passes through it.
+                    # Without a last collective the rank computes (or died): it waits for no rank, so no cycle passes through it.
                     if other not in came_from and counts[other].last:
                         came_from[other] = waiting
                         waited_for[other] = None

@@ -343,7 +343,7 @@ class _Collective:
 
     @contextmanager
     def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Number this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
+        """Assign a number to this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
         self._number = monitor.sequence.enter(channel.name)
 

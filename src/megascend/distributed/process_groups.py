@@ -157,7 +157,7 @@ def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatf
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
-        # Eager NCCL communicators only, and none for one rank, which has nobody to talk to. Gloo subgroups of an HCCL group would
+        # With a device NCCL creates its communicators eagerly; a single rank needs none. Not for HCCL: Gloo subgroups would
         # inherit the device and fail.
         device_id=groups.device if platform.bind_device and launch.world_size > 1 else None,
     )

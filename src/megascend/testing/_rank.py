@@ -130,7 +130,7 @@ def _set_environment(files: RankFiles, world_size: int) -> None:
 
 
 def _show_messages() -> None:
-    """Let what this rank logs be part of its output, whatever its parent does with messages of its own."""
+    """Write this rank's log messages to its output, independent of the parent's handlers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RankFormatter())

@@ -92,6 +92,7 @@ class Topology:
         coordinates: dict[str, int] = {}
         for axes in (ATTENTION_AXES, EXPERT_AXES):
             rest = rank  # mixed radix, fastest axis first; both grids give the same pipeline coordinate
+            # Raises for an unknown axis.
             for axis in axes:
                 rest, coordinates[axis] = divmod(rest, self.size(axis))
         return Coordinates(rank=rank, **coordinates)
@@ -153,6 +154,7 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
     # A guess, so that layouts can be checked without a checkpoint.
     is_moe = model.is_moe if model else parallel.expert > 1 or parallel.expert_tensor is not None
     expert_tensor = parallel.expert_tensor or parallel.tensor
+    # The grid first: messages about the model assume that the sizes are possible at all.
     check_grid(parallel, expert_tensor, world_size)
     if model:
         check_model(parallel, expert_tensor, model)
@@ -317,6 +319,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pipeline",),
     "cp": ("context",),
     "dp": ("data",),
+    # Ranks that hold the same dense weights: gradients are reduced over them.
     "dp_cp": ("data", "context"),
     "tp_cp": ("tensor", "context"),
     "tp_dp_cp": ("tensor", "data", "context"),

@@ -143,7 +143,7 @@ class RolloutServer:
         return TokenOutput(
             token_ids=list(response.tokens),
             log_probs=list(response.logprobs) if sampling_params.get("logprobs") else None,
-            # verl tells only finished from aborted; a response cut at its length counts as finished.
+            # verl only distinguishes completed from aborted; a response cut at its maximum length counts as completed.
             stop_reason="completed",
             num_preempted=0,
             # First and last weights: a response may begin before an update and end after it.
