@@ -111,7 +111,7 @@ def serve_command(
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
         settings = load_serve_config(config, values, overrides)
-        # Under torchrun each rank checks for itself; here the parent checks once.
+        # Once, in the parent, before it starts the ranks.
         if not under_torchrun():
             check_service(settings, nproc or 1)
             check_address(settings)

@@ -301,7 +301,7 @@ class RunConfig(TrainerConfig):
         """
         if self.epochs is None:
             return self.ending_with(self.steps)
-        # Rounded up, so that every sample is seen in each epoch.
+        # Rounded up: the last step may begin one more epoch.
         steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
         return self.ending_with(steps).model_copy(update={"steps": steps})
 

@@ -55,7 +55,7 @@ class Adam(Section):
 
     @model_validator(mode="after")
     def _overlaps(self) -> Adam:
-        # A requirement of Megatron-Core's DistributedDataParallel.
+        # Megatron-Core requires both.
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self

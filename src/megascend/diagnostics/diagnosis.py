@@ -80,7 +80,7 @@ class RankRecord:
 
     def encode(self) -> str:
         """Encode as text, for the store."""
-        # Compact separators: each record is read by every other rank about once a second.
+        # Compact separators: one process stores and serves the records of all ranks.
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod

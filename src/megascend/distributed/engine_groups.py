@@ -71,7 +71,7 @@ class PlainGroups:
                 self._add(groups, ranks, dist.new_group([*ranks], timeout=timeout, group_desc=name.upper()), rank)
         ranks_by_name = {name: tuple(topology.group_of(rank, *axes)) for name, axes in GROUP_AXES.items()}
         if (rank,) in ranks_by_name.values() and (rank,) not in groups:
-            # Local: ranks of other coordinates may have no group of one, so they do not make this call.
+            # Local synchronization: only this rank is a member, so the others need not make this call.
             self._add(groups, (rank,), dist.new_group([rank], timeout=timeout, use_local_synchronization=True), rank)
         return EngineGroups({name: groups[ranks] for name, ranks in ranks_by_name.items()})
 

@@ -62,7 +62,7 @@ def plain_environment() -> dict[str, str]:
         # One thread: a helper runs beside ranks that use the cores themselves.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        # Stops torch from importing torch_npu, which would take a device.
+        # Stops torch from importing torch_npu: helpers use plain packages.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",

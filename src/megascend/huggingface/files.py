@@ -158,7 +158,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
-            # A clone without git-lfs has small text files instead of weights, the most common cause of an invalid file.
+            # A clone without git-lfs has small text files instead of the weights.
             if prefix == LFS_POINTER[:8] and prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
                 raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
             # A file shorter than 8 bytes counts as a header that does not fit.

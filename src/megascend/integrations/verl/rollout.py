@@ -157,7 +157,7 @@ class ServerAdapter(base.BaseRollout):
     def _send(self, tensors: dict[str, Tensor], global_steps: int | None) -> None:
         server = ray.get_actor(actor_name(self.replica_rank))
         if self._delivery is None:
-            # Created at the first update and kept: its listener and group survive from update to update.
+            # Created at the first update, and kept for later ones.
             self._delivery = Delivery(
                 transport="gloo",
                 device=torch.device("cpu"),
@@ -180,5 +180,5 @@ class _ActorsEngine(RemoteEngine):
         try:
             return await asyncio.wrap_future(self._server.call_engine.remote(call, arguments).future())
         except RayTaskError as error:
-            # Ray wraps what an actor raises; the delivery decides by the class of the original error.
+            # Ray wraps what an actor raises; callers expect the original error.
             raise error.cause from None
