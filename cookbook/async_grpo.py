@@ -101,7 +101,7 @@ def draw_task(digits: int, draw: random.Random) -> dict[str, str]:
 
 
 def reward(response: str, task: Mapping[str, Any]) -> float:
-    """Share of characters that are those of the answer, at their places."""
+    """Return the share of characters that match the answer at the same position."""
     answer = task["answer"]
     return sum(actual == expected for actual, expected in zip(response, answer, strict=False)) / max(
         len(answer), len(response)
@@ -109,7 +109,7 @@ def reward(response: str, task: Mapping[str, Any]) -> float:
 
 
 class Tasks:
-    """Prompts without end, as the collector wants them."""
+    """Endless prompts, with the interface that the collector expects."""
 
     def __init__(self, digits: int, seed: int) -> None:
         self._digits, self._seed, self._drawn = digits, seed, 0
@@ -119,6 +119,7 @@ class Tasks:
 
     def __next__(self) -> list[dict[str, str]]:
         self._drawn += 1
+        # Each draw depends on its number alone, so a resumed run continues with the prompts it would have seen.
         return [draw_task(self._digits, random.Random(f"{self._seed}/{self._drawn}"))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class Tasks:
 
 
 def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random.Random], Mapping[str, Any]]) -> float:
-    """Supervised steps on answers; the last loss. Every rank draws the same samples."""
+    """Take supervised steps on answers; return the last loss. Every rank draws the same samples."""
     from megascend.rollout.prompts import prompt_tokens
 
     draw, loss = random.Random(0), float("nan")
@@ -180,9 +181,9 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
         )
         stack.callback(servers[number].close)
         print(f"vLLM {number} on {where}: {' '.join(options)}; its log: {log}", flush=True)
-    if any(place.with_trainer for place in places):
-        # vLLM measures how much memory is free while it starts, so nobody else may take or return any meanwhile.
-        # The other ranks wait for this one to start up meanwhile, for ten minutes.
+    if any(placement.with_trainer for placement in places):
+        # vLLM measures the free memory of the GPU while it starts, so no other process may allocate or free any meanwhile.
+        # The deadline is below the ten minutes that the other ranks wait for this one at start-up.
         deadline = time.monotonic() + 420
         for server in servers.values():
             server.wait_until_listening(timeout_s=max(1.0, deadline - time.monotonic()))
@@ -190,19 +191,19 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
 
 
 def gpus_here() -> list[str]:
-    """Names of the GPUs that this process sees. None of them is used for it."""
+    """Return the names of the GPUs that this process sees, without initialising any of them."""
     import torch
 
     return visible_gpus(os.environ, torch.cuda.device_count())
 
 
 def trainers_on_gpus(arguments: argparse.Namespace) -> int:
-    """Trainer processes of this host that use a GPU, each the one at its local rank."""
+    """Return the number of trainer processes of this host that use a GPU, each the one at its local rank."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arguments.platform in ("auto", "cuda") else 0
 
 
 def bars(rows: list[dict[str, Any]], width: int = 50) -> str:
-    """Rewards over the steps as text: ten lines, each the mean of a tenth of the run."""
+    """Draw the rewards over the steps as text: ten lines, each the mean of a tenth of the run."""
     lines, size = [], max(1, len(rows) // 10)
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
@@ -216,12 +217,12 @@ def main() -> None:
     parallel = megascend.Parallel(tensor=arguments.tensor)
     start = time.perf_counter()
     with ExitStack() as stack:
-        # Servers take longest to start, so they come first. Their first weights do not matter.
+        # Servers take longest to start, so they are started first. Their initial weights do not matter.
         main_rank = os.environ.get("RANK", "0") == "0"
         servers = start_servers(arguments, stack) if main_rank else {}
 
         runtime = megascend.bootstrap(arguments.platform, parallel)
-        # Engines on GPUs and NPUs compute in bf16, and the trainer like them. Those of transformers are on the CPU.
+        # Engines on GPUs and NPUs compute in bf16, and so does the trainer then. Local engines (transformers) run on the CPU.
         on_devices = runtime.platform.name != "cpu" and set(arguments.engine) != {"local"}
         precision = "bf16" if on_devices else "fp32"
         from megascend.app.plot import Panel, plot_metrics
@@ -240,7 +241,7 @@ def main() -> None:
         from megascend.rollout.rewards import load_reward
         from weightwire.engine import Sampling
 
-        # Prompts and the reward: what cannot be read is found before the model is built.
+        # Prompts and the reward are read before the model is built, so that mistakes in them show at once.
         stream: Any
         if arguments.data:
             prompts = read_prompts(arguments.data)
@@ -263,11 +264,11 @@ def main() -> None:
             optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         )
         stack.enter_context(backend)
-        # The steps that count are those after the warm-up.
-        checkpoint, done, saved = arguments.output / "checkpoint", 0, {}
+        # Steps are counted after the warm-up.
+        checkpoint, completed_steps, saved = arguments.output / "checkpoint", 0, {}
         if arguments.resume:
             saved = backend.load(checkpoint)
-            done = saved["done"]
+            completed_steps = saved["done"]
         elif arguments.warm_up:
             loss = warm_up(backend, tokenizer, arguments.warm_up, draw_one)
             if main_rank:
@@ -288,7 +289,7 @@ def main() -> None:
                     engines.append(VllmEngine(kind))  # the key comes from the environment: WEIGHTWIRE_KEY_FILE
             print(f"{len(engines)} engines after {time.perf_counter() - start:.0f} s", flush=True)
 
-            # Whatever waits for engines' answers runs on the collector's thread.
+            # Everything that waits for engines runs on the collector's thread.
             stop = stop_tokens(tokenizer, [] if arguments.data else [STOP])
             task = Task(
                 encode=lambda prompt: prompt_tokens(prompt, tokenizer),
@@ -304,19 +305,19 @@ def main() -> None:
             if saved:
                 collector.load_state_dict(saved["rollouts"])
 
-        # All ranks call these; rank 0 alone talks to engines.
+        # Collective: all ranks call these, but only rank 0 talks to the engines.
         rollouts = SharedRollouts(backend, collector, patience_s=300)
         sync = stack.enter_context(megascend.WeightSync(backend, engines))
-        # Engines count their versions up, and may have lived longer than this process.
-        offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
-        first = sync.push(version=done + offset)
+        # Versions must increase, and an engine may have been running before this process.
+        offset = 1 + rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - completed_steps
+        first = sync.push(version=completed_steps + offset)
         if main_rank:
             print(f"weights: {precision}, {first.nbytes:,} bytes over {first.transport}", flush=True)
         before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)
-        rollouts.on_rank_0(lambda collector: collector.start(step=done, offset=offset))
+        rollouts.on_rank_0(lambda collector: collector.start(step=completed_steps, offset=offset))
 
         rows = saved["rows"] if saved else []
-        for step in range(done + 1, arguments.steps + 1):
+        for step in range(completed_steps + 1, arguments.steps + 1):
             step_start = time.perf_counter()
             groups = rollouts.take(step - 1, stop=lambda: False)
             assert groups is not None

@@ -62,7 +62,7 @@ def main() -> None:
         precision=arguments.precision,
         optimizer=megascend.Adam(lr=arguments.lr, weight_decay=0.0),
         schedule=megascend.Schedule(kind="cosine", warmup_steps=arguments.steps // 10, total_steps=arguments.steps),
-        # Routing is not computed again: every token goes to the experts that it has been to in the forward pass.
+        # Routing is not recomputed: every token goes to the same experts as in the forward pass.
         recompute=megascend.Recompute(granularity="full" if arguments.recompute else "none"),
         batching=megascend.Batching(micro_batch_tokens=arguments.micro_batch_tokens, max_length=arguments.max_length),
     )
@@ -102,9 +102,8 @@ def main() -> None:
                 # Written while training continues. The directory holds the former checkpoint until this one is complete.
                 backend.save(checkpoint, progress={"data": stream.state_dict()})
 
-        backend.export_hf(
-            arguments.output / "hf"
-        )  # a layer at a time; experts one by one, as other programs expect them
+        # A layer at a time; experts as separate tensors, as other programs expect them.
+        backend.export_hf(arguments.output / "hf")
         if main_rank:
             print(
                 f"learned: loss {first_loss:.3f} -> {last_loss:.3f} after {stream.epochs:.1f} epochs; guessing has "

@@ -32,7 +32,7 @@ LETTERS = range(ord("a"), ord("a") + 16)  # token ids; what they mean to a real 
 ARROW = ord(">")
 PHRASE = [ord(letter) for letter in "lama"]
 BASE = "(base model)"
-DONE = "each adapter has learned its own task, and none of the others'"
+SUCCESS = "each adapter has learned its own task, and none of the others'"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def all_tenants(lr: float, steps: int) -> list[Tenant]:
 
 
 def own_tenants(data: list[str], model: Path, longest: int, lr: float) -> list[Tenant]:
-    """Tenants with data of their own, by NAME=PATH: an eighth of the samples, at least one, is held out."""
+    """Return tenants with their own data, given as NAME=PATH; an eighth of the samples, at least one, is held out."""
     from transformers import AutoTokenizer
 
     from megascend.data.files import read_documents
@@ -120,7 +120,7 @@ def counted(letters: list[int]) -> list[int]:
 
 
 def draw_samples(tenant: Tenant, count: int, draw: random.Random, held_out: bool = False) -> list[megascend.Sample]:
-    """Random prompts with the tenant's answer, which alone is trained on; or some of the tenant's own samples."""
+    """Draw random prompts with the tenant's answer, which alone is trained on, or some of the tenant's own samples."""
     if tenant.learned:
         samples = tenant.held_out if held_out else tenant.learned
         return draw.sample(samples, min(count, len(samples)))
@@ -133,7 +133,7 @@ def draw_samples(tenant: Tenant, count: int, draw: random.Random, held_out: bool
 
 
 def mean_loss(logprobs, samples: list[megascend.Sample]) -> float:
-    """Mean cross entropy of the answers' tokens."""
+    """Return the mean cross entropy of the answers' tokens."""
     total = sum(float((values * sample.weights).sum()) for values, sample in zip(logprobs, samples, strict=True))
     return -total / sum(float(sample.weights.sum()) for sample in samples)
 
@@ -177,12 +177,12 @@ def main() -> None:
 
         # A checkpoint has all adapters with their optimizers, which take the place of those that have just been added.
         checkpoint = arguments.output / "checkpoint"
-        done = backend.load(checkpoint)["step"] if arguments.resume else 0
+        completed_steps = backend.load(checkpoint)["step"] if arguments.resume else 0
 
         # Every rank has the same queue, submits the same requests in the same order, and draws the same samples: the number of
         # the step is all that they depend on, so a run that is resumed needs to know nothing else.
         queue = AdapterQueue(backend)
-        for step in range(done + 1, arguments.steps + 1):
+        for step in range(completed_steps + 1, arguments.steps + 1):
             start, draw = time.perf_counter(), random.Random(step)
             submitted = {}
             for tenant in tenants:
@@ -217,7 +217,7 @@ def main() -> None:
             for task, samples in held_out.items()
         }
 
-        # Out, and one of them in again: another name, the same adapter.
+        # Save all adapters, and load one of them under another name.
         for tenant in tenants:
             backend.save_adapter(tenant.name, arguments.output / tenant.name)
         first = tenants[0].name
@@ -235,8 +235,8 @@ def main() -> None:
         for name, row in table.items():
             print(f"{name:14}" + "".join(f"{loss:10.3f}" for loss in row.values()))
         print(f"{first}, saved to {arguments.output / first} and loaded as 'again': {again:.3f}")
-        done = f"adapters in {arguments.output}" if arguments.data else DONE
-        print(f"FAILED: {problem}" if problem else done)
+        verdict = f"adapters in {arguments.output}" if arguments.data else SUCCESS
+        print(f"FAILED: {problem}" if problem else verdict)
     if problem:
         raise SystemExit(1)
 

@@ -66,6 +66,7 @@ def dpo(reference: list[torch.Tensor]):
         margins = [
             answer_logprob(answer, values) - ref for answer, values, ref in zip(data, logprobs, reference, strict=True)
         ]
+        # The data alternates: preferred, rejected.
         chosen, rejected = torch.stack(margins[0::2]), torch.stack(margins[1::2])
         logits = options.beta * (chosen - rejected)
         value = -torch.nn.functional.logsigmoid(logits).mean()
@@ -77,6 +78,7 @@ def dpo(reference: list[torch.Tensor]):
 held_out = [answer for _ in range(PAIRS) for answer in pair()]
 held_out_reference = reference_of(held_out)
 train = [answer for _ in range(PAIRS) for answer in pair()]
+# Before any step: the reference of DPO is the untrained model.
 train_reference = reference_of(train)
 losses = []
 for step in range(options.steps):
@@ -89,6 +91,7 @@ margins = [now - before for now, before in zip(reference_of(held_out), held_out_
 preferred = sum(bool(chosen > rejected) for chosen, rejected in zip(margins[0::2], margins[1::2], strict=True))
 print(f"of {PAIRS} prompts that were not learned from, digits have gained on letters in {preferred}")
 print(f"saved as {trainer.save_state('trained').result().path}")
+# With a policy equal to the reference the first loss is log 2.
 if abs(losses[0] - 0.6931) > 1e-3 or losses[-1] > 0.5 * losses[0] or preferred < PAIRS:
     raise SystemExit(f"the preference was not learned: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 print(f"learned: loss {losses[0]:.4f} -> {losses[-1]:.4f}")

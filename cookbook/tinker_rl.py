@@ -37,6 +37,7 @@ def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage
     sequence = prompt + tokens
     inputs = {
         "target_tokens": sequence[1:],
+        # Placeholders: with advantage 0 the prompt's tokens have no effect, whatever their log-probabilities.
         "logprobs": [0.0] * before + logprobs,
         "advantages": [0.0] * before + [advantage] * len(tokens),
     }
@@ -45,6 +46,7 @@ def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage
 
 rewards = []
 for step in range(options.steps):
+    # On-policy: every step samples from the weights of the step before.
     sampler = trainer.save_weights_and_get_sampling_client().result()
     prompts = [[chance.randrange(3, options.vocabulary) for _ in range(8)] for _ in range(PROMPTS)]
     params = types.SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=step)
@@ -60,6 +62,7 @@ for step in range(options.steps):
         graded += group_rewards
     rewards.append(sum(graded) / len(graded))
     learned = trainer.forward_backward(data, "importance_sampling")
+    # Sent before the first result is awaited, so that the server need not wait for this client in between.
     stepped = trainer.optim_step(types.AdamParams(learning_rate=options.learning_rate))
     learned.result()
     metrics = stepped.result().metrics or {}

@@ -61,6 +61,7 @@ def train(tenant: Tenant, trainer: tinker.TrainingClient) -> tuple[list[float], 
     losses = []
     for _ in range(options.steps):
         learned = trainer.forward_backward(data, "cross_entropy")
+        # Sent together, so that the server can batch both tenants' requests.
         stepped = trainer.optim_step(types.AdamParams(learning_rate=tenant.learning_rate))
         losses.append(learned.result().metrics["loss:sum"] / len(response))
         stepped.result()

@@ -104,7 +104,7 @@ def main() -> None:
                     flush=True,
                 )
 
-        # Objects travel over Gloo, never over HCCL. Nobody gets past this line before every rank has come to it.
+        # Over Gloo, never over HCCL. Also a barrier: it returns when every rank has called it.
         reports = gather_objects((losses, backend.platform.memory().peak), "world", backend.groups)
     finally:
         backend.close()

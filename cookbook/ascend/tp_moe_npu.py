@@ -67,7 +67,7 @@ def main() -> None:
         moe=megascend.Moe(
             aux_loss="megatron" if arguments.aux_loss else "none", aux_loss_coefficient=arguments.aux_loss
         ),
-        # Packed (THD): samples lie end to end and the kernel is told where each one ends.
+        # Packed (THD): samples are concatenated, and the kernel gets the end of each one.
         batching=megascend.Batching(packing=True, micro_batch_tokens=1024),
         platform=arguments.platform,
     )
@@ -98,7 +98,7 @@ def main() -> None:
                     flush=True,
                 )
 
-        # Objects travel over Gloo, never over HCCL. Nobody gets past this line before every rank has come to it.
+        # Over Gloo, never over HCCL. Also a barrier: it returns when every rank has called it.
         reports = gather_objects((losses, backend.platform.memory().peak), "world", backend.groups)
     finally:
         backend.close()

@@ -13,7 +13,7 @@ from megascend.app.run_samples import RunSamples
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings
-from megascend.data.store import SampleStore, whole, write_store
+from megascend.data.store import SampleStore, all_samples, write_store
 from megascend.topology.topology import plan
 
 LENGTHS = (40, 10, 30, 20)
@@ -28,7 +28,7 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
     else:
         documents = [(number, [sample]) for number, sample in enumerate(samples)]
     write_store(folder / "store", iter(documents), Findings())
-    return RunSamples(whole(SampleStore(folder / "store")), None, max(LENGTHS), ())
+    return RunSamples(all_samples(SampleStore(folder / "store")), None, max(LENGTHS), ())
 
 
 def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:

@@ -13,14 +13,14 @@ from megascend.app.generation import Answering
 from megascend.app.run_log import quoted
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Generation
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 
 
 def prepare(model: Path, limit: int = 256, **settings: object) -> Answering:
     """Prepare prompts with the tokenizer of `megascend new-model`: one token a byte, ChatML."""
-    return Answering.prepare(Generation(**settings), Data(path=model), byte_tokenizer(256), Limits(limit), model)
+    return Answering.prepare(Generation(**settings), Data(path=model), byte_tokenizer(256), SampleLimits(limit), model)
 
 
 def test_text_prompt_is_a_user_turn_or_a_prefix(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     named = Answering.prepare(
-        Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, Limits(256), tmp_path
+        Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path
     )
     assert {5, 6, tokenizer.eos_token_id} == set(named.sampling[0].stop)
 
@@ -61,7 +61,7 @@ def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template; set generation\.chat: false"):
-        Answering.prepare(Generation(prompts=["one?"]), Data(path=tmp_path), tokenizer, Limits(256), tmp_path)
+        Answering.prepare(Generation(prompts=["one?"]), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path)
 
 
 class Counting:

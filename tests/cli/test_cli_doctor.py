@@ -61,8 +61,8 @@ def npu_checks() -> dict[str, Check]:
 def test_failed_autoload_of_torch_npu_is_explained(broken_torch_npu: Path) -> None:
     check = checks.check_torch(60)
     assert check.status == "fail"
-    assert "Failed to load the backend extension: torch_npu" in check.found
-    assert "(ImportError: libhccl.so" in check.found
+    assert "Failed to load the backend extension: torch_npu" in check.result
+    assert "(ImportError: libhccl.so" in check.result
     for remedy in ("set_env.sh", "pip uninstall torch_npu", "megascend simnpu", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
         assert remedy in check.hint
 

@@ -37,12 +37,12 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
 
 def test_schedule_ends_with_the_run_and_excess_steps_are_reported(tmp_path):
     cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
-    assert load(tmp_path, cosine, "steps=50").of_length(8).schedule_remarks() == []
-    [remark] = load(tmp_path, cosine, "steps=150").of_length(8).schedule_remarks()
+    assert load(tmp_path, cosine, "steps=50").for_samples(8).schedule_remarks() == []
+    [remark] = load(tmp_path, cosine, "steps=150").for_samples(8).schedule_remarks()
     assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in remark
-    without_end = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").of_length(8)
+    without_end = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").for_samples(8)
     assert (without_end.schedule.total_steps, without_end.schedule_remarks()) == (150, [])
-    [remark] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").of_length(8).schedule_remarks()
+    [remark] = load(tmp_path, "steps: 5\nschedule: {warmup_steps: 9}\n").for_samples(8).schedule_remarks()
     assert "schedule.warmup_steps: 9 is not less than steps: 5" in remark
 
 

@@ -10,7 +10,7 @@ from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import IM_END, SPECIAL_TOKENS, byte_characters, byte_tokenizer
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits, build_samples, lies_within_a_token, token_weights
+from megascend.data.samples import Encoder, SampleLimits, build_samples, lies_within_a_token, token_weights
 from megascend.errors import DataError
 
 # Like Qwen3's: the last turn gets an empty thinking block that earlier ones do not have.
@@ -160,10 +160,10 @@ def test_positions_within_tokens() -> None:
     assert not lies_within_a_token(offsets, [])
 
 
-def encode(document: Document, limits: Limits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
+def encode(document: Document, limits: SampleLimits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
     """Return the samples of a document and the remarks about it."""
     findings = Findings()
-    encoder = Encoder(byte_tokenizer(256), limits or Limits(256), findings, **settings)
+    encoder = Encoder(byte_tokenizer(256), limits or SampleLimits(256), findings, **settings)
     return encoder.encode(document, number=7), findings.lines()
 
 
@@ -215,7 +215,7 @@ def test_token_shared_by_prompt_and_completion_is_reported() -> None:
     results = []
     for prompt, completion in (("a: ", "yes"), ("a:", " yes")):
         findings = Findings()
-        [sample] = Encoder(tokenizer, Limits(256), findings).encode(
+        [sample] = Encoder(tokenizer, SampleLimits(256), findings).encode(
             Document("f:1", prompt=prompt, completion=completion)
         )
         assert sample.target_ids.tolist()[1:] == [256, ord("e"), ord("s")]
@@ -226,7 +226,7 @@ def test_token_shared_by_prompt_and_completion_is_reported() -> None:
     turns = chat("user: a", "assistant: yes").messages
     for template, weights, lines in ((SPACE_BEFORE, [0, 1, 1], 2), (SPACE_WITHIN, [1, 1, 1], 1)):
         tokenizer.chat_template, findings = template, Findings()
-        [sample] = Encoder(tokenizer, Limits(256), findings).encode(Document("f:1", messages=turns))
+        [sample] = Encoder(tokenizer, SampleLimits(256), findings).encode(Document("f:1", messages=turns))
         assert sample.weights.tolist()[-3:] == weights
         assert len(findings.lines()) == lines  # one of them: turns have no end
 
@@ -249,8 +249,8 @@ def test_spaces_are_part_of_tokens_despite_trimmed_offsets(processor) -> None:
         Document("f:2", prompt="a:\n", completion="b "),
     ]
     for document in documents:
-        [sample] = Encoder(trimming, Limits(256), Findings()).encode(document)
-        [reference] = Encoder(byte_tokenizer(256), Limits(256), Findings()).encode(document)
+        [sample] = Encoder(trimming, SampleLimits(256), Findings()).encode(document)
+        [reference] = Encoder(byte_tokenizer(256), SampleLimits(256), Findings()).encode(document)
         assert parts_of(sample) == parts_of(reference)
     offset_mapping = trimming("a: b", return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     assert offset_mapping[2] == (3, 3), "the caller's tokenizer is unchanged"
@@ -281,10 +281,10 @@ PAIR = Document("f:1", prompt="p", chosen="c" * 20, rejected="r" * 10)
 def test_too_long_documents_raise_or_are_cut_or_skipped(document: Document) -> None:
     longest = max(map(len, encode(document)[0]))
     for choice in ("error", "truncate", "skip"):
-        samples, remarks = encode(document, Limits(longest), on_too_long=choice)
+        samples, remarks = encode(document, SampleLimits(longest), on_too_long=choice)
         assert max(map(len, samples)) == longest
         assert remarks == []
-    limits = Limits(longest - 1, "batching.max_length: 5")
+    limits = SampleLimits(longest - 1, "batching.max_length: 5")
     with pytest.raises(
         DataError, match=rf"has {longest} tokens and the limit is {longest - 1} \(batching.max_length: 5\)"
     ):
@@ -295,7 +295,7 @@ def test_too_long_documents_raise_or_are_cut_or_skipped(document: Document) -> N
     samples, remarks = encode(document, limits, on_too_long="truncate")
     assert max(map(len, samples)) == longest - 1
     assert remarks == [f"{document.source}: cut to {longest - 1} tokens (data.on_too_long: truncate)"]
-    samples, remarks = encode(document, Limits(1), on_too_long="truncate")
+    samples, remarks = encode(document, SampleLimits(1), on_too_long="truncate")
     if document is LONG:  # the answer is cut off
         assert samples == []
         assert remarks == [
@@ -307,12 +307,12 @@ def test_pair_longer_than_a_micro_batch_raises_or_is_skipped() -> None:
     pair_samples, _ = encode(PAIR)
     assert [len(sample) for sample in pair_samples] == [21, 11]
     for settings, tokens in (({}, 32), ({"multiple": 4}, 36), ({"packing": False}, 42)):
-        assert encode(PAIR, Limits(256, budget=tokens, **settings))[0]
+        assert encode(PAIR, SampleLimits(256, budget=tokens, **settings))[0]
         with pytest.raises(
             DataError, match=rf"^f:1: the pair takes {tokens} tokens .* {tokens - 1} \(batching.micro_batch_tokens\)"
         ):
-            encode(PAIR, Limits(256, budget=tokens - 1, **settings))
-        samples, [remark] = encode(PAIR, Limits(256, budget=tokens - 1, **settings), on_too_long="skip")
+            encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings))
+        samples, [remark] = encode(PAIR, SampleLimits(256, budget=tokens - 1, **settings), on_too_long="skip")
         assert samples == []
         assert "longer than a micro batch" in remark
 
@@ -323,8 +323,8 @@ def test_invalid_characters_and_token_ids_raise_data_error() -> None:
     with pytest.raises(DataError, match=r"^chat.jsonl:4: character \d+ is half of a surrogate pair"):
         encode(chat("user: a", "assistant: \udc00"))
     with pytest.raises(DataError, match=r"^f:1: token id 257 lies outside the model's vocabulary \[0, 257\)"):
-        encode(Document("f:1", text="abc"), Limits(256, vocab_size=257))
-    assert encode(Document("f:1", text="abc"), Limits(256, vocab_size=258))[0]
+        encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=257))
+    assert encode(Document("f:1", text="abc"), SampleLimits(256, vocab_size=258))[0]
 
 
 def test_all_unusable_documents_are_reported_at_once() -> None:

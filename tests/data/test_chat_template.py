@@ -13,7 +13,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.data.columns import parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.errors import DataError
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
@@ -93,7 +93,7 @@ def tokenizer_of(family: str, blocks: bool) -> PreTrainedTokenizerFast:
 
 def encode(document: Document, tokenizer: Any, **settings: Any) -> tuple[Sample, list[str]]:
     findings = Findings()
-    [sample] = Encoder(tokenizer, Limits(4096), findings, **settings).encode(document)
+    [sample] = Encoder(tokenizer, SampleLimits(4096), findings, **settings).encode(document)
     return sample, findings.lines()
 
 

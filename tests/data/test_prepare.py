@@ -17,12 +17,12 @@ from megascend.data import prepare
 from megascend.data.files import read_documents
 from megascend.data.order import fingerprint_of
 from megascend.data.prepare import prepare_samples
-from megascend.data.samples import Limits, build_samples
+from megascend.data.samples import SampleLimits, build_samples
 from megascend.data.store import SampleStore
 from megascend.errors import DataError
 
 CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
-LIMITS = Limits(40, vocab_size=300)
+LIMITS = SampleLimits(40, vocab_size=300)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def samples_of(folder: Path, limits: Limits = LIMITS, **settings: Any) -> SampleStore:
+def samples_of(folder: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
     data = Data(path=folder / "data.jsonl", **settings)
     return prepare_samples(data.path, data, byte_tokenizer(256), limits, folder / "model")
 
@@ -95,7 +95,7 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         samples_of(folder, **settings)
         assert len(stores(folder)) == len(before) + 1
 
-    differs(limits=Limits(39, vocab_size=300))
+    differs(limits=SampleLimits(39, vocab_size=300))
     differs(train_on_prompt=True)
     differs(chat_template_options={"enable_thinking": False})
     write(folder / "data.jsonl", {"messages": CHAT, "id": 2})
@@ -201,7 +201,7 @@ def dated(folder: Path, day: date | None = None, *, model_template: Any = None) 
     tokenizer = byte_tokenizer(256)
     data = Data(path=folder / "data.jsonl", chat_template=None if model_template else folder / "dated.jinja")
     tokenizer.chat_template = model_template or tokenizer.chat_template
-    return prepare_samples(data.path, data, tokenizer, Limits(100), folder / "model", template_date=day)
+    return prepare_samples(data.path, data, tokenizer, SampleLimits(100), folder / "model", template_date=day)
 
 
 def text_of(store: SampleStore) -> str:

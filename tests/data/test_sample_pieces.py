@@ -7,7 +7,7 @@ import pytest
 from megascend import Sample
 from megascend.data.findings import Findings
 from megascend.data.preview import SamplePiece, SampleStatistics, pieces
-from megascend.data.store import BLOCK, SampleStore, hold_out, whole, write_store
+from megascend.data.store import BLOCK, SampleStore, all_samples, hold_out, write_store
 
 WORDS = ["▁he", "llo", "▁world", "!", "\u2581you"]
 
@@ -47,7 +47,7 @@ def store(tmp_path_factory) -> SampleStore:
 def test_statistics_count_tokens_with_weight(store: SampleStore):
     count = BLOCK + 10
     lengths = sorted(n % 5 + 1 for n in range(count))
-    statistics = SampleStatistics.of(whole(store))
+    statistics = SampleStatistics.of(all_samples(store))
     assert statistics.samples == count
     assert statistics.tokens == sum(lengths)
     assert statistics.supervised == sum(lengths) - count // 2
@@ -58,7 +58,7 @@ def test_statistics_count_tokens_with_weight(store: SampleStore):
 
 def test_statistics_of_parts_sum_to_the_total(store: SampleStore):
     learned, held_out = (SampleStatistics.of(part) for part in hold_out(store, 0.25, seed=3))
-    every = SampleStatistics.of(whole(store))
+    every = SampleStatistics.of(all_samples(store))
     assert held_out.samples == round(0.25 * every.samples)
     for name in ("samples", "tokens", "supervised"):
         assert getattr(learned, name) + getattr(held_out, name) == getattr(every, name)

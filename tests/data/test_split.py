@@ -14,8 +14,8 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.training import learning_rate
 from megascend.data.findings import Findings
-from megascend.data.samples import Limits
-from megascend.data.store import SampleStore, hold_out, whole, write_store
+from megascend.data.samples import SampleLimits
+from megascend.data.store import SampleStore, all_samples, hold_out, write_store
 from megascend.distributed import objects
 from megascend.errors import ConfigError, DataError
 
@@ -40,7 +40,7 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     other, _ = hold_out(samples, 0.3, seed=2)
     assert [int(sample.input_ids[0]) for sample in again] == numbers[0]
     assert [int(sample.input_ids[0]) for sample in other] != numbers[0]
-    assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, whole(samples).fingerprint}) == 4
+    assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, all_samples(samples).fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
 
 
@@ -49,7 +49,7 @@ def test_validation_path_within_the_data_raises_data_error(tmp_path: Path) -> No
     for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):
         settings = RUN | {"data": {"path": path}, "validation": {"path": validation}}
         with pytest.raises(DataError, match=r"validation\.path: .*v\.jsonl lies in data\.path"):
-            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), Limits(9))
+            RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), SampleLimits(9))
 
 
 def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_other_samples_on_another_host_are_refused(tmp_path: Path, monkeypatch: 
     for number, day in enumerate(("2024-02-29", "2024-03-01")):
         sources = {"data (data.path)": "a", "date in the chat template": day}
         write_store(tmp_path / day, [(0, [Sample.causal([number, 1])])], Findings(), sources)
-        parts.append(whole(SampleStore(tmp_path / day)))
+        parts.append(all_samples(SampleStore(tmp_path / day)))
     samples = [RunSamples(part, None, 1, ()) for part in parts]
     gathered: list[Any] = []
 
@@ -84,7 +84,7 @@ def test_problems_of_both_sets_are_reported_at_once(tmp_path: Path, monkeypatch:
         RUN | {"model": tmp_path, "data": {"path": paths[0]}, "validation": {"path": paths[1]}}
     )
     with pytest.raises(DataError) as caught:
-        RunSamples.prepare(run, byte_tokenizer(256), Limits(9))
+        RunSamples.prepare(run, byte_tokenizer(256), SampleLimits(9))
     lines = str(caught.value).splitlines()
     assert [line for line in lines if "problems in" in line] == [
         "2 problems in the data:",
@@ -106,7 +106,7 @@ def test_fraction_that_leaves_nothing_raises_data_error(tmp_path: Path, document
 def test_epochs_are_converted_to_steps(settings: dict, samples: int, steps: int) -> None:
     config = RunConfig.model_validate(RUN | settings | {"schedule": {"kind": "linear"}})
     assert RunConfig(**config.model_dump()) == config  # the output of show-config can be read
-    resolved = config.of_length(samples)
+    resolved = config.for_samples(samples)
     assert resolved.steps == steps
     assert resolved.schedule.total_steps == steps
     assert resolved.epochs == config.epochs
@@ -114,7 +114,7 @@ def test_epochs_are_converted_to_steps(settings: dict, samples: int, steps: int)
 
 def test_schedule_ends_with_the_run_by_default() -> None:
     lora = {"schedule": {"kind": "cosine"}}
-    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).of_length(1)
+    resolved = RunConfig.model_validate(RUN | {"steps": 9, "lora": lora}).for_samples(1)
     assert resolved.lora == Lora(schedule=Schedule(kind="cosine", total_steps=9))
     assert Schedule(kind="cosine", total_steps=5).ending_with(9).total_steps == 5
     assert Schedule().ending_with(9).total_steps == 0
@@ -149,6 +149,6 @@ def test_impossible_settings_raise_config_error(name: str) -> None:
 
 def test_warmup_longer_than_the_epochs_raises_config_error() -> None:
     config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
-    assert config.of_length(24).schedule.total_steps == 6
+    assert config.for_samples(24).schedule.total_steps == 6
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps: 5 takes all of the 5 steps"):
-        config.of_length(20)
+        config.for_samples(20)

@@ -17,7 +17,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
 from megascend.data.files import check_files, iterate_documents, read_documents
 from megascend.data.findings import Findings
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.data.splits import folder_splits
 from megascend.errors import ConfigError, DataError
 
@@ -236,7 +236,7 @@ def test_texts_of_all_endings_are_split_by_name(tmp_path: Path) -> None:
 def held_out(folder: Path, data: dict[str, object], validation: dict[str, object]) -> tuple[int, int]:
     """Return the numbers of training samples and of held-out samples."""
     run = RunConfig(model=folder, output=folder / "o", data={"path": folder, **data}, validation=validation, steps=1)
-    samples = RunSamples.prepare(run, byte_tokenizer(256), Limits(60))
+    samples = RunSamples.prepare(run, byte_tokenizer(256), SampleLimits(60))
     assert samples.held_out is not None
     return len(samples.learned), len(samples.held_out)
 

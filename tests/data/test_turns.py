@@ -11,7 +11,7 @@ from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.data.columns import parse_record
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.errors import DataError
 
 
@@ -243,7 +243,7 @@ FAMILIES = {
 
 def encode(record: dict[str, Any], tokenizer: Any) -> tuple[Sample, list[str]]:
     findings = Findings()
-    [sample] = Encoder(tokenizer, Limits(4096), findings).encode(parse_record(record, "f:1"))
+    [sample] = Encoder(tokenizer, SampleLimits(4096), findings).encode(parse_record(record, "f:1"))
     return sample, findings.lines()
 
 
@@ -452,7 +452,7 @@ def test_omitted_messages_without_a_last_word_are_reported(role: str, content: A
 def test_omitted_roles_are_reported(role: str) -> None:
     tokenizer = chatml().tokenizer()
     findings = Findings()
-    encoder = Encoder(tokenizer, Limits(4096), findings)
+    encoder = Encoder(tokenizer, SampleLimits(4096), findings)
     messages = conversation("first", "second")
     # The omitted message has the same content as another one, which is written.
     silent = [*messages[:2], {"role": role, "content": "first"}, *messages[2:]]

@@ -280,7 +280,7 @@ def test_innermost_phase_is_published_and_outer_phase_restored(tmp_path) -> None
             wait_until(lambda: read(0).label == "forward and backward")
         wait_until(lambda: not read(0).inside)
         monitor.step = 7
-        wait_until(lambda: read(0).place == "after forward and backward of step 7")
+        wait_until(lambda: read(0).location == "after forward and backward of step 7")
         heartbeat = read(0).heartbeat
         wait_until(lambda: read(0).heartbeat > heartbeat + 1)
         assert read(0).counts == {"forward and backward": 1}
@@ -384,7 +384,7 @@ def test_error_is_published_once_on_its_way_out(monitored, kind: type[BaseExcept
             with monitor.phase("clean up"):
                 pass
     assert [phase for phase, _ in published] == ["gather"], "it must not be published again by outer phases"
-    assert failure().place == "gather of step 1"
+    assert failure().phase == "gather of step 1"
 
 
 def test_error_raised_again_is_published_again(monitored) -> None:
@@ -399,7 +399,7 @@ def test_error_raised_again_is_published_again(monitored) -> None:
         with monitor.phase("write"):
             raise error
     assert [phase for phase, _ in published] == ["update", "update", "read", "write"]
-    assert failure().place == "write of step 1"
+    assert failure().phase == "write of step 1"
 
 
 def test_library_error_raised_again_is_explained_again(monitored) -> None:
@@ -435,7 +435,7 @@ def test_error_that_leaves_after_another_was_handled_is_the_failure(monitored) -
         finally:
             with suppress(OSError), monitor.phase("clean up"):
                 raise OSError("busy")
-    assert (failure().place, failure().error) == ("write of step 1", "DataError: disk")
+    assert (failure().phase, failure().error) == ("write of step 1", "DataError: disk")
 
 
 def test_handled_error_is_withdrawn_when_its_phase_ends_well(monitored) -> None:

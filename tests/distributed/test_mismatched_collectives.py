@@ -140,7 +140,7 @@ def test_rank_that_continues_after_a_mismatch_raises_again(runtime: Runtime) -> 
         messages = []
         for purpose in order:
             with pytest.raises(OutOfStepError) as caught:
-                broadcast_object(purpose, "world", groups, what=purpose)
+                broadcast_object(purpose, "world", groups, purpose=purpose)
             messages.append(str(caught.value))
         return messages
 
@@ -214,7 +214,7 @@ def test_every_collective_of_the_package_names_its_purpose() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in positions:
                 count += 1
-                named = any(keyword.arg == "what" for keyword in node.keywords)
+                named = any(keyword.arg == "purpose" for keyword in node.keywords)
                 assert named or len(node.args) > positions[node.func.id], f"{path}:{node.lineno}"
     assert count > 10
 

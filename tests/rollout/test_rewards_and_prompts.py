@@ -21,7 +21,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.rl import RlConfig
 from megascend.data.columns import parse_record
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.advantages import ESTIMATORS, advantages
 from megascend.rollout.prompts import parse_prompt, prompt_tokens, read_prompts
@@ -210,7 +210,7 @@ def tokenizer_with_bos(*, closes: bool = False) -> PreTrainedTokenizerFast:
 def test_a_prompt_is_tokenised_as_in_supervised_training(text: str, closes: bool) -> None:
     tokenizer = tokenizer_with_bos(closes=closes)
     record = {"prompt": text, "completion": "4"}
-    [sample] = Encoder(tokenizer, Limits(99), Findings()).encode(parse_record(record, "f:1"))
+    [sample] = Encoder(tokenizer, SampleLimits(99), Findings()).encode(parse_record(record, "f:1"))
     ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
     prompt = prompt_tokens({"prompt": text}, tokenizer)
     assert tokenizer.decode(prompt) == "<s>2+2="
@@ -232,7 +232,7 @@ def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
     assert tokenizer.decode(prompt) == "<s>2024-02-29<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert findings.lines()[0].startswith("p:1: messages of the role 'developer' are left out")
     record = {"messages": [*messages, {"role": "assistant", "content": "4"}]}
-    encoder = Encoder(tokenizer, Limits(99), Findings(), template_date=day)
+    encoder = Encoder(tokenizer, SampleLimits(99), Findings(), template_date=day)
     [sample] = encoder.encode(parse_record(record, "f:1"))
     assert [int(sample.input_ids[0]), *sample.target_ids.tolist()][: len(prompt)] == prompt
     tokenizer.chat_template = "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"
@@ -269,7 +269,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
         evaluation={"prompts": held_out},
     )
     with pytest.raises(DataError, match=r"^6 problems in the prompts") as caught:
-        read_and_check(config, byte_tokenizer(4096), Limits(50))
+        read_and_check(config, byte_tokenizer(4096), SampleLimits(50))
     message = str(caught.value)
     for words in (
         "role 'usr'",
@@ -286,7 +286,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
     learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     training_only = config.model_copy(update={"evaluation": None})
     tokenizer = byte_tokenizer(4096)
-    *_, tokens = read_and_check(training_only, tokenizer, Limits(50))
-    assert read_and_check(training_only, tokenizer, Limits(50))[2] == tokens
+    *_, tokens = read_and_check(training_only, tokenizer, SampleLimits(50))
+    assert read_and_check(training_only, tokenizer, SampleLimits(50))[2] == tokens
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert read_and_check(training_only, tokenizer, Limits(50))[2] != tokens
+    assert read_and_check(training_only, tokenizer, SampleLimits(50))[2] != tokens

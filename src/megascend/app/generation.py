@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
-from megascend.data.samples import Limits, opening_tokens
+from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
@@ -54,7 +54,7 @@ class Answering:
         settings: Generation,
         data: Data,
         tokenizer: PreTrainedTokenizerBase,
-        limits: Limits,
+        limits: SampleLimits,
         model: Path,
         template_date: date | None = None,
     ) -> Answering:

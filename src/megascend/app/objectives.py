@@ -16,7 +16,7 @@ from megascend.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
-    from megascend.data.store import Part
+    from megascend.data.store import SampleSubset
 
 
 class LearningObjective(Protocol):
@@ -27,11 +27,11 @@ class LearningObjective(Protocol):
         """The loss of ``forward_backward``."""
         ...
 
-    def units(self, samples: Part) -> int:
+    def units(self, samples: SampleSubset) -> int:
         """Count the units (samples or pairs) of which batches are drawn."""
         ...
 
-    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
         ...
 
@@ -39,16 +39,16 @@ class LearningObjective(Protocol):
         """Return the numbers of the samples of some units, each with the number of its pair among those."""
         ...
 
-    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         """Return the samples of some units."""
         ...
 
-    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
         """Measure the loss on all of ``samples``, without learning; ``batch`` units at a time."""
         ...
 
 
-def make_objective(config: RunConfig, samples: Part) -> LearningObjective:
+def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
     """Make the objective that the settings ask for."""
     if config.dpo is None and samples.has_pairs:
         raise ConfigError(f"{config.data.path} holds preference pairs: set dpo: {{beta: 0.1}} to learn from them")
@@ -64,19 +64,19 @@ class Tokens:
 
     loss = "cross_entropy"
 
-    def units(self, samples: Part) -> int:
+    def units(self, samples: SampleSubset) -> int:
         return len(samples)
 
-    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         return None
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(unit, None) for unit in units]
 
-    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
         """``sum(weight * -logprob) / sum(weight)``."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
@@ -100,10 +100,10 @@ class Preferences:
         self.loss = Loss("dpo", functools.partial(dpo, beta=beta), per="pair", requires=("ref_logprobs",))
         self._reference: dict[tuple[str, int, bool], float] = {}
 
-    def units(self, samples: Part) -> int:
+    def units(self, samples: SampleSubset) -> int:
         return len(samples) // 2
 
-    def prepare(self, backend: Backend, samples: Part, units: Iterable[int], batch: int) -> None:
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
         numbers = sorted(set(units))
         for start in range(0, len(numbers), batch):
@@ -119,7 +119,7 @@ class Preferences:
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
-    def batch(self, samples: Part, units: Sequence[int]) -> list[Sample]:
+    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         """Return samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum.
 
         A batch that spans two epochs may hold a pair twice, so pairs are numbered by their place in it.
@@ -132,7 +132,7 @@ class Preferences:
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: Part, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
         """Mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
@@ -149,7 +149,7 @@ class Preferences:
         return sum(totals) / sum(counts)
 
     @staticmethod
-    def _pairs(samples: Part, units: Iterable[int]) -> list[Sample]:
+    def _pairs(samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
         pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
             if chosen.pair != rejected.pair or not chosen.chosen or rejected.chosen:
@@ -157,7 +157,7 @@ class Preferences:
         return pairs
 
     @staticmethod
-    def _key(samples: Part, sample: Sample) -> tuple[str, int, bool]:
+    def _key(samples: SampleSubset, sample: Sample) -> tuple[str, int, bool]:
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen)
 
 

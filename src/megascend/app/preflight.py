@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from megascend.batch.micro_batch import SequenceLayout
     from megascend.config.serve import ServeConfig
-    from megascend.data.samples import Limits
+    from megascend.data.samples import SampleLimits
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
 
@@ -77,9 +77,9 @@ class RunPlan(Generic[AnyConfig]):
         )
 
     @cached_property
-    def limits(self) -> Limits:
+    def limits(self) -> SampleLimits:
         """Return the tightest limit on a sample among settings and model, and the name of its source."""
-        from megascend.data.samples import Limits
+        from megascend.data.samples import SampleLimits
 
         shape, layout, batching = self.info.shape, self.layout, self.config.batching
         multiple = layout.padded_length(1)
@@ -98,7 +98,7 @@ class RunPlan(Generic[AnyConfig]):
                 "batching.micro_batch_tokens: auto, and the model does not say how long samples may be: set batching.max_length"
             )
         length, setting = min(limits, key=lambda limit: limit[0])
-        return Limits(length, setting, shape.vocab_size, budget, multiple, layout.packing)
+        return SampleLimits(length, setting, shape.vocab_size, budget, multiple, layout.packing)
 
 
 def preflight(

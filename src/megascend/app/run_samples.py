@@ -14,9 +14,9 @@ from megascend.config import Data, RunConfig
 from megascend.data.findings import Findings, joined
 from megascend.data.order import Batches, batches
 from megascend.data.prepare import prepare_samples
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.data.splits import files_of
-from megascend.data.store import Part, hold_out, whole
+from megascend.data.store import SampleSubset, all_samples, hold_out
 from megascend.errors import DataError
 from megascend.io.paths import real
 
@@ -58,13 +58,13 @@ class RunSamples:
         remarks: what was left out of the data, cut or not read.
     """
 
-    learned: Part
-    held_out: Part | None
+    learned: SampleSubset
+    held_out: SampleSubset | None
     longest: int
     remarks: tuple[str, ...]
 
     @classmethod
-    def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> RunSamples:
+    def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
         """Read, check and tokenise all data of a run. Local: ranks need not meet."""
         sources = config.data_sources()
         check_apart(sources)
@@ -82,13 +82,13 @@ class RunSamples:
         longest = max(int(store.lengths.max()) for store in stores)
         learned = stores[0]
         if config.validation is None:
-            return cls(whole(learned), None, longest, remarks)
+            return cls(all_samples(learned), None, longest, remarks)
         if len(stores) == 1:
             rest, held_out = hold_out(learned, config.validation.fraction, config.seed)
             return cls(rest, held_out, longest, remarks)
         if stores[1].has_pairs != learned.has_pairs:
             raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
-        return cls(whole(learned), whole(stores[1]), longest, remarks)
+        return cls(all_samples(learned), all_samples(stores[1]), longest, remarks)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Tokens that fit the longest sample, or pair, with its padding."""

@@ -13,7 +13,7 @@ import torch
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
-from megascend.data.store import Part
+from megascend.data.store import SampleSubset
 from megascend.engines.checkpoints import random_state, set_random_state
 from megascend.errors import ConfigError
 
@@ -167,7 +167,7 @@ def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
     return smallest
 
 
-def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> float:
+def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | None) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
     count = 2 * backend.topology.pipeline
@@ -185,7 +185,7 @@ def trial(backend: Backend, samples: Part, tokens: int, adapter: str | None) -> 
     return float(backend.platform.memory().peak)
 
 
-def filled(samples: Part, tokens: int, backend: Backend) -> list[Sample]:
+def filled(samples: SampleSubset, tokens: int, backend: Backend) -> list[Sample]:
     """Return the longest of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
     layout, batch, left = backend.engine.layout, [], tokens
     longest_first = np.argsort(-samples.lengths, kind="stable")

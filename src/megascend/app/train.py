@@ -157,7 +157,7 @@ class SupervisedTraining(Training[RunConfig]):
             )
         self.objective = make_objective(config, self.samples.learned)
         self._longest_unit = self.samples.longest_unit(plan.layout)
-        return config.of_length(self.objective.units(self.samples.learned))
+        return config.for_samples(self.objective.units(self.samples.learned))
 
     def model_config(self, config: RunConfig) -> RunConfig:
         from megascend.app.token_budget import with_first_budget

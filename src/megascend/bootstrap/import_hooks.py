@@ -63,7 +63,7 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    spec.loader = _HookedLoader(spec.loader, self)
                 return spec
         return None
 
@@ -72,7 +72,7 @@ class _Finder(MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-class _Loader(Loader):
+class _HookedLoader(Loader):
     """Wrapper of the module's loader that executes the module within the context."""
 
     def __init__(self, inner: Loader, finder: _Finder) -> None:

@@ -1,6 +1,6 @@
-"""The checks of ``megascend doctor``. Each returns a :class:`Check`; showing them is somebody else's business.
+"""The checks of ``megascend doctor``. Each returns a :class:`Check`; :mod:`megascend.cli.doctor` formats them.
 
-Whatever imports torch runs in a process of its own: an import that crashes or hangs is then a finding, not the end.
+Code that imports torch runs in a separate process, so that an import that crashes or hangs becomes the result of a check.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megascend.surroundings import is_installed
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1024**3
 LOOKING_AT = "megascend doctor looks at: "
-"""Begins a line of the helper that looks at an NPU host: what it looks at next, which may crash it."""
+"""Prefix of the line in which the NPU helper names its next check, in case that check crashes it."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check: what was looked at, what was found, and what to do if that is not right."""
+    """Result of one check: its subject, the result, and a remedy if there is a problem."""
 
     name: str
     status: Status
-    found: str
+    result: str
     hint: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -54,6 +54,7 @@ def run_checks(timeout: float) -> list[Check]:
         checks += [Check(name, "skip", "needs torch") for name in ("platform", "bootstrap", "collectives")]
     else:
         checks.append(check_platform(timeout))
+        # A bootstrap for the NPU would fail for the same reason, with a longer message.
         unmet = [check.name for check in npu if check.status == "fail"]
         if unmet and checks[-1].values.get("chosen") == "npu":
             checks.append(Check("bootstrap", "skip", f"needs {', '.join(unmet)}"))
@@ -70,6 +71,7 @@ def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> 
 
 def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
     """Start this Python with the search path of this process."""
+    # sys.path as it is now, so that the helper imports the same packages as this process.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -87,6 +89,7 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[H
     deadline = time.monotonic() + timeout
     try:
         return [_finish(process, max(deadline - time.monotonic(), 0.01), timeout) for process in processes]
+    # No helper may outlive the command: a hanging import would keep a device.
     finally:
         for process in processes:
             if process.poll() is None:
@@ -101,8 +104,9 @@ def _finish(process: subprocess.Popen[str], remaining: float, timeout: float) ->
         return HelperOutcome(None, f"no answer within {timeout:g} s")
     if process.returncode:
         code = f"exit code {process.returncode}"
-        killed = process.returncode < 0  # by a signal: what it printed before does not say so
+        killed = process.returncode < 0  # by a signal, which its output cannot mention
         return HelperOutcome(None, f"{err.strip()}\n{code}".strip() if killed else err.strip() or code)
+    # The last line: packages may print on import.
     return HelperOutcome(json.loads(out.strip().splitlines()[-1]))
 
 
@@ -175,6 +179,7 @@ def check_npu(timeout: float) -> list[Check]:
         "found = [asdict(each) for each in provider_for('npu').findings(before_each=tell)]\n"
         "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
     )
+    # Without autoload: torch itself would fail on a broken torch_npu before any check could name the cause.
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     if outcome.answer is None:
         lines = outcome.problem.splitlines()
@@ -210,7 +215,7 @@ def check_platform(timeout: float) -> Check:
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:
         return Check("platform", "fail", *explain_import_failure(outcome.problem))
-    above = ["npu"] if is_installed("torch_npu") else []  # check_npu has said why
+    above = ["npu"] if is_installed("torch_npu") else []  # check_npu reports it already
     reasons = "; ".join(reason for name, reason in outcome.answer["unavailable"].items() if name not in above)
     return Check(
         "platform", "ok", outcome.answer["chosen"] + (f"  ({reasons})" if reasons else ""), values=outcome.answer
@@ -240,6 +245,7 @@ def check_collectives(timeout: float) -> Check:
     """Run an all-reduce between two local processes over Gloo, on which every object collective relies."""
     with tempfile.TemporaryDirectory(prefix="megascend-doctor-") as folder:
         arguments = ["-m", "megascend.cli.probe_collectives", str(Path(folder) / "store"), "2"]
+        # One thread a rank: the figure should not depend on the number of cores.
         ranks = [start_python([*arguments, str(rank)], OMP_NUM_THREADS="1") for rank in range(2)]
         outcomes = finish(ranks, timeout)
     for rank, outcome in enumerate(outcomes):
@@ -250,6 +256,7 @@ def check_collectives(timeout: float) -> Check:
     answer = outcomes[0].answer or {}
     latency, bandwidth = answer["latency_us"], answer["bandwidth_gb_s"]
     summary = f"gloo, 2 ranks: {latency:.0f} us for 8 bytes, {bandwidth:.2f} GB/s for 16 MiB"
+    # A warning only: training still works.
     if latency > 20_000 or bandwidth < 0.05:
         return Check("collectives", "warn", summary, "much slower than usual: is the machine overloaded?", answer)
     return Check("collectives", "ok", summary, values=answer)
@@ -263,6 +270,7 @@ def check_threads(environment: Any) -> Check:
         f"{cores} cores, OMP_NUM_THREADS={setting or 'not set'}",
         {"cores": cores, "omp_num_threads": setting},
     )
+    # OMP_NUM_THREADS may also be a list for nested levels, which is left alone.
     if setting is not None and setting.isdigit() and int(setting) > cores:
         hint = (
             f"OMP_NUM_THREADS={setting} exceeds the {cores} cores: ranks will wait for each other; set it to 1 on CPU"
@@ -289,6 +297,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
         return Check("shared memory", "warn", f"no {path}", "NCCL, HCCL and data loader workers need it")
     usage = shutil.disk_usage(path)
     summary, values = f"{usage.free / GIB:.2f} GiB of {usage.total / GIB:.2f} GiB free", {"free_bytes": usage.free}
+    # Docker's default is 64 MiB, with which data loader workers end with a bus error.
     if usage.free < GIB:
         hint = f"under 1 GiB in {path}: give the container more, for example docker run --shm-size=8g (or --ipc=host)"
         return Check("shared memory", "warn", summary, hint, values)

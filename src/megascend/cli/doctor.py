@@ -1,4 +1,4 @@
-"""``megascend doctor``: is this machine ready to train, what happened to a run, and what to do about it."""
+"""``megascend doctor``: check whether this machine can train, or report what happened to a run and what to do about it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def render_json(checks: list[Check]) -> str:
         {
             "ok": all(check.status != "fail" for check in checks),
             "checks": [
-                {"name": check.name, "status": check.status, "found": check.found, "hint": check.hint} | check.values
+                {"name": check.name, "status": check.status, "found": check.result, "hint": check.hint} | check.values
                 for check in checks
             ],
         },
@@ -72,7 +72,7 @@ def render_table(checks: list[Check]) -> str:
     lines = []
     for check in checks:
         status = typer.style(f"{check.status.upper() if check.status != 'ok' else 'ok':<4}", fg=COLOURS[check.status])
-        lines.append(f"{status}  {check.name:<{width}}  {check.found}")
+        lines.append(f"{status}  {check.name:<{width}}  {check.result}")
         if check.hint:
             indent = " " * (width + 8)
             lines += textwrap.wrap(
@@ -80,7 +80,7 @@ def render_table(checks: list[Check]) -> str:
                 width + 98,
                 initial_indent=indent + "-> ",
                 subsequent_indent=indent + "   ",
-                break_on_hyphens=False,  # paths and package names stay whole, to be copied
+                break_on_hyphens=False,  # paths and package names can be copied
                 break_long_words=False,
             )
     return "\n".join([*lines, "", verdict(checks)])
@@ -96,7 +96,7 @@ def verdict(checks: list[Check]) -> str:
     if not failed:
         return f"ready to train on {device}"
     broken = f"{len(failed)} failed: {', '.join(failed)}"
-    # The bootstrap is that of engine megatron, which needs all packages; others can do without some.
+    # The bootstrap check is of engine megatron, which needs all packages; other engines need fewer.
     able = [name for name in engines.names() if not {*engines.needs(name).packages} & {*failed}]
     others_fine = {*failed} <= {*engines.needs(engines.DEFAULT).packages, "bootstrap"}
     if others_fine and able and engines.DEFAULT not in able:
@@ -110,7 +110,7 @@ def _device(results: dict[str, Check]) -> str:
         return "a simulated device"
     chosen = results["platform"].values.get("chosen") if "platform" in results else None
     if chosen == "cuda" and "torch import" in results:
-        return f"{results['torch import'].found} (platform cuda)"
+        return f"{results['torch import'].result} (platform cuda)"
     if chosen != "cpu":
         return f"this host (platform {chosen})" if chosen else "this host"
     cores = results["threads"].values.get("cores") if "threads" in results else None

@@ -1,4 +1,4 @@
-"""What ``megascend train --dry-run`` prints. Pure, but for the look at the terminal."""
+"""Format the output of ``megascend train --dry-run``. Pure, except that it inspects the terminal."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Style:
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
         """Use colours on a terminal, unless NO_COLOR (https://no-color.org) is set or it is a dumb one."""
+        # NO_COLOR counts if it is set and not empty, whatever its value (no-color.org).
         allowed = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         encoding = (stream.encoding or "").lower().replace("-", "")
         return cls(allowed and stream.isatty(), encoding.startswith("utf"))
@@ -130,13 +131,14 @@ def _length(dry: DryRun) -> str:
 
 
 def warnings(dry: DryRun) -> Iterator[str]:
-    """Yield what will work, and probably is not meant."""
+    """Yield warnings about settings that work but are probably not intended."""
     config = dry.config
     if dry.steps.idle:
         yield (
             f"some of the {dry.topology.data} data parallel ranks have no sample in a step: raise data.global_batch_size "
             f"({config.data.global_batch_size})"
         )
+    # Legal for a run that will be extended, but more often a forgotten setting.
     if config.schedule.kind != "constant" and 0 < config.schedule.total_steps < config.steps:
         yield (
             f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "
@@ -189,7 +191,8 @@ def data_table(dry: DryRun) -> Iterator[str]:
 
 
 def plain(table: Table) -> Iterator[str]:
-    """Yield the lines of a table as plain text, as wide as they are."""
+    """Yield the lines of a table as plain text, unwrapped."""
+    # Wide, and without markup: rich would wrap lines to the terminal, and read brackets in paths as tags.
     console = Console(file=io.StringIO(), width=1000, color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
@@ -198,7 +201,7 @@ def plain(table: Table) -> Iterator[str]:
 
 def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
     """Yield a sample, its middle left out where it is long."""
-    tokens = sum(piece.tokens for piece in sample.pieces) - 1  # the last one is predicted, and not read
+    tokens = sum(piece.tokens for piece in sample.pieces) - 1  # the last token is a target only
     learned = sum(piece.tokens for piece in sample.pieces if piece.weight)
     yield f"--- {sample.name}: {tokens} tokens, {learned} learned"
     text = ""

@@ -45,6 +45,7 @@ def export_command(
     from megascend.io.atomic import vacant
     from megascend.io.paths import why_not_writable
 
+    # Checked before the model is loaded, which may take minutes.
     if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
     if problem := why_not_writable(out):
@@ -59,6 +60,7 @@ def export_command(
         lora = read_settings(adapter)
         settings["adapters"] = Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
         merged = f" with {adapter} merged"
+        # A warning only: the recorded name may be a path on another machine, or a name on the Hub.
         if (trained_on := other_base(adapter, source)) is not None:
             typer.secho(
                 f"{adapter} says that it was trained on {trained_on}, and is merged into {source}: make sure that these are "
@@ -74,7 +76,7 @@ def export_command(
     try:
         if adapter is not None:
             backend.load_adapter("default", adapter, optimizer=False)
-            template = adapter / "chat_template.jinja"  # what it has been trained with
+            template = adapter / "chat_template.jinja"  # the template it was trained with
             backend.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
         backend.export_hf(out, adapter=None if adapter is None else "default")
     finally:
@@ -86,6 +88,7 @@ def find_adapter(path: Path) -> Path:
     """Return the adapter in peft's format at ``path``: the directory itself, or that of a run."""
     from megascend.errors import CheckpointError
 
+    # A run directory holds its adapter there.
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").is_file():
             return folder

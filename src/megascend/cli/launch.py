@@ -1,7 +1,7 @@
-"""Starting the ranks of a run on this machine, with torch's own elastic launcher (the one under ``torchrun``), and stopping them.
+"""Start and stop the ranks of a run on this machine, with torch's elastic launcher, the one below ``torchrun``.
 
-The launcher would signal its workers and kill them 30 seconds later, whatever they still write, and fail itself. It runs in a
-thread here, where it leaves signals alone; the main thread passes them on and waits for what the workers return.
+On a signal the launcher would signal its workers, kill them 30 seconds later even if they are saving, and fail itself. It runs in
+a thread here, where it installs no signal handlers; the main thread passes signals on and waits for the workers' results.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
 EXIT_INTERRUPTED = 130
 LOOK_S = 0.2
-"""How often the main thread looks for workers that have not been told to stop yet."""
+"""Seconds between two checks for workers that have not been signalled yet."""
 SEMAPHORES = 64 * 1024
-"""Bytes of shared memory that the launcher's semaphores for a process take at most."""
+"""Maximum shared memory of the launcher's semaphores per process, in bytes."""
 
 
 class WorkerError(MegascendError, RuntimeError):
-    """A worker process ended in a way that is not one of our own errors: an exception, a signal, an exit code."""
+    """A worker process failed with something other than a megascend error: an exception, a signal, an exit code."""
 
 
 def under_torchrun(nproc: int | None = None) -> bool:
@@ -77,9 +77,8 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
     with (
         tempfile.TemporaryDirectory(prefix="megascend-launch-") as folder,
         _environment_default("OMP_NUM_THREADS", "1"),
-        _environment_default(
-            "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-        ),  # set by torch, for good
+        # torch sets this variable itself and leaves it set: set here, it is removed at the end.
+        _environment_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
         config = LaunchConfig(
@@ -88,9 +87,12 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
             nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
+            # Port 0: any free one, so that two runs on one host do not collide.
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
+            # A failed run ends with its error; `--resume auto` starts it again.
             max_restarts=0,
+            # fork would copy a process that may have threads and an initialised device.
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
@@ -99,6 +101,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
                 return call_in_thread(elastic_launch(config, call), function, args, os.getpid(), stop=stop)[0]
             except ChildFailedError as failure:
                 cause = root_cause(failure, Path(folder))
+                # The signal itself ended workers that were still starting: that is no failure to report.
                 if stop.received and isinstance(cause, WorkerError) and ended_by_signal(failure):
                     stop.exit()
             except OSError as error:
@@ -122,12 +125,13 @@ def why_not_started(error: OSError, nproc: int, semaphores: Path = Path("/dev/sh
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:
-    """Call ``function(*args)`` in a worker; ends the process if there is nobody left to tell the result."""
+    """Call ``function(*args)`` in a worker; end the process if the launcher, which reads the result, is gone."""
     atexit.register(gc.freeze)  # as in the command's own process
     try:
         result = function(*args)
     except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None  # the launcher would take this for a worker that is still busy
+        raise SystemExit(EXIT_INTERRUPTED) from None  # on KeyboardInterrupt the launcher would wait for the worker
+    # The launcher was killed, and this process was handed to init.
     if os.getppid() != launcher:
         raise SystemExit(EXIT_INTERRUPTED)
     return result
@@ -136,15 +140,16 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> 
 def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
     """Return the root cause: a MegascendError if a worker recorded one, else the launcher's first failure.
 
-    A rank that dies makes its peers fail too (a closed connection, SIGTERM from the launcher), often within the same
-    moment, and the launcher reports a single one; what each worker recorded lies in ``folder``.
+    A rank that dies makes its peers fail too (a closed connection, SIGTERM from the launcher), often at almost the same time, and
+    the launcher reports only one of them; ``folder`` has the error that each worker recorded.
     """
+    # torch's record decorator writes the file; the earliest of megascend's own errors is the cause.
     for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
         error = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
         if error is not None:
             return error
     rank, worker = failure.get_first_failure()
-    message: Any = worker.message  # what the worker recorded, or a sentence of the launcher's if it recorded nothing
+    message: Any = worker.message  # the worker's record, or the launcher's own text if it recorded nothing
     if isinstance(message, dict):
         trace = message.get("extraInfo", {}).get("py_callstack", "").rstrip()
         return WorkerError(f"rank {rank} raised {_message(message)}\n{trace}")
@@ -196,10 +201,10 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 class StopLaunch:
-    """Context manager that takes note of the signals that stop a run, for the workers.
+    """Context manager that records the signals that stop a run, to pass them on to the workers.
 
     Attributes:
-        received: the first signal that came, or None.
+        received: the first signal received, or None.
     """
 
     def __init__(self) -> None:
@@ -209,7 +214,7 @@ class StopLaunch:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopLaunch:
-        self._before = {number: signal.signal(number, self._take_note) for number in stopping()}
+        self._before = {number: signal.signal(number, self._record_signal) for number in stopping()}
         return self
 
     def __exit__(
@@ -219,15 +224,15 @@ class StopLaunch:
             signal.signal(number, handler)
 
     def pass_on(self) -> None:
-        """Tell each worker once. Those that are still starting do not handle signals yet: they end."""
-        # SIGTERM for SIGINT: from a terminal the workers have had that themselves, and would take another one for impatience.
+        """Signal each worker once. Workers that are still starting have no handler yet, and end."""
+        # SIGTERM for SIGINT: a terminal has sent SIGINT to the workers too, and a second one would end them at once.
         if self.received:
             new = workers() - self._notified
             self._notified |= new
             send(signal.SIGTERM if self.received is signal.SIGINT else self.received, new)
 
     def exit(self) -> None:
-        """End as a process does that the signal has ended.
+        """End this process as the received signal would have.
 
         Raises:
             KeyboardInterrupt: for SIGINT.
@@ -238,9 +243,9 @@ class StopLaunch:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.received)
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
-            send(signal.SIGKILL, workers())  # a rank that waits in a collective would not hear of anything less
+            send(signal.SIGKILL, workers())  # Python handlers do not run while a rank waits in a collective
             raise KeyboardInterrupt
         self._interrupted = self._interrupted or number == signal.SIGINT
         self.received = self.received or signal.Signals(number)
@@ -261,7 +266,7 @@ def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -
 
 
 def workers() -> set[int]:
-    """Return the process ids of this process's children, without the one that cleans up after multiprocessing."""
+    """Return the process ids of this process's children, without multiprocessing's resource tracker."""
     import psutil
 
     children = set()
@@ -280,6 +285,6 @@ def send(number: signal.Signals, pids: set[int]) -> None:
 
 
 def ended_by_signal(failure: ChildFailedError) -> bool:
-    """Return True if the worker that failed first was ended by a signal to stop, not by an error of its own."""
+    """Return True if the worker that failed first was ended by a stop signal, not by an error."""
     code = failure.get_first_failure()[1].exitcode
     return code == EXIT_INTERRUPTED or -code in STOPPING

@@ -1,4 +1,4 @@
-"""The ``megascend`` command line: collects the commands and turns our errors into one line on stderr.
+"""The ``megascend`` command line: registers the commands and reports megascend's errors in one line on stderr.
 
 Each command imports what it needs inside its function, so that ``megascend --help`` needs neither torch nor Megatron.
 """
@@ -34,9 +34,10 @@ class ReportingGroup(TyperGroup):
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **options)
         try:
+            # Not click's standalone mode, which prints usage errors as several lines in a box and exits itself.
             code = super().main(*args, standalone_mode=False, **options)
         except Exception as error:
-            # Typer's exceptions are click's, or those of its own copy of click, as its version has it.
+            # Recognised by their attribute: depending on its version, typer raises click's classes or those of its own copy.
             if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
                 raise
             typer.secho(describe_usage_error(error), fg=typer.colors.RED, err=True)
@@ -116,8 +117,9 @@ app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 
 def main() -> None:
     """Entry point of the ``megascend`` script."""
+    # First: some packages look up the user's name at import, and fail in containers whose user id has none.
     name_user()
-    atexit.register(gc.freeze)  # the interpreter's last look for garbage would take a second after Megatron
+    atexit.register(gc.freeze)  # skips the final GC pass, about 1 s after importing Megatron
     app(prog_name="megascend")
 
 

@@ -1,4 +1,4 @@
-"""Showing megascend's own messages in a command: one handler, and the rank in front where there are several."""
+"""Log handler of the commands: megascend's messages on stderr, with the rank in front if there are several."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RankFormatter(environment))
     logger.addHandler(handler)
+    # A package that configures the root logger would otherwise have each message printed again.
     logger.propagate = False
 
 
 def ask_nothing() -> None:
-    """Let no package ask the user: a tracker without a key would wait for an answer behind the progress bar. For commands."""
+    """Close stdin for all packages: a tracker without a key would prompt behind the progress bar. For commands."""
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  until the process ends
 
 
 class RankFormatter(logging.Formatter):
-    """The message alone, with the rank in front where there are several; a message that begins with its rank is left as it is."""
+    """Formatter of the message only, with the rank in front if there are several and the message does not begin with it."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         super().__init__()

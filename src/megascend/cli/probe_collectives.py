@@ -1,4 +1,4 @@
-"""Times all-reduce over Gloo for ``megascend doctor``; arguments: STORE WORLD RANK."""
+"""Time all-reduce over Gloo for ``megascend doctor``; arguments: STORE WORLD RANK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL, LARGE = 2, 4 * 1024 * 1024
 
 
 def probe(store: str, world_size: int, rank: int) -> dict[str, float]:
-    """Median time of an 8-byte all-reduce, and bytes per second of a 16 MiB one (buffer size over best time)."""
+    """Measure the median time of an 8-byte all-reduce, and bytes per second of a 16 MiB one (buffer size over best time)."""
     import torch
     import torch.distributed as dist
 
@@ -35,6 +35,7 @@ def probe(store: str, world_size: int, rank: int) -> dict[str, float]:
         dist.all_reduce(check)
         if check[0].item() != world_size * (world_size + 1) / 2:
             raise RuntimeError(f"all_reduce gave {check[0].item()} instead of {world_size * (world_size + 1) / 2}")
+        # The first rounds open connections and are not counted.
         small = [seconds(torch.zeros(SMALL)) for _ in range(100)][20:]
         large = [seconds(torch.zeros(LARGE)) for _ in range(6)][1:]
     finally:

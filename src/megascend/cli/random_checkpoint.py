@@ -1,4 +1,4 @@
-"""Small random Hugging Face checkpoints with a byte-level tokenizer: what ``megascend new-model`` writes."""
+"""Write small random Hugging Face checkpoints with a byte-level tokenizer, for ``megascend new-model``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megascend.io.paths import why_not_writable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# Qwen's names, which chat templates and inference engines know.
 IM_START, IM_END, END_OF_TEXT = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TOKENS = 256 + len(SPECIAL_TOKENS)
 VOCAB_MULTIPLE = 64
@@ -109,7 +110,7 @@ def _nothing(_: ModelSize) -> dict[str, Any]:
     return {}
 
 
-# What each architecture's config has beyond the shared keys.
+# Settings of each architecture beyond the shared ones.
 ARCHITECTURES = {"qwen3": _attention_bias, "qwen3_moe": _experts, "llama": _attention_bias, "qwen2": _nothing}
 
 
@@ -121,11 +122,13 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
+        # Explicit, because Qwen3's default is 128 whatever the hidden size.
         "head_dim": size.hidden // size.heads,
         "intermediate_size": size.ffn or 3 * size.hidden,
         "vocab_size": size.padded_vocab,
         "max_position_embeddings": size.context,
         "tie_word_embeddings": size.tie,
+        # transformers' defaults would be other tokens in this vocabulary.
         "bos_token_id": None,
         "eos_token_id": im_end,
         "pad_token_id": end_of_text,
@@ -139,6 +142,7 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
 
     characters = byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    # Without the regular expression, which would split words: with no merges it has no effect but cost.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))

@@ -1,4 +1,4 @@
-"""``megascend rl``: reinforcement learning as a YAML file says, on one process, on N started here, or under torchrun."""
+"""``megascend rl``: reinforcement learning from a YAML file, on one process, on N started here, or under torchrun."""
 
 from __future__ import annotations
 

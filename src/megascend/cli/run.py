@@ -1,4 +1,4 @@
-"""``megascend run`` and ``megascend simnpu``: run a program of anybody's on Megatron-Core, or on a simulated Ascend device."""
+"""``megascend run`` and ``megascend simnpu``: run any program on Megatron-Core, or on a simulated Ascend device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 import megascend
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options behind the command's name are the command's
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # options after the command's name belong to the command
 PLATFORMS = ("auto", "cpu", "cuda", "npu")
 SITE = Path(megascend.__file__).parent / "bootstrap" / "run_site"
 PLATFORM_VARIABLE = "MEGASCEND_RUN_PLATFORM"
@@ -50,24 +50,28 @@ def run_command(
         environment = prepared()
         platform = "npu"
     try:
+        # exec, not a child process: signals and the exit code are then the program's own.
         os.execvpe(command[0], command, with_hook(environment, platform))
     except OSError as error:
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
 
 
 def with_hook(environment: Mapping[str, str], platform: str) -> dict[str, str]:
-    """``environment`` in which every Python process is bootstrapped for ``platform`` when it imports Megatron."""
+    """Return an environment that bootstraps every Python process for ``platform`` when it imports Megatron."""
+    # In front: Python imports the first sitecustomize on its path, and ours runs the others.
     paths = [str(SITE), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), PLATFORM_VARIABLE: platform}
 
 
 def isolating_option(command: Sequence[str]) -> str | None:
-    """Python's own option in ``command`` that keeps the hook out (``-I``, ``-E``, ``-S``, alone or among others), if any."""
+    """Return the option of Python in ``command`` that disables the hook (``-I``, ``-E``, ``-S``, possibly combined), if any."""
     if not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         return None
     for argument in command[1:]:
+        # The program begins here; what follows are its own options.
         if not re.fullmatch(r"-[A-Za-z]+", argument) or argument[1] in "cm":
             return None
+        # -W and -X take a value, whose letters are not options.
         if set(argument[1:]) & set("IES") and argument[1] not in "WX":
             return argument
     return None
@@ -85,5 +89,7 @@ def simnpu_command(
     from megascend.bootstrap.versions import installed_versions, require_package
     from simnpu.launcher import launch
 
-    require_package("torch", installed_versions())  # torch loads the device by itself, and would fail without naming it
+    require_package(
+        "torch", installed_versions()
+    )  # named here: torch autoloads the device, and its error would not say so
     launch(command)

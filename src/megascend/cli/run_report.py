@@ -1,6 +1,6 @@
-"""What happened to a run, from the files in its directory alone: for ``megascend doctor --run``. Imports no torch.
+"""Report what happened to a run from the files in its directory, for ``megascend doctor --run``. Imports no torch.
 
-Every file may be missing, cut off or damaged; what can be read is reported.
+Every file may be missing, truncated or damaged; the readable parts are reported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megascend.errors import CheckpointError, ConfigError
 
 Outcome = Literal["finished", "stopped", "interrupted", "error", "lost", "no end"]
 SECONDARY = ("PeerLostError", "CollectiveTimeoutError", "ProcessGroupError", "DistBackendError")
-"""Errors that mostly say that another rank has failed."""
+"""Errors that usually follow from another rank's failure."""
 TRACES = (EVENTS, "metrics.jsonl", CHECKPOINTS, ERRORS)
-"""By which a run's directory is known."""
+"""Files and folders that identify the directory of a run."""
 SLACK_S = 5.0
-"""How far the clocks of two machines may be apart."""
+"""Tolerated difference between the clocks of two machines, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Attempt:
 
     Attributes:
         number: counted from 1.
-        restart: how often torchrun had restarted the run before, by itself.
-        started: seconds since the epoch, or None if it did not get as far as the first step.
-        world_size: or None if nothing tells.
+        restart: number of automatic restarts by torchrun before this attempt.
+        started: seconds since the epoch; None if it failed before the first step.
+        world_size: None if unknown.
         resumed_after: the step of the checkpoint that it resumed from; 0: from the beginning.
-        ended: when it ended, or None if no file tells.
-        outcome: ``interrupted``: Ctrl-C came twice, so that no checkpoint was saved; ``error``: a rank ended with an error of
-            its own; ``lost``: ranks are gone without a word, as others say;
-            ``no end``: nothing tells. It may still be running, or all of it was killed.
-        step: after which it finished or was stopped, or in which the error came up; None if unknown.
-        signal: what stopped it.
-        errors: as kept by the ranks, the cause first.
-        silent: ranks that are gone and left no error.
+        ended: time of its end; None if unknown.
+        outcome: ``interrupted``: by a second Ctrl-C, without a checkpoint; ``error``: a rank raised an error; ``lost``: other
+            ranks report ranks that disappeared without an error; ``no end``: no record of an end, because it is still running or
+            was killed as a whole.
+        step: the step after which it finished or was stopped, or in which the error occurred; None if unknown.
+        signal: the signal that stopped it.
+        errors: the ranks' recorded errors, the cause first.
+        silent: ranks that disappeared without an error.
         process: host and process id of rank 0.
     """
 
@@ -79,7 +79,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint directory, and what is wrong with it (empty: nothing that was looked at)."""
+    """A checkpoint directory and its problems, as far as it was checked."""
 
     step: int
     name: str
@@ -102,7 +102,7 @@ class RunReport:
     """Contents of a run's files.
 
     Attributes:
-        steps: how many the run is to make, or None if nothing tells.
+        steps: number of steps that the run was configured for; None if unknown.
         metrics: rows of metrics.jsonl, cut-off lines left out.
         checkpoints: by step, ascending.
         latest: the name in ``latest``, or None.
@@ -136,6 +136,7 @@ class RunReport:
     def last_good(self) -> CheckpointEntry | None:
         """Return the checkpoint that ``--resume auto`` will resume from, as far as the files were checked."""
         intact = {checkpoint.step: checkpoint for checkpoint in self.checkpoints if not checkpoint.problems}
+        # The order in which `--resume auto` tries them.
         for path in Retention(self.directory / CHECKPOINTS).candidates():
             match = NAME.fullmatch(path.name)
             if match and int(match[1]) in intact:
@@ -160,9 +161,10 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
         )
     events, remarks = read_lines(directory / EVENTS)
     metrics, cut = read_lines(directory / "metrics.jsonl")
-    last: dict[tuple[Any, ...], dict[str, Any]] = {}  # what a process said last is what ended it
+    last: dict[tuple[Any, ...], dict[str, Any]] = {}  # the last error of a process is the one that ended it
     for path in sorted((directory / ERRORS).glob("*.json")):
         records, problems = read_lines(path)
+        # By start time as well, because process ids are reused, in containers from restart to restart.
         last |= {(path.name, record.get("host"), record.get("pid"), record.get("since")): record for record in records}
         remarks += problems
     errors = list(last.values())
@@ -197,7 +199,7 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
     for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
-            # A shell starts several runs: a rank's second error is of the next one.
+            # Without a start event, attempts of one launcher are told apart by their ranks: a rank's second error is of the next.
             same = [of for of in early if of[:2] == (str(record.get("agent")), _number(record.get("attempt")))]
             again = sum(any(earlier.get("rank") == record.get("rank") for earlier in early[of]) for of in same)
             early.setdefault((str(record.get("agent")), _number(record.get("attempt")), again), []).append(record)
@@ -277,7 +279,7 @@ def blame(
 ) -> tuple[Outcome, tuple[RankError, ...], tuple[int, ...]]:
     """Derive an attempt's outcome from its ranks' errors: outcome, errors with the cause first, ranks without an error.
 
-    An error that only says that another rank is missed is a cause if there is none of another kind. Pure.
+    An error that only reports another rank as missing counts as the cause if there is no other kind. Pure.
     """
     if not errors:
         return "no end", (), ()
@@ -286,6 +288,7 @@ def blame(
     missing = {int(rank) for error in errors for rank in re.findall(r"[Rr]ank (\d+) is gone", error.message)}
     if ordered[0].error in SECONDARY and silent:
         return "lost", tuple(ordered), tuple(rank for rank in silent if rank in missing) or tuple(silent)
+    # After `lost`: a rank that was killed is the reason for an interrupt, not the other way round.
     if any(error.error == "KeyboardInterrupt" for error in errors):
         return "interrupted", tuple(ordered), tuple(silent)
     return "error", tuple(ordered), tuple(silent)
@@ -322,6 +325,7 @@ def _problems(checkpoint: Path, verify: bool) -> list[str]:
         return [str(error)]
     if verify:
         return manifest.problems(checkpoint, files, files)
+    # Without --verify only presence is checked: reading all files can take minutes.
     return [f"{name} is missing" for name in files if not (checkpoint / name).is_file()]
 
 

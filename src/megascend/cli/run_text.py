@@ -65,6 +65,7 @@ def entry(label: str, paragraphs: list[str]) -> list[str]:
 
 def wrapped(text: str) -> list[str]:
     """Wrap a paragraph; paths and commands are not broken, so that they can be copied."""
+    # Commands are indented, and must be copied as one line.
     if text.startswith("  "):
         return [text]
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
@@ -93,7 +94,7 @@ def headline(report: RunReport) -> str:
 
 
 def when(step: int | None, steps: int | None, of: str = "") -> str:
-    """Name the step in which a run failed; a step beyond the last stands for the export and the plot after it."""
+    """Name the step in which a run failed; a step beyond the last means the export and the plot after training."""
     return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{of}"
 
 
@@ -101,7 +102,7 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
     """Describe the start and the end of an attempt.
 
     Args:
-        last: no other has been started since.
+        last: it is the latest attempt.
         steps: of the whole run.
     """
     ranks = (
@@ -222,6 +223,7 @@ def next_steps(report: RunReport) -> list[str]:
         return [f"nothing: the result is in {' and '.join(report.exported) or report.directory}"]
     if still_running(last):
         return ["nothing: it is running"]
+    # Before the command to resume: resuming without removing the cause fails again.
     steps = [text for text in (cause(report, last), space(report)) if text]
     has_begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
     has_begun = has_begun or bool(report.metrics or report.checkpoints)
@@ -268,6 +270,7 @@ def command_to_go_on(report: RunReport, option: str) -> str:
     words = without_options(short_program(recorded))
     if "train" not in words or not any("megascend" in word for word in words):
         size = next((a.world_size for a in reversed(report.attempts) if a.world_size), 1) or 1
+        # The recorded command was a program of the user's: the run's own copy of its settings always works.
         words = ["megascend", "train", str(report.directory / "config.yaml")]
         words += ["--nproc", str(size)] if size > 1 else []
     return f"{shlex.join(words)} {option}"
@@ -277,6 +280,7 @@ def short_program(words: list[str]) -> list[str]:
     """Shorten ``/usr/bin/python /usr/bin/torchrun ...`` to ``torchrun ...``, as it was typed."""
     if len(words) > 1 and Path(words[0]).name.startswith("python"):
         rest = words[1:]
+        # Options of Python that do not matter for repeating the run.
         while rest and rest[0] in ("-u", "-P", "-s", "-E", "-I"):
             rest = rest[1:]
         if rest and Path(rest[0]).name in ("torchrun", "megascend"):
@@ -316,6 +320,7 @@ def _where(report: RunReport) -> str:
 
 def error_text(error: RankError) -> str:
     """Format an error as its rank saw it, shortened."""
+    # The line names the rank already.
     text = " ".join(error.message.split()).removeprefix(f"rank {error.rank}: ")
     text = text if len(text) <= MESSAGE else f"{text[:MESSAGE].rstrip()}... (the rest is in errors/)"
     return f"{error.error}: {text}" if text else error.error

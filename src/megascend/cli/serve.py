@@ -100,6 +100,7 @@ def serve_command(
     }  # fmt: skip
     values = {key: value for key, value in arguments.items() if value is not None} | ({"vllm": vllm} if vllm else {})
     parallel = {"tensor": tensor, "pipeline": pipeline, "context": context}
+    # Only options that were given: defaults belong to the configuration file.
     values["parallel"] = {key: value for key, value in parallel.items() if value is not None}
     show_messages()
     if demo and (config is not None or model is not None or under_torchrun()):
@@ -110,10 +111,12 @@ def serve_command(
             directory = stack.enter_context(demo_directory(storage))
             values, client = demo_settings(directory, values), str(directory / "demo_client.py")
         settings = load_serve_config(config, values, overrides)
+        # Once, in the parent, before it starts the ranks.
         if not under_torchrun():
             check_service(settings, nproc or 1)
             check_address(settings)
         check_packages()
+        # Before the ranks start: with several, all must know the same keys, and one generated key is printed once.
         keys, generated_key = keys_of(settings, dict(os.environ))
         if under_torchrun(nproc):
             serve_process(settings.model_dump_json(), keys, generated_key)
@@ -132,7 +135,8 @@ def serve_process(settings: str, keys: dict[str, str], generated_key: str | None
 
     LastingOutput().install()
     for number in stopping():
-        if number not in ALWAYS:  # uvicorn handles those two
+        if number not in ALWAYS:  # uvicorn handles SIGINT and SIGTERM itself
+            # As SIGTERM, which uvicorn answers by finishing open requests.
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     serve_rank(settings, keys, generated_key, client)
 

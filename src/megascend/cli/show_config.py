@@ -39,4 +39,5 @@ def show_config_command(
         layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
     typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared
     for line in layout.splitlines():
+        # As comments: the output is a valid run file again.
         typer.echo(f"# {line}")

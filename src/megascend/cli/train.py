@@ -59,6 +59,7 @@ def train_command(
         return
     LastingOutput().install()  # until the process ends
     if profile and settings.profile is None:
+        # A section in the file, with its own settings, takes precedence.
         settings = settings.model_copy(update={"profile": Profile()})
     start_training(train_rank, settings, nproc, overwrite, resume)
 
@@ -74,6 +75,7 @@ def print_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resum
     from megascend.distributed.launch import Launch
 
     launch = Launch.from_environment()
+    # Reading the data once is enough: all ranks would find the same.
     if launch.rank > 0:
         return
     show_messages()
@@ -100,6 +102,7 @@ def start_training(
     else:
         from megascend.app.preflight import preflight
 
+        # Once, in the parent: an error is one line, not one for each rank.
         plan = preflight(settings, nproc or 1, overwrite, resume)
         try:
             stopped = start_ranks(function, settings, overwrite, resume, plan, nproc=nproc or 1)
@@ -114,7 +117,7 @@ def train_rank(config: RunConfig, overwrite: bool, resume: str | None, plan: Run
     """Run one rank; return the signal that stopped the run, if one did.
 
     Args:
-        plan: what the command has found on this host; None under torchrun. It pickles without torch, as the settings do.
+        plan: results of the checks on this host; None under torchrun. It pickles without torch, as the settings do.
     """
     from megascend.app.train import train
 
@@ -123,7 +126,7 @@ def train_rank(config: RunConfig, overwrite: bool, resume: str | None, plan: Run
 
 
 def prepare_rank(config: TrainerConfig) -> None:
-    """Have a rank write its messages to a terminal that may go away, and ask the user nothing."""
+    """Set up a rank's output for a terminal that may disappear, its log messages, and a closed stdin."""
     import warnings
 
     from megascend.app.lasting_output import LastingOutput
@@ -131,7 +134,7 @@ def prepare_rank(config: TrainerConfig) -> None:
 
     LastingOutput().install()
     show_messages()
-    # Deprecations inside these packages are nothing that a user of this command could act on.
+    # Users of this command cannot act on deprecations inside these packages.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
     if config.trackers:
         ask_nothing()

@@ -85,6 +85,7 @@ class Validation(Section):
     def _one_source(self) -> Validation:
         if self.split == "":
             raise ValueError("validation.split: name a split, or leave it out")
+        # Neither source, or both.
         if (self.path is None and self.split is None) == (self.fraction == 0):
             setting = "path" if self.path is not None else "split"
             problem = f"{setting} and fraction are both" if self.fraction else "none is"
@@ -96,6 +97,7 @@ class Validation(Section):
         if self.fraction:
             return None
         setting = "validation.split" if self.path is None else "validation.path"
+        # The same settings as the training data, except for the split.
         return self.path or data.path, data.model_copy(update={"split": self.split}), setting
 
 

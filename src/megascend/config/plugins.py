@@ -18,6 +18,7 @@ REMEDY = "install its package into this environment, or put the folder that hold
 def check_plugins(modules: Sequence[str]) -> None:
     """Raise ConfigError if the package of a plug-in is missing. Imports nothing."""
     for module in modules:
+        # find_spec of a submodule would import its parents.
         package = module.partition(".")[0]
         if find_spec(package) is None:
             raise ConfigError(f"plugins: there is no package {package!r}, of {module!r}: {REMEDY}")

@@ -52,9 +52,8 @@ class Rollout(Section):
     def most_equal(self) -> int:
         """Consecutive groups with equal rewards that end the run; 0: never."""
         if self.max_groups_without_signal is None:
-            return max(
-                10 * self.prompts_per_step, 100
-            )  # as verl's max_num_gen_batches of 10; fewer than 100 groups may be chance
+            # Ten batches, as in verl's max_num_gen_batches; fewer than 100 groups may be equal by chance.
+            return max(10 * self.prompts_per_step, 100)
         return self.max_groups_without_signal
 
 
@@ -119,6 +118,7 @@ class RlConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:
+        # Otherwise no sample would be new enough for the last steps before an update.
         if self.sync.every > self.rollout.max_lag + 1:
             raise ValueError(
                 f"sync.every={self.sync.every} needs rollout.max_lag of {self.sync.every - 1} or more, got "
@@ -129,6 +129,7 @@ class RlConfig(TrainerConfig):
             raise ValueError("engines must name at least one")
         if self.rollout.controller is not None and self.engines != ("local",):
             raise ValueError("rollout.controller brings the engines: leave engines out")
+        # "local" may be repeated: each is an engine of its own.
         if len(set(self.engines) - {"local"}) < len([name for name in self.engines if name != "local"]):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
         return self

@@ -98,6 +98,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _causal_models_only(cls, values: Any) -> Any:
+        # Named explicitly: as an unknown key it would get the advice to check its spelling.
         if isinstance(values, dict) and "head" in values:
             raise ValueError(
                 f"head: {values['head']!r:.200} is a setting of backends, not of run files, which train causal language models: "
@@ -185,6 +186,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _trackers(self) -> Self:
+        # An entry is a name, or a mapping of names to options.
         names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"trackers: {', '.join(twice)} is listed twice")
@@ -272,6 +274,7 @@ class RunConfig(TrainerConfig):
         if self.steps and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g}: set one of them")
         if self.steps:
+            # Raises if the warm-up takes all steps; with epochs the number of steps is only known later.
             self.ending_with(self.steps)
         return self
 
@@ -290,7 +293,7 @@ class RunConfig(TrainerConfig):
         """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
         return 0 if self.validation is None else self.validation.every
 
-    def of_length(self, samples: int) -> RunConfig:
+    def for_samples(self, samples: int) -> RunConfig:
         """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up.
 
         Raises:
@@ -298,6 +301,7 @@ class RunConfig(TrainerConfig):
         """
         if self.epochs is None:
             return self.ending_with(self.steps)
+        # Rounded up: the last step may begin one more epoch.
         steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
         return self.ending_with(steps).model_copy(update={"steps": steps})
 
@@ -323,10 +327,10 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
     try:
         settings = kind.model_validate(values)
     except ValidationError as error:
+        # from None: pydantic's own message would repeat everything in other words.
         raise ConfigError(explain(error, str(path), kind)) from None
-    if (
-        isinstance(settings, TrainerConfig) and not settings.plugins
-    ):  # plug-ins register further names when they are imported
+    # With plug-ins the names are checked after their import, which registers further ones.
+    if isinstance(settings, TrainerConfig) and not settings.plugins:
         try:
             check_names(settings.engine, settings.tracker_options)
         except ConfigError as error:

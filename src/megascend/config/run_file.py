@@ -28,7 +28,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] | None = Non
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; expected a run file in YAML")
-    if not os.path.lexists(path):  # a dangling link is an error of reading, below
+    if not os.path.lexists(path):  # a dangling link exists and fails below, when it is read
         raise ConfigError(f"no config file at {path.absolute()}")
     try:
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte order mark
@@ -50,6 +50,7 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     split = [_split(override) for override in overrides]
     overridden = {key for key, _ in split}
     for pair in ALTERNATIVES:
+        # Both directions: either setting of a pair may be the one in the file.
         for setting, alternative in (pair, pair[::-1]):
             if setting in overridden and alternative not in overridden:
                 _remove(values, alternative)
@@ -72,6 +73,7 @@ def _set(values: dict[str, Any], key: str, text: str) -> None:
         values = values[parent]
         if not isinstance(values, dict):
             raise ConfigError(f"--set {key}={text}: {parent!r} is not a section")
+    # As YAML, so that numbers, lists and null have the types that they have in a file.
     values[leaf] = _parse(text, f"--set {key}={text}")
 
 
@@ -112,11 +114,13 @@ def _loader() -> Any:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # <<, which is not a setting
                     continue
                 key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+                # YAML 1.1 reads on, off, yes and no as booleans, and 1 as a number.
                 if not isinstance(key, str):
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key_node.value!r:.60} is read as {key!r:.60}, not as a name: quote it",
                         key_node.start_mark,
                     )  # fmt: skip
+                # PyYAML silently keeps the last of several.
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key!r} appears twice, first in line {seen[key]}",

@@ -18,14 +18,17 @@ def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
 
 def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in item["loc"])
+    # pydantic's prefix of messages from a validator.
     message, value = item["msg"].removeprefix("Value error, "), item["input"]
     if item["type"] == "extra_forbidden":
         return f"{key or title}: unknown setting (value {value!r:.200}){_advice(item['loc'], kind)}"
+    # The most common mistake in YAML and on the command line: one value without brackets.
     if item["type"] in ("tuple_type", "list_type") and isinstance(value, (str, int, float)):
         return (
             f"{key or title}: a list is expected here (got {value!r:.200}): write {key}: [{value}], "
             f"or --set {key}=[{value}]"
         )
+    # "key:" without a value is null in YAML.
     if value is None and item["type"] not in ("missing", "model_type", "value_error"):
         return f"{key or title}: a value is expected here, and there is none (empty, or null)"
     if item["type"] == "missing":
@@ -100,6 +103,7 @@ class _RaisesConfigError(type(BaseModel)):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
+            # Only direct construction gets here: pydantic validates nested sections without calling the class.
             raise ConfigError(explain(error, cls.__name__, cast("type[BaseModel]", cls))) from None
 
 
@@ -112,6 +116,7 @@ class Section(BaseModel, metaclass=_RaisesConfigError):
     @classmethod
     def _refuse_coercion(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse values that pydantic would coerce: true to 1, an empty string to the current directory."""
+        # pydantic's strict mode would also refuse strings for paths and lists for tuples, as YAML has them.
         annotation = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in annotation and ("int" in annotation or "float" in annotation):
             raise ValueError("a number is expected here, not true or false")

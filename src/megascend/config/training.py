@@ -55,6 +55,7 @@ class Adam(Section):
 
     @model_validator(mode="after")
     def _overlaps(self) -> Adam:
+        # Megatron-Core requires both.
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self
@@ -86,11 +87,13 @@ class Schedule(Section):
         """
         if self.kind == "constant" or self.total_steps:
             return self
+        # No steps would be left for the decay.
         if self.warmup_steps >= steps:
             raise ConfigError(
                 f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
                 f"take), and kind: {self.kind} needs some after them: lower it"
             )
+        # Constructed anew, not model_copy(), which would skip the validators.
         return Schedule(**self.model_dump() | {"total_steps": steps})
 
 
@@ -128,6 +131,7 @@ class Moe(Section):
 
     @model_validator(mode="after")
     def _formula(self) -> Moe:
+        # Refused instead of guessed: the two formulas differ by a factor that depends on the number of layers.
         if self.aux_loss == "none" and self.aux_loss_coefficient > 0:
             raise ValueError(
                 f"aux_loss_coefficient={self.aux_loss_coefficient:g} does not say which formula it is of: set moe.aux_loss to "

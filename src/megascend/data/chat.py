@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them, and the characters that the assistant writes."""
+"""Render conversations with a tokenizer's chat template, and find the characters that the assistant generates."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]] | None
 
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
-"""Keys of messages that templates may leave out without a remark; what they leave out of the last three is looked for."""
+"""Keys of messages that templates may ignore without a remark; omitted reasoning is checked separately."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"
-"""The function by which chat templates write the date."""
+"""Function that transformers gives to chat templates for the date."""
+# Guards the globals of compiled templates, which fixed_date() changes.
 DATED = threading.RLock()
 RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+# Letters only: a template that quotes, trims or escapes its input leaves them unchanged.
 PROBE = ("firstpartofaprobe", "secondpartofaprobe")
 
 
@@ -39,7 +41,7 @@ def check_template(text: str, path: Path) -> None:
     try:
         render_jinja_template(conversations=[[]], chat_template=text)
     except Exception as error:
-        # What else is wrong may be so with no message only, and is said of the conversations.
+        # Other errors may be due to the empty conversation; they are reported with a real one.
         if (line := syntax_error_line(error)) is not None:
             raise DataError(f"data.chat_template: {path}:{line}: not a template: {error}") from error
 
@@ -57,6 +59,7 @@ def fixed_date(template: str, day: date) -> Iterator[None]:
 
     with DATED:
         variables = _compile_jinja_template(template).globals
+        # The date would otherwise be that of the day on which a sample is tokenised, and a resumed run would see other samples.
         clock = variables[CLOCK]
         variables[CLOCK] = datetime.combine(day, time()).strftime
         try:
@@ -90,6 +93,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        # Added special tokens too: <|im_end|> and the like are often not among all_special_tokens.
         self._ends = [token for token in dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]) if token]
         self._bos, self._eos = str(tokenizer.bos_token or ""), str(tokenizer.eos_token or "")
         self._takes_parts: bool | None = None
@@ -139,6 +143,7 @@ class ChatTemplate:
                 conversations=[list(conversation)],
                 tools=list(tools) if tools else None,
                 chat_template=template,
+                # Also returns the generation blocks, as spans of characters.
                 return_assistant_tokens_mask=bool(GENERATION.search(template)),
                 add_generation_prompt=prompt,
                 **variables,
@@ -150,10 +155,11 @@ class ChatTemplate:
                 try:
                     rendered, marked = attempt(conversation)
                 except Exception:
+                    # Most templates serialize arguments themselves; some concatenate them as a string and fail on an object.
                     textual = [with_arguments_as_text(message) for message in conversation]
                     if textual == conversation:
                         raise
-                    rendered, marked = attempt(textual)  # DeepSeek's templates write arguments as they are
+                    rendered, marked = attempt(textual)  # for example DeepSeek's templates
         except Exception as error:
             line = syntax_error_line(error)
             where = "" if line is None else f" in line {line}"
@@ -178,7 +184,7 @@ class ChatTemplate:
         if not isinstance(content, list):
             return message
         if self._takes_parts is None:
-            self._takes_parts = False  # while it is found out
+            self._takes_parts = False  # while the probe below renders
             self._takes_parts = self._writes_parts()
         if self._takes_parts:
             return message
@@ -197,6 +203,7 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001, whatever it is, the template does not take a list
             return False
         match = re.search(f"{PROBE[0]}(.*){PROBE[1]}", str(rendered[0]), re.DOTALL)
+        # A template that prints the list itself would have the probes in it too, with its keys between them.
         return match is not None and "type" not in match[1]
 
     # --- what the assistant writes ---
@@ -207,24 +214,24 @@ class ChatTemplate:
         tools: Tools = None,
         options: Mapping[str, Any] | None = None,
         *,
-        apart: bool = True,
+        separate: bool = True,
     ) -> list[tuple[int, list[Span]]]:
         """Return, by the index of each of the assistant's messages, the spans of characters that the assistant writes.
 
-        By the template's generation blocks, or else from the end of the generation prompt to the end of the turn, by comparison
-        with the conversation cut before and after it. What follows the special token that ends a turn (a line break in ChatML)
-        is never generated, so it is left out. No words of another message are within.
+        They are the template's generation blocks, or else what lies between the end of the generation prompt and the end of the
+        turn, by comparison with the conversation cut before and after it. Text after the special token that ends a turn (a line
+        break in ChatML) is never generated, so it is left out. The spans contain no words of other messages.
 
         Args:
             conversation: as :meth:`rendering` returns it for the same tools and options.
-            apart: False: which characters are whose does not matter; those of generation blocks all go with the first message.
+            separate: assign spans to messages; False: the spans of all generation blocks go with the first message.
         """
         messages = conversation.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.marks_turns(tools):
             spans = (
                 [(turns[0], conversation.blocks)]
-                if turns and not apart
+                if turns and not separate
                 else self._turn_blocks(conversation.blocks, messages, turns, tools, options)
             )
             self._check_words(conversation, turns, spans)
@@ -242,7 +249,7 @@ class ChatTemplate:
 
     @staticmethod
     def _check_others(conversation: Rendering, turns: Sequence[int], spans: Sequence[tuple[int, list[Span]]]) -> None:
-        """Raise DataError if words of another message stand within the spans of one of the assistant's."""
+        """Raise DataError if the spans of one of the assistant's messages contain words of another message."""
         for index, pieces in spans:
             owners = {index} if len(spans) == len(turns) else set(turns)
             for start, end in pieces:
@@ -258,10 +265,11 @@ class ChatTemplate:
     def _check_words(
         conversation: Rendering, turns: Sequence[int], turn_spans: Sequence[tuple[int, list[Span]]]
     ) -> None:
-        """Raise DataError if words or calls of the assistant that the template writes stand outside of its blocks."""
+        """Raise DataError if words or calls of the assistant are outside the template's generation blocks."""
         every = [span for _, spans in turn_spans for span in spans]
         blocks = dict(turn_spans) if len(turn_spans) == len(turns) else dict.fromkeys(turns, every)
         rendered, positions = conversation.text, conversation.positions
+        # Messages whose words could not be marked. Their words may occur elsewhere by chance, so blocks are also counted below.
         unproven = 0
         for index in turns:
             words = tail(conversation.messages[index])
@@ -294,7 +302,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None,
     ) -> list[tuple[int, list[Span]]]:
         """Assign the template's generation blocks to messages."""
-        # A turn without words may have no block, and another one two: then as many as the conversation gains with it.
+        # A turn without words may have no block, and another one two. Then a turn has as many blocks as rendering it adds.
         if len(blocks) == len(turns) and all(tail(messages[index]) for index in turns):
             return [(index, [span]) for index, span in zip(turns, blocks, strict=True)]
         assigned, before = [], 0
@@ -324,6 +332,7 @@ class ChatTemplate:
         """Report what the template leaves out; ``prompt``: it was rendered up to the assistant's continuation."""
         messages, rendered = conversation.messages, conversation.text
         self._check_words_written(conversation, source, findings)
+        # Rendered without the tools for comparison: a template that ignores them gives the same text.
         if tools and rendered == self._render(messages, None, options, prompt=prompt)[0]:
             raise DataError(f"'tools': {UNWRITTEN}")
 
@@ -340,12 +349,14 @@ class ChatTemplate:
         for role in dict.fromkeys(message["role"] for message in messages):
             if self._with_role({"role": role}, template)["role"] != role:
                 findings.remark(f"messages of the role {role!r} are written as those of the role 'tool'", source)
+        # By the template's text: whether it renders reasoning may depend on the position of a turn, see _drops_thought().
         thinks = any(key in message for message in messages for key in REASONING)
         if thinks and not any(key in template for key in REASONING):
             raise DataError(f"'reasoning_content': {UNWRITTEN}")
         if any(self._drops_thought(conversation, index) for index in range(len(messages))):
             findings.remark("the chat template leaves out the reasoning of some of the assistant's turns", source)
         for key in dict.fromkeys(key for message in messages for key in message if key not in KNOWN_KEYS):
+            # A key that the template does not mention cannot be in its output.
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 findings.remark(f"{key!r} of messages is not read", source)
 
@@ -380,7 +391,7 @@ class ChatTemplate:
             left_out = conversation.positions.is_left_out(index, "words")
             if left_out is None:
                 left_out = bool(words) and words not in conversation.text
-            # The beginning of what the assistant says is what it thought, between tags that the template knows.
+            # An assistant's message may begin with its reasoning, in tags that templates remove from earlier turns.
             is_cut = role != "assistant" and conversation.positions.is_cut(index, "words")
             if not left_out and not is_cut:
                 continue
@@ -414,6 +425,7 @@ class ChatTemplate:
         self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings
     ) -> None:
         """Remark that turns end without a special token: what is learned has no end then."""
+        # The last span of each turn: a turn may have several generation blocks.
         last = [max(pieces) for _, pieces in turns if pieces]
         ended = [rendered[start:end].rstrip().endswith(tuple(self._ends)) for start, end in last]
         if ended and not any(ended):
@@ -446,7 +458,7 @@ def tail(message: Message) -> str:
     content = message.get("content", "")
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     text = next((text for text in reversed(texts) if text.strip()), "")
-    if message["role"] == "assistant":  # templates may leave out what it thought
+    if message["role"] == "assistant":  # templates may leave out the reasoning
         text = text.rpartition("</think>")[2]
     return text.strip()[-16:]
 

@@ -1,4 +1,4 @@
-"""Records to documents: which columns mean what. Pure.
+"""Convert records to documents by their columns. Pure.
 
 | columns | becomes |
 |---|---|
@@ -41,7 +41,10 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Columns that each form must have, and those that it may have."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
-KNOWN = "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', or 'text'"
+KNOWN_FORMS = (
+    "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
+    "or 'text'"
+)
 
 
 def parse_record(
@@ -51,7 +54,8 @@ def parse_record(
     read.
     """
     if not isinstance(record, dict):
-        raise DataError(f"{source}: expected a JSON object with {KNOWN}, found {type(record).__name__}")
+        raise DataError(f"{source}: expected a JSON object with {KNOWN_FORMS}, found {type(record).__name__}")
+    # Tables have every column in every row, with null where a record has none.
     values = {key: value for key, value in record.items() if value is not None}
     if columns:
         missing = [column for column in columns.values() if column not in record]
@@ -61,11 +65,12 @@ def parse_record(
             )
         names = {column: name for name, column in columns.items()}
         values = {names.get(key, ""): value for key, value in values.items() if key in names}
+    # A record that fits several forms is refused: guessing would train on the wrong columns.
     forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
     if len(forms) != 1:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
         advice = "; say which to read with data.columns: {NAME: COLUMN}" if forms else ""
-        raise DataError(f"{source}: expected exactly one of the keys {KNOWN}, found: {keys}{advice}")
+        raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]
     chat = () if form == "text" else CHAT_COLUMNS
@@ -125,6 +130,7 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
     before, weights = parse_messages(prompt, f"{source}: prompt", learned=False) if prompt else ((), None)
     answer, answer_weights = parse_messages(completion, f"{source}: completion")
     messages = (*before, *answer)
+    # One side may have weights and the other not: the default weights fill the gap.
     plain = tuple(float(message["role"] == "assistant") for message in messages)
     loss_weights = (
         None
@@ -140,6 +146,7 @@ def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
     messages = []
     if system := _text(values, "system", source, empty=True):
         messages.append({"role": "system", "content": system})
+    # In tables the list is JSON text.
     history = decoded(values.get("history", []))
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError(f"{source}: 'history' must be a list of [question, answer], found {history!r:.60}")
@@ -172,9 +179,10 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
 
 
 def _side(side: list[Any], prompt: Any, where: str) -> Messages:
-    """Return a whole conversation: the prompt comes first, unless it begins with a user's or system's message."""
+    """Return one side as a complete conversation; the prompt is put in front unless the side begins with a user or system."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
+    # TRL's data sets come in both forms: with the prompt apart, and with it repeated in both sides.
     is_complete = role not in ("assistant", "tool", *CALLS, *RESULTS)
     prompt = from_sharegpt(prompt, where)
     before: list[Any] = []

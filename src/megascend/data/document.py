@@ -1,4 +1,4 @@
-"""A document: what one record of the data says, checked, in one form for all formats."""
+"""A document: the validated content of one record, in one form for all formats."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """One text, one prompt with its completion, one conversation, or one preference pair, and where it stands.
+    """One text, one prompt with its completion, one conversation, or one preference pair, with its source.
 
     Exactly one of ``text``, ``completion``, ``messages`` and ``chosen`` is set.
 
     Attributes:
         source: ``file:line``, ``file[row]`` or the file; every error about the document begins with it.
-        messages: of a conversation, as the chat template shall see them.
+        messages: a conversation, in the form that the chat template receives.
         text: plain text; every token of it is learned.
-        prompt, completion: plain text of which only the completion is learned. With ``chosen`` and ``rejected`` that are
-            plain text, ``prompt`` is what stands before either.
-        chosen, rejected: of a preference pair, both plain text or both whole conversations.
-        loss_weights: of each message, or None for 1 on the assistant's and 0 on all others.
-        prompt_messages: how many of ``messages`` are a prompt: of those nothing is learned, unless prompts are learned, too.
-        tools: what the conversation may call, for the chat template.
+        prompt, completion: plain text of which only the completion is learned. If ``chosen`` and ``rejected`` are plain text,
+            ``prompt`` precedes both.
+        chosen, rejected: the sides of a preference pair, both plain text or both complete conversations.
+        loss_weights: loss weight of each message; None: 1 for the assistant's, 0 for all others.
+        prompt_messages: number of ``messages`` that are a prompt, which is not learned unless prompts are.
+        tools: functions that the conversation may call, for the chat template.
         template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
     """
 

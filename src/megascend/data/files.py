@@ -1,6 +1,6 @@
-"""Records from files: JSONL, JSON, CSV, parquet, plain text, folders of these, and folders that datasets has saved.
+"""Read records from JSONL, JSON, CSV, parquet and plain text files, folders of these, and folders that datasets saved.
 
-Records come one after the other; a file is never in memory as a whole, JSON excepted.
+Records are read one by one; no file is held in memory as a whole, except JSON.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, files_of, is
 from megascend.errors import DataError
 
 Record = tuple[str, Any]
-"""Where a record stands, and what it says."""
+"""Source of a record (``file:line``), and its content."""
 
+# Written by Windows tools at the start of UTF-8 files; json.loads refuses it.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
-"""Of CSV, in characters; Python's own limit is 131072."""
+"""Characters of a CSV field; Python's own limit of 131072 is too short for conversations."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -85,7 +86,7 @@ def _text_records(path: Path, findings: Findings) -> Iterator[Record]:
 
 
 def _jsonl_records(path: Path, findings: Findings) -> Iterator[Record]:
-    # Lines of bytes: JSON strings may hold U+2028 and others that Python takes for line ends in text.
+    # Lines of bytes: JSON strings may hold U+2028 and similar characters, at which str.splitlines() would split.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -105,7 +106,7 @@ def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
         except (json.JSONDecodeError, RecursionError) as error:
             if "Extra data" not in str(error):
                 raise DataError(_json_problem(error, str(path))) from None
-            records = None  # an object a line, whatever the file is called
+            records = None  # JSON Lines under the name .json, as many data sets have it
         if records is None:
             yield from _jsonl_records(path, findings)
         elif isinstance(records, list):
@@ -141,9 +142,10 @@ def _decode(content: bytes, source: str) -> str:
 
 
 def _csv_records(path: Path, findings: Findings) -> Iterator[Record]:
+    # A process-wide setting of the csv module, restored below.
     before = csv.field_size_limit(LONGEST_FIELD)
     try:
-        # Values stay the strings that they are: a reader that infers types turns NA into nothing and 007 into 7.
+        # Values stay strings: a reader that infers types would turn NA into null and 007 into 7.
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True, delimiter=DELIMITERS[path.suffix])
             header = next(rows, [])
@@ -151,6 +153,7 @@ def _csv_records(path: Path, findings: Findings) -> Iterator[Record]:
                 raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
                 raise DataError(f"{path}:1: two columns have one name: {', '.join(header)}")
+            # line_num counts lines of the file, and a quoted field may span several: a record's source is its first line.
             start = rows.line_num + 1
             for row in rows:
                 source, start = f"{path}:{start}", rows.line_num + 1
@@ -228,7 +231,7 @@ def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterato
 
 
 LARGE = 32 * 2**20
-"""Bytes from which on data are read by the ranks alone."""
+"""Size in bytes from which data is checked by the ranks only."""
 
 
 def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
@@ -245,8 +248,9 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
             file.open("rb").close()
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+    # Small data is read here, before ranks start, so that its problems show at once; large data would be read twice.
     if size < LARGE and not findings.problems:
-        findings = Findings(setting)  # reading looks at the folder once more
+        findings = Findings(setting)  # reading inspects the folder again and would repeat its remarks
         for _ in iterate_documents(path, data.split, data.columns, findings, data.config_name):
             pass
     return findings
@@ -262,4 +266,5 @@ def read_template(path: Path | None) -> str | None:
         raise DataError(f"data.chat_template: {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"data.chat_template: {path}: not UTF-8 text (byte {error.start}: {error.reason})") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # as transformers reads the template of a model
+    # As transformers reads the template of a model: with universal newlines.
+    return text.replace("\r\n", "\n").replace("\r", "\n")

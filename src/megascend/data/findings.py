@@ -1,4 +1,4 @@
-"""What is wrong with data, all of it at once and grouped by kind, and what is worth a word about it."""
+"""Collect all problems of data, grouped by kind, and remarks about it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from megascend.errors import DataError
 
 KINDS = 30
-"""How many kinds of problems are told apart; others are only counted."""
+"""Maximum number of kinds that are listed; problems of further kinds are only counted."""
 PLACES = 5
-"""How many sources of one kind are listed."""
+"""Maximum number of sources listed for a kind."""
 SOURCE = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)
 """A message that begins with ``file:line`` or ``file[row]``."""
 VARIES = re.compile(r"(?<=found )(?!:).*|(?<=got ).*|\(\.\..*?\)|\d+", re.DOTALL)
-"""What differs between messages of one kind: values that were found, and numbers."""
+"""Parts of a message that vary within a kind: quoted values and numbers."""
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Findings:
         """Record a problem, whose message begins with its source (``file:line: ``); of a known kind, it is counted."""
         match = SOURCE.fullmatch(message)
         source, text = (match[1], match[2]) if match else ("", message)
+        # Messages that differ only in values and numbers are of one kind: one wrong column in a million rows gives one line.
         self.more += not _count(self.problems, VARIES.sub("#", text), text, source)
 
     def remark(self, text: str, source: str) -> None:
@@ -102,7 +103,7 @@ class Findings:
 
 
 def joined(errors: Sequence[DataError]) -> DataError:
-    """Return one error that says what several do, of training and of validation data."""
+    """Join the errors of training and validation data into one."""
     first, *rest = map(str, errors)
     return DataError("\n  and ".join([first, *(message.replace("\n", "\n  ") for message in rest)]))
 

@@ -12,9 +12,9 @@ from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which data sets keep what the assistant thinks before it answers; templates read the first or the second."""
+"""Keys for the assistant's reasoning in data sets; templates read the first or the second."""
 LOSS = ("loss", "weight")
-"""Keys that say how much the loss counts a message."""
+"""Keys for the loss weight of a message."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of OpenAI's form."""
@@ -32,7 +32,7 @@ SHAREGPT_ROLES = {
     **dict(zip(RESULTS, RESULTS, strict=True)),
 }
 MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-"""Names of speakers that other formats have, and no chat template learns as the assistant or reads as the user."""
+"""Speakers of other formats, which chat templates do not know, and the roles that were probably meant."""
 
 
 def parse_messages(values: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
@@ -44,6 +44,7 @@ def parse_messages(values: Any, where: str, *, learned: bool = True) -> tuple[Me
     if not isinstance(values, list) or not values:
         raise DataError(f"{where} must be a list that is not empty, found {values!r:.60}")
     messages: list[Message] = []
+    # All problems of a conversation are collected, so that a user sees them in one run.
     message_weights: list[float | None] = []
     problems: list[str] = []
 
@@ -104,7 +105,7 @@ def is_empty_answer(message: Message) -> bool:
 def _continues_calls(
     messages: list[Message], raw: Any, message: Message, weight: float | None, weights: list[float | None]
 ) -> bool:
-    """Check whether a message of tool calls alone follows another one: parallel calls, of which each had a message."""
+    """Check whether a message with only tool calls follows another such message: parallel calls in separate messages."""
     return (
         isinstance(raw, dict)
         and raw.get("role") in CALLS
@@ -123,6 +124,7 @@ def parse_message(raw: Any, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise DataError(f"{where} must have a string 'role', found {role!r:.60}")
     role = message["role"] = _role(role, where)
+    # The content of such a message is the call itself, as JSON.
     if role in CALLS:
         calls = decoded(message.pop("content", None))
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
@@ -140,6 +142,7 @@ def parse_message(raw: Any, where: str) -> Message:
     if any(not isinstance(thought, str) for thought in thoughts) or len(set(thoughts)) > 1:
         raise DataError(f"{where}: {' and '.join(REASONING)} must be one string, found {thoughts!r:.60}")
     if thoughts:
+        # Under both names, since templates read different ones; "reasoning" is read by none.
         message["reasoning_content"] = message["thinking"] = thoughts[0]
         message.pop("reasoning", None)
     message |= _content(message, where)
@@ -147,7 +150,7 @@ def parse_message(raw: Any, where: str) -> Message:
 
 
 def _role(role: str, where: str) -> str:
-    """Return a role as it is."""
+    """Return a role unchanged, unless it looks like a misspelt one."""
     roles = (*ROLES, *CALLS, *RESULTS)
     if role in roles:
         return role
@@ -155,6 +158,7 @@ def _role(role: str, where: str) -> str:
     suggestion = (
         plain if plain in roles else MISTAKEN.get(plain) or next(iter(get_close_matches(plain, ROLES, 1, 0.8)), None)
     )
+    # An unknown role is allowed, as templates may have their own; one that resembles a known role would lose its loss silently.
     if suggestion is not None:
         raise DataError(f"{where}: the role {role!r} is unknown, did you mean {suggestion!r}?")
     return role
@@ -198,8 +202,10 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: the arguments of tool_calls[{number}] must be an object, or one written as JSON, found "
                 f"{inner['arguments']!r:.60}"
             )
+        # Calls without the "function" wrapper keep their id, which answers of tools refer to.
         outer = call if "function" in call else {key: value for key, value in call.items() if key in ("id", "type")}
         function = {key: value for key, value in inner.items() if "function" in call or key not in ("id", "type")}
+        # "type" is part of OpenAI's form.
         calls.append({"type": "function"} | outer | {"function": function | {"arguments": arguments}})
     return calls
 
@@ -247,7 +253,7 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_remarks(raw_tools: Any, document: Document) -> list[str]:
-    """Return remarks on a document's tools and calls that are trained on all the same; ``found``: the tools as in the data."""
+    """Return remarks on a document's tools and calls, which do not prevent training; ``raw_tools``: as in the data."""
     remarks = []
     tools, raw = document.tools or (), decoded(raw_tools)
     if isinstance(raw, list) and [decoded(tool) for tool in raw] != list(tools):
@@ -286,7 +292,7 @@ def tool_remarks(raw_tools: Any, document: Document) -> list[str]:
 
 
 TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
-"""Keys of a JSON schema that say of which type a value is."""
+"""Keys of a JSON schema that determine a value's type."""
 
 
 def from_sharegpt(raw: Any, where: str) -> Any:
@@ -300,6 +306,7 @@ def from_sharegpt(raw: Any, where: str) -> Any:
             problems.append(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
             continue
         role, value = message["from"], message.get("value")
+        # Other keys, such as a loss weight, are kept.
         rest = {key: entry for key, entry in message.items() if key not in ("from", "value")}
         if not isinstance(role, str) or role not in (*SHAREGPT_ROLES, *CALLS):
             speakers = ", ".join([*SHAREGPT_ROLES, *CALLS])
@@ -312,7 +319,7 @@ def from_sharegpt(raw: Any, where: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Parse a string that holds a JSON list or object, the form of lists in tables; return anything else as it is."""
+    """Parse a string that holds a JSON list or object, as in tables; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -331,7 +338,7 @@ def conversation_or_text(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` without the keys whose value is None, at any depth: Arrow gives every object all keys of all others."""
+    """Return ``value`` without keys whose value is None, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The order in which samples come: global batches, epoch after epoch."""
+"""Order of the samples: global batches, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Batches(Generic[T]):
-    """Global batches without end: epoch after epoch over ``samples``, each epoch in an order of its own.
+    """Endless global batches: epoch after epoch over ``samples``, each epoch in its own order.
 
     The order follows from ``seed`` and the epoch alone, so that every rank has the same, and so that a run resumed
     with :meth:`load_state_dict` continues with the batch it would have seen. A batch may span two epochs: no sample is
@@ -37,10 +37,10 @@ class Batches(Generic[T]):
     ) -> None:
         """
         Args:
-            fingerprint: tells these samples from others, so that a position is not taken up in other data.
-            sources: what the samples were made of, for the message that they have changed.
-            on_changed: ``continue``: go on with samples that have changed; None: there is no such choice, and the sources must be
-                the same, too.
+            fingerprint: identifies the samples, so that a position is not resumed in other data.
+            sources: inputs of the samples (files, settings, versions), to explain a change.
+            on_changed: ``continue``: resume although the samples changed; None: not configurable, and the sources must be equal,
+                too.
         """
         if not samples:
             raise DataError("no training samples: the data holds nothing to train on (data.path)")
@@ -97,6 +97,7 @@ class Batches(Generic[T]):
             if self._on_changed != "continue":
                 raise DataError(f"cannot resume the data order: {report}{self._advice(state)}")
             if "samples" in changed:
+                # A position has no meaning in other samples; an epoch that had begun counts as done.
                 epoch, position = epoch + (position > 0), 0
                 report += "; a new epoch begins"
             self.changes = report
@@ -129,6 +130,7 @@ class Batches(Generic[T]):
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._samples)))
         if self._shuffle:
+            # A string seed: seed and epoch stay distinct, and Python hashes it by SHA-512, equal in every process.
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
@@ -136,7 +138,7 @@ class Batches(Generic[T]):
 def changed_samples(
     before: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, str], sources: Mapping[str, str]
 ) -> str:
-    """Describe how samples differ from a checkpoint's: by their data, or by what else they are made of.
+    """Describe how samples differ from a checkpoint's: in their data, or in another input.
 
     Args:
         before, now: number of ``samples`` and ``fingerprint``.
@@ -164,7 +166,7 @@ batches = Batches
 
 
 def fingerprint_of(samples: Sequence[Sample]) -> str:
-    """xxh3 digest over tokens, targets and weights of all samples, hexadecimal."""
+    """Return the xxh3 digest of tokens, targets and weights of all samples, hexadecimal."""
     state = xxhash.xxh3_64()
     for sample in samples:
         add_to_fingerprint(state, sample)

@@ -1,4 +1,4 @@
-"""From the settings of a run's data to its samples: everything that can be wrong with them is found here, before training."""
+"""Make the samples of a run from its data settings; all problems of the data are reported here, before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
-from megascend.data.samples import Encoder, Limits
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-"""Files of a model directory that decide nothing about tokens."""
+"""Suffixes of files that do not affect tokenisation."""
 TOKENIZER = ("tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece")
-"""What the names of a tokenizer's files begin with."""
+"""Prefixes of the names of a tokenizer's files."""
 PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "huggingface_hub")
-"""Those that decide which files are read, and what is made of them."""
+"""Packages that decide which files are read, and how they are rendered and tokenised."""
 PROGRESS_S = 20.0
-"""Seconds from one line about a long tokenisation to the next."""
+"""Seconds between two progress lines of a long tokenisation."""
 PATIENCE_S = 7 * 24 * 3600.0
-"""How long a rank waits for another one of its machine that turns the same data into tokens; its lock ends with its process."""
+"""Seconds that a rank waits for another one on its machine that tokenises the same data; a lock ends with its process."""
 
 
 def set_template(data: Data, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -55,7 +55,7 @@ def prepare_samples(
     path: Path,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
+    limits: SampleLimits,
     model: Path,
     setting: str = "data.path",
     template_date: date | None = None,
@@ -65,6 +65,7 @@ def prepare_samples(
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
     ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
     """
+    # Also reports problems of the folder before anything is tokenised.
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
@@ -74,6 +75,7 @@ def prepare_samples(
     )
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
+    # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
     key = digest_of(everything)
     sources = {
@@ -98,16 +100,19 @@ def prepare_samples(
             template_date=template_date,
         )
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources)
+        # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
 
     limit, path_of_samples = cache_limit(), cache_folder() / "samples" / key
     is_new = not path_of_samples.exists()
     try:
+        # One process of the machine tokenises; the others wait at the lock and then map the same files.
         store = SampleStore(cached(path_of_samples, make, PATIENCE_S))
         # The same samples may be those of another setting, in another run or this one.
         store.sources = {
             f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()
         }
+        # Only after adding an entry: the cache can only have grown then.
         if is_new:
             prune(path_of_samples.parent, limit, keep=path_of_samples)
     except OSError as error:
@@ -136,6 +141,7 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
 def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
     """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
     read = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    # The names of all files, because datasets derives the splits from them.
     every = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if is_saved(path):
         read += [path / "dataset_dict.json"]
@@ -159,6 +165,7 @@ def tokenizer_of(model: Path) -> list[list[str]]:
 
 
 def versions() -> list[str]:
-    """Return what else decides about samples: the packages that tell splits, render and tokenise, and this package's own code."""
+    """Return versions of the packages that choose splits, render and tokenise, and digests of this package's own code."""
+    # The code of this package, instead of a version to be increased by hand with each change of the format.
     code = [digest(file, xxhash.xxh3_128) for file in sorted(Path(__file__).parent.glob("*.py"))]
     return [*map(version, PACKAGES), *code]

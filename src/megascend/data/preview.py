@@ -1,4 +1,4 @@
-"""Facts about data for a person to read before training: counts and lengths, and a sample as text, by weight."""
+"""Summarize data for a person before training: counts and lengths, and a sample as text, by loss weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from megascend.batch.sample import Sample
-from megascend.data.store import Part
+from megascend.data.store import SampleSubset
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SampleStatistics:
     longest: int
 
     @classmethod
-    def of(cls, part: Part) -> SampleStatistics:
+    def of(cls, part: SampleSubset) -> SampleStatistics:
         """Figures of at least one sample. Reads the weights of all."""
         lengths = part.lengths
         median, p95 = np.percentile(lengths, [50, 95], method="higher")
@@ -75,7 +75,7 @@ def pieces(sample: Sample, decode: Decode) -> list[SamplePiece]:
     result, start, before = [], 0, ""
     for weight, members in groupby(weights):
         count = len(list(members))
-        # Decoded with all that is before them: alone, some tokenizers drop the space that a word begins with.
+        # Decoded together with all tokens before: some tokenizers drop a leading space from the first token of a text.
         upto = decode(ids[: start + count])
         text = upto[len(before) :] if upto.startswith(before) else decode(ids[start : start + count])
         result.append(SamplePiece(text, weight, count))

@@ -1,7 +1,7 @@
-"""A rendered conversation, and where it has the words of its messages: found by rendering it once more with marks in them.
+"""A rendered conversation and the positions of its messages' words, found by rendering it again with marks in them.
 
-A mark is a number between two characters of a private use area that the conversation does not have. Taken out again they must
-leave the same text, so what they say is exact, however a template trims, quotes, moves or repeats what it is given.
+A mark is a number between two characters of a private use area that the conversation does not contain. Removing the marks must
+give the same text again, so positions are exact, however a template trims, quotes, moves or repeats its input.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megascend.errors import DataError
 Part = Literal["words", "thought", "call"]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message]], tuple[str, list[Span]]]
-"""What a template makes of messages, and where its generation blocks are in that."""
+"""Renders messages to text, with the spans of the template's generation blocks in it."""
 
 PRIVATE = (0xE000, 0xF900), (0xF0000, 0xFFFFE)
-"""Areas of characters that no standard gives a meaning, and a conversation seldom has: those that it lacks delimit its marks."""
+"""Private use areas of Unicode, which conversations seldom contain; two unused characters delimit the marks."""
 THOUGHT_END = "</think>"
 TAGGED = re.compile(r"<(\w+)>\s*(?P<inner>.*?)\s*</\1>", re.DOTALL)
 """Words in tags that a template may look for, ``<tool_response>`` in a user's message for example."""
@@ -46,7 +46,7 @@ MARKINGS = (
     Marking(empty=False, outside_tags=False),
     Marking(beginnings=False, empty=False, calls=False, outside_tags=False),
 )
-"""From the most telling to the least disturbing."""
+"""In the order in which they are tried: from the most marks to the fewest."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class WordPositions:
         return sorted(at for text in texts for at in (*text.begins, *text.ends))
 
     def end_of(self, message: int, start: int) -> int | None:
-        """Return the end of a message's last text behind ``start``; of repeated texts the first occurrence counts."""
+        """Return the end of a message's last text after ``start``; of repeated texts the first occurrence counts."""
         ends = [
             min((at for at in text.ends if at >= start), default=-1) for text in self.texts if text.message == message
         ]
@@ -140,6 +140,7 @@ class Rendering:
     @cached_property
     def positions(self) -> WordPositions:
         """Return the positions of the messages' texts in the rendered text."""
+        # JSON also shows the characters of keys and nested values that the template may print.
         used = {*self.text, *json.dumps(self.messages, ensure_ascii=False, default=str)}
         unused = (character for area in PRIVATE for code in range(*area) if (character := chr(code)) not in used)
         self._open, self._close = next(unused), next(unused)
@@ -150,6 +151,7 @@ class Rendering:
         for marking in MARKINGS:
             if (positions := self._attempt(chosen, marking)) is not None:
                 return positions.texts
+        # A template may branch on the content of one message; the others can still be marked.
         half = len(chosen) // 2
         return self._marked_texts(chosen[:half]) + self._marked_texts(chosen[half:]) if half else []
 
@@ -167,10 +169,12 @@ class Rendering:
         except DataError:
             return None
         mark = re.compile(f"{self._open}(\\d+){self._close}")
+        # The marks changed what the template does, so their positions say nothing about the unmarked text.
         if mark.sub("", text) != self.text:
             return None
         removed = 0
         for match in mark.finditer(text):
+            # Even numbers are beginnings, odd ones are ends.
             marked_text = positions.texts[int(match[1]) // 2]
             (marked_text.ends if int(match[1]) % 2 else marked_text.begins).append(match.start() - removed)
             removed += len(match[0])
@@ -204,6 +208,7 @@ class _Marker:
 
     def _content(self, text: str, role: str) -> str:
         """Mark words, and before them the thoughts that the assistant's may begin with."""
+        # Templates split an assistant's content at </think> and may drop the first part, so each part has marks of its own.
         thought, tag, words = text.rpartition(THOUGHT_END) if role == "assistant" else ("", "", text)
         opening = THOUGHT_TAG.match(thought)
         head = opening[0] if opening is not None else ""
@@ -216,6 +221,7 @@ class _Marker:
         first, last = len(text) - len(text.lstrip()), len(text.rstrip())
         if first >= last and not self.marking.empty:
             return text
+        # A template may test startswith("<tool_response>"), so the marks go inside the tags.
         if not self.marking.outside_tags and (tagged := TAGGED.fullmatch(text, first, last)):
             first, last = tagged.span("inner")
         is_empty = first >= last
@@ -232,5 +238,6 @@ class _Marker:
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
         self.texts.append(MarkedText(self.index, "call", is_empty=False, has_beginning=False))
+        # Only the name: arguments are serialized, and a mark in them could be escaped.
         function = function | {"name": f"{function['name']}{self._mark(2 * len(self.texts) - 1)}"}
         return call | {"function": function} if "function" in call else function

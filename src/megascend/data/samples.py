@@ -1,4 +1,4 @@
-"""Documents to token samples: the chat template, which tokens carry loss, and what happens to those that are too long."""
+"""Convert documents to token samples: the chat template, the loss weight of each token, and the length limit."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SHARED_WITH_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class SampleLimits:
     """Limits on the samples of a run.
 
     Attributes:
         length: longest sample, in tokens.
         setting: where that limit comes from, for messages.
-        vocab_size: token ids lie below; None: not known.
-        budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: no limit of its own.
-        multiple: what each sample of a pair is padded to a multiple of.
+        vocab_size: token ids must be below it; None: unknown.
+        budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: unlimited.
+        multiple: each sample of a pair is padded to a multiple of it.
         packing: False if both are padded to the length of the longer.
     """
 
@@ -62,12 +62,12 @@ class Limits:
 
 
 class Encoder:
-    """Turns documents into samples."""
+    """Converter of documents to samples."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        limits: Limits,
+        limits: SampleLimits,
         findings: Findings,
         *,
         train_on_prompt: bool = False,
@@ -81,7 +81,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
-        """Return the samples of a document: one of a conversation, two of a pair (told apart by ``number``), any number of a
+        """Return the samples of a document: one of a conversation, two of a pair (identified by ``number``), any number of a
         text.
         """
         try:
@@ -102,6 +102,7 @@ class Encoder:
         """Pieces of a text; neighbours share one token, the last target of one being the first input of the next."""
         tokens = self._closed(self._ids(text)[0])
         self._check_vocabulary(tokens)
+        # len - 1: a sample of n tokens needs n + 1 ids, and the last id alone has no target.
         starts = range(0, len(tokens) - 1, self._limits.length)
         if not starts:
             self._findings.remark("texts of fewer than two tokens have nothing to predict", source)
@@ -122,15 +123,17 @@ class Encoder:
             if isinstance(side, str):
                 tokens, weights = self._completion(document.prompt or "", side, document.source)
             else:
+                # The common beginning cancels out in the loss of a pair, so nothing of it is learned.
                 shared = common_messages(document.chosen, document.rejected)
                 learned = tuple(
                     float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
                 )
-                tokens, weights = self._conversation(document, side or (), learned, whole=False)
+                tokens, weights = self._conversation(document, side or (), learned, learn_all=False)
             sample = self._within_limit(tokens, weights, "conversation of the pair", document.source)
             if sample is None:
                 return []
             samples.append(sample)
+        # Both sides must be in one micro batch, because the loss compares them.
         tokens, budget = self._limits.pair_tokens([len(sample) for sample in samples]), self._limits.budget
         if budget is not None and tokens > budget:
             problem = f"the pair takes {tokens} tokens and the limit is {budget} (batching.micro_batch_tokens)"
@@ -147,29 +150,35 @@ class Encoder:
     # --- tokens and weights ---
 
     def _conversation(
-        self, document: Document, messages: Messages, loss_weights: Sequence[float] | None, *, whole: bool | None = None
+        self,
+        document: Document,
+        messages: Messages,
+        loss_weights: Sequence[float] | None,
+        *,
+        learn_all: bool | None = None,
     ) -> tuple[list[int], list[float]]:
-        """Return token ids and their weights as targets; ``whole``: learn every message, by default ``train_on_prompt``."""
-        whole = self._train_on_prompt if whole is None else whole
+        """Return token ids and their weights as targets; ``learn_all``: learn every message, by default ``train_on_prompt``."""
+        learn_all = self._train_on_prompt if learn_all is None else learn_all
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
         conversation = self._template.rendering(messages, tools, options)
-        if not whole or loss_weights is not None:
+        if not learn_all or loss_weights is not None:
             weights = list(loss_weights or [1.0] * len(messages))
-            if not whole:
+            if not learn_all:
                 weights[: document.prompt_messages] = [0.0] * document.prompt_messages
-            apart = (
+            separate = (
                 len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
             )
-            turns = self._template.assistant_spans(conversation, tools, options, apart=apart)
+            turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
             spans = [(start, end, weights[index]) for index, pieces in turns for start, end in pieces]
             counted = [(index, pieces) for index, pieces in turns if weights[index]]
             self._template.check_endings(conversation.text, counted, document.source, self._findings)
         self._template.check_written(conversation, tools, options, document.source, self._findings)
+        # Without special tokens: the chat template has written them.
         tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
-        if not whole and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
+        if not learn_all and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
-        return tokens, token_weights(offsets, spans, elsewhere=float(whole))
+        return tokens, token_weights(offsets, spans, elsewhere=float(learn_all))
 
     def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
         """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
@@ -177,10 +186,11 @@ class Encoder:
         if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)
         end = len(prompt) + len(completion)
-        # Special tokens that the tokenizer adds by itself stand at (0, 0), the closing one with the completion.
+        # Special tokens that the tokenizer adds have the offsets (0, 0); the closing one is weighted like the completion.
         weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
         closed = self._closed(tokens)
         weights += [1.0] * (len(closed) - len(tokens))
+        # The end of sequence is always learned, also where the tokenizer itself has added it.
         weights[-1] = 1.0
         return closed, weights
 
@@ -189,8 +199,9 @@ class Encoder:
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, int(eos)]  # type: ignore[arg-type]
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
-        """Token ids, and the characters that each stands for."""
+        """Return token ids, and the span of characters of each."""
         try:
+            # JSON can hold half of a surrogate pair (\ud83d), on which a fast tokenizer fails with an unrelated message.
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
@@ -201,6 +212,7 @@ class Encoder:
             raise DataError(f"the tokenizer ({name}) gives no character offsets; a fast one is needed")
         # A text longer than the model's context is cut later, so the tokenizer's warning about it would only mislead.
         encoded: Any = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets, verbose=False)
+        # Data may contain the BOS token as text; the tokenizer adds another one.
         first = 1 if special and begins_twice(encoded["input_ids"], self._tokenizer) else 0
         return list(encoded["input_ids"])[first:], list(encoded["offset_mapping"])[first:] if offsets else []
 
@@ -209,6 +221,7 @@ class Encoder:
     def _within_limit(self, tokens: list[int], weights: list[float], kind: str, source: str) -> Sample | None:
         """Return a sample, cut to the limit if allowed; None if it is skipped."""
         self._check_vocabulary(tokens)
+        # The first token is never a target.
         if not any(weights[1:]):
             raise DataError(
                 "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
@@ -221,7 +234,9 @@ class Encoder:
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
                 "the limit, or set data.on_too_long: truncate or skip"
             )
+        # limit + 1 ids give `limit` inputs with a target each.
         tokens, weights = tokens[: limit + 1], weights[: limit + 1]
+        # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or not any(weights[1:]):
             why = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {why})", source)
@@ -252,7 +267,7 @@ def build_samples(
             all of them.
     """
     findings = Findings()
-    encoder = Encoder(tokenizer, Limits(max_length), findings, train_on_prompt=train_on_prompt)
+    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt)
     samples: list[Sample] = []
     for number, document in enumerate(documents):
         with findings.collecting():
@@ -264,7 +279,7 @@ def build_samples(
 
 
 def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewhere: float = 0.0) -> list[float]:
-    """For each token the weight of the span (sorted) in which its first character lies; ``elsewhere`` outside of all."""
+    """Return for each token the weight of the span (sorted) that contains its first character, else ``elsewhere``."""
     weights, remaining = [], list(spans)
     for first, _ in offsets:
         while remaining and first >= remaining[0][1]:
@@ -275,8 +290,9 @@ def token_weights(offsets: Sequence[Span], spans: Sequence[WeightedSpan], elsewh
 
 
 def lies_within_a_token(offsets: Sequence[Span], boundaries: Sequence[int]) -> bool:
-    """Return True if a token begins before one of ``boundaries`` and ends behind it."""
-    tokens = [(first, last) for first, last in offsets if first < last]  # without special ones, which stand at (0, 0)
+    """Return True if a token begins before one of ``boundaries`` and ends after it."""
+    # Without special tokens, whose offsets are (0, 0).
+    tokens = [(first, last) for first, last in offsets if first < last]
     firsts = [first for first, _ in tokens]
     before = [bisect_left(firsts, boundary) - 1 for boundary in boundaries]
     return any(index >= 0 and tokens[index][1] > boundary for index, boundary in zip(before, boundaries, strict=True))
@@ -316,13 +332,15 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     processor = getattr(backend, "post_processor", None)
     if processor is None:
         return tokenizer
+    # tokenizers gives a post-processor's settings only as its pickled state, which is JSON.
     state = json.loads(processor.__getstate__())
     if not _trims(state):
         return tokenizer
     from tokenizers.processors import ByteLevel
 
     changed = ByteLevel()
-    changed.__setstate__(json.dumps(_untrimmed(state)).encode())  # of any kind
+    # __setstate__ turns it into a processor of whatever kind the state is of.
+    changed.__setstate__(json.dumps(_untrimmed(state)).encode())
     untrimmed: Any = copy.deepcopy(tokenizer)
     untrimmed.backend_tokenizer.post_processor = changed
     return untrimmed

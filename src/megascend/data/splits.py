@@ -1,6 +1,6 @@
-"""The files of a split. Which files of a folder belong to which split is decided by datasets' own code, without a network.
+"""The files of a split. datasets' own code decides which files of a folder belong to which split, offline.
 
-megascend reads the files itself: values stay what they are, and every record has its file and line.
+megascend reads the files itself, so that values are not converted and every record has its file and line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst")
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 """Endings of the files that are read."""
-KNOWN = ", ".join(SUFFIXES)
+KNOWN_SUFFIXES = ", ".join(SUFFIXES)
 ALL = "all"
 """Names all readable files of a folder, or all splits of a saved one."""
 HELD_OUT = "validation"
@@ -51,6 +51,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     ``split``: None: ``validation``, or the only one; ``all``: every readable file of a folder or config. ``findings`` gets the
     folder's other files, and those of the split that cannot be read.
     """
+    # A dangling link is neither a file nor a folder, and would get a misleading message below.
     if path.is_symlink() and not path.exists():
         raise DataError(
             f"no training data at {path} ({findings.setting}): it is a link to {path.readlink()}, which does not exist"
@@ -58,7 +59,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise DataError(
-                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN}"
+                f"{path}: files ending in {path.suffix!r} are not read ({findings.setting}); known: {KNOWN_SUFFIXES}"
             )
         if split not in (None, "train", ALL):
             raise DataError(
@@ -72,7 +73,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     if findings.problems:
         return []
     if not readable:
-        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN}")
+        raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
     if split == ALL and config_name is None:
         return readable
     splits = folder_splits(
@@ -86,7 +87,8 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
                 files.append(file)
             else:
                 findings.problem(
-                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: {KNOWN}"
+                    f"{file}: datasets counts it to split {name!r}, and {file.suffix!r} files are not read; known: "
+                    f"{KNOWN_SUFFIXES}"
                 )
     files = list(dict.fromkeys(files))
     _compare(path, readable, files, splits, names, findings)
@@ -136,18 +138,21 @@ def _split_setting(setting: str) -> str:
 
 
 def folder_splits(path: Path, config_name: str | None, setting: str, *, text: bool = False) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds texts alone."""
+    """Return the files of each split of a folder, as datasets resolves them; ``text``: the folder holds text files only."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
+    # datasets resolves links, so its file names are relative to the real folder; below they are mapped back.
     root = path.resolve()
     try:
+        # A cache of its own: datasets would otherwise look into, and write to, the user's.
         with _quiet(), tempfile.TemporaryDirectory(prefix="megascend-splits-") as cache:
             configs = card_configs(root)
             if setting == "validation.path" and config_name not in configs:
                 config_name = None  # the name is of a config of data.path, which may be another folder
             chosen = _chosen_config(path, configs, config_name)
             _check_config(path, chosen, configs.get(chosen or "", {}))
+            # For texts, datasets' builder would choose among modules by file count; the patterns alone give the splits.
             if text and not configs:
                 split_files = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root), list(TEXT_SUFFIXES))
             else:
@@ -212,7 +217,7 @@ def _check_config(path: Path, name: str | None, values: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep datasets and the hub's client from remarks of their own about a folder."""
+    """Silence the log messages of datasets and huggingface_hub about a folder."""
     import datasets
     from huggingface_hub.utils import logging
 
@@ -260,7 +265,7 @@ def _compare(
     names: Collection[str],
     findings: Findings,
 ) -> None:
-    """Say which readable files of a folder the splits leave out, and why."""
+    """Report the readable files of a folder that no selected split contains, and why."""
     split_of_file = {file: split for split, split_files in splits.items() if split not in names for file in split_files}
     no_split = [file for file in readable if file not in set(files) and file not in split_of_file]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]

@@ -1,4 +1,4 @@
-"""Samples in files, mapped into memory on use: all ranks of a machine share them; and the parts held out or learned."""
+"""Samples in memory-mapped files, shared by all ranks of a machine; and their split into training and held-out parts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64"
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
 BLOCK = 1024
-"""Samples that are looked at at once where all are."""
+"""Samples that are read at once in passes over all of them."""
 
 
 class SampleStore(Sequence[Sample]):
-    """Samples in a directory that :func:`write_store` has made; each is read when it is asked for.
+    """Samples in a directory of :func:`write_store`, each read on access.
 
     Attributes:
-        fingerprint: of all samples, as :func:`megascend.data.order.fingerprint_of` has it.
-        remarks: what was said while they were made.
-        sources: what they were made of, by what a message calls it: a digest, or the value.
+        fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
+        remarks: remarks of the tokenisation.
+        sources: inputs of the samples: name for messages, to a digest or the value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class SampleStore(Sequence[Sample]):
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
-        # A row a sample: where its tokens begin, how many there are, number of the document, NO_PAIR or which of a pair.
+        # One row per sample: start of its tokens, their number, number of the document, and NO_PAIR, REJECTED or CHOSEN.
         self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 4)
         self._tokens = _mapped(path / TOKENS, np.int32)
         self._weights = _mapped(path / WEIGHTS, np.float32)
@@ -67,7 +67,7 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int64 [samples]."""
+        """Return the number of tokens of each sample, int64 [samples]."""
         return self._index[:, 1] - 1
 
     @property
@@ -77,15 +77,15 @@ class SampleStore(Sequence[Sample]):
         for first in range(0, len(self), BLOCK):
             rows = self._index[first : first + BLOCK]
             start, end = rows[0, 0], rows[-1, 0] + rows[-1, 1]
-            weighted = (self._weights[start:end] > 0).astype(
-                np.int64
-            )  # that of a first token, no target, is stored as 0
+            # The weight of a first token, which is no target, is stored as 0.
+            weighted = (self._weights[start:end] > 0).astype(np.int64)
+            # Samples are stored back to back, so a block of rows is one contiguous range of weights.
             counts[first : first + BLOCK] = np.add.reduceat(weighted, rows[:, 0] - start)
         return counts
 
     @property
     def documents(self) -> np.ndarray:
-        """Number of the document that each sample comes from, int64 [samples]."""
+        """Return the number of each sample's document, int64 [samples]."""
         return self._index[:, 2]
 
     @property
@@ -105,7 +105,7 @@ def write_store(
     findings: Findings,
     sources: Mapping[str, str] | None = None,
 ) -> None:
-    """Write (number, samples) of documents to a new directory as they come; remarks of ``findings`` and ``sources`` are kept."""
+    """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``."""
     path.mkdir()
     state, start = xxhash.xxh3_64(), 0
     with (
@@ -116,6 +116,7 @@ def write_store(
         for number, samples in documents:
             for sample in samples:
                 add_to_fingerprint(state, sample)
+                # Inputs and targets overlap in all but one token: one list of ids holds both.
                 ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
                 tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
                 weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
@@ -127,6 +128,7 @@ def write_store(
         "remarks": findings.lines(),
         "sources": dict(sources or {}),
     }
+    # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
@@ -135,7 +137,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
-class Part(Sequence[Sample]):
+class SampleSubset(Sequence[Sample]):
     """Some samples of a store, in its order.
 
     Attributes:
@@ -155,7 +157,7 @@ class Part(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int64 [samples]."""
+        """Return the number of tokens of each sample, int64 [samples]."""
         return self._store.lengths[self._indices]
 
     @property
@@ -175,12 +177,12 @@ class Part(Sequence[Sample]):
         return self._store[int(self._indices[index])]
 
 
-def whole(store: SampleStore) -> Part:
+def all_samples(store: SampleStore) -> SampleSubset:
     """Return all samples of a store."""
-    return Part(store, np.ones(len(store), dtype=bool), store.fingerprint)
+    return SampleSubset(store, np.ones(len(store), dtype=bool), store.fingerprint)
 
 
-def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[Part, Part]:
+def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[SampleSubset, SampleSubset]:
     """Split a store into training samples and those of held-out documents: at least one document, drawn by the seed."""
     documents = np.unique(store.documents)
     count = max(1, round(fraction * len(documents)))
@@ -189,9 +191,10 @@ def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[Part, Part
             f"validation.fraction: {fraction:g} of {len(documents)} document{'s' if len(documents) != 1 else ''} leaves nothing "
             "to learn; set validation.path, or add data"
         )
+    # By document, not by sample: pieces of one text, or the sides of a pair, must not be on both sides.
     drawn = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
     is_held_out = np.isin(store.documents, drawn)
     name = f"{store.fingerprint} without {count} documents by seed {seed}"
-    return Part(store, ~is_held_out, name), Part(
+    return SampleSubset(store, ~is_held_out, name), SampleSubset(
         store, is_held_out, f"{store.fingerprint}, {count} documents by seed {seed}"
     )

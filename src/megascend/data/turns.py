@@ -1,4 +1,4 @@
-"""The assistant's turns in templates without generation blocks: by comparison with the conversation cut before and after them."""
+"""Find the assistant's turns without generation blocks, by comparison with the conversation cut before and after them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megascend.errors import DataError
 
 PROBE = "wordsofaprobe"
 LONGEST_END = 200
-"""Characters of what ends a turn, beyond which it is not looked for at the end of a conversation that is cut there."""
+"""Maximum length of a turn's ending, in characters, when it is searched at the end of a conversation cut there."""
 TAGS = re.compile(r"</?\w*:?think>")
 THINKING = re.compile(rf"(?:\s|{TAGS.pattern})*")
-"""What a generation prompt may have that history lacks: the beginning of a thought, or an empty one."""
+"""Text of a generation prompt that history may lack: the beginning of a thought, or an empty one."""
 
 
 class AppendedTurns:
-    """Finds the characters that the assistant writes in a conversation.
+    """Finder of the characters that the assistant writes in a conversation.
 
     Where the conversation begins with both cuts, the turn is what the second one has beyond the first. Templates that write a
     last turn differently (Qwen3 adds a thinking block to it, gpt-oss and Phi-3 another token at its end) are compared from the
@@ -37,15 +37,17 @@ class AppendedTurns:
         or "".
         """
         self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
+        # The longest first: one token may be the ending, or the beginning, of another.
         self._special = tuple(sorted(special, key=len, reverse=True))
         ordered = "|".join(map(re.escape, self._special)) or "(?!)"
         self._token, self._closing = re.compile(rf"{ordered}|{TAGS.pattern}"), re.compile(rf"(?:\s*(?:{ordered}))+")
 
     def span(self, index: int) -> Span:
-        """Return the first character of a turn, and the one behind its last."""
+        """Return the span of characters of a turn."""
         text, messages = self._conversation.text, self._conversation.messages
         head = self._render(messages[:index], True) if index else self._first_head()
         upto = self._conversation if index == len(messages) - 1 else self._render(messages[: index + 1], False)
+        # The simple case: history begins with both cut conversations, so their lengths are the turn's boundaries.
         start: int | None = len(head.text)
         end: int | None = len(upto.text)
         if not text.startswith(head.text):
@@ -89,7 +91,7 @@ class AppendedTurns:
         shared = self._common_beginning(opening, text[in_text:])
         if THINKING.fullmatch(opening, len(shared)):
             return in_text + len(shared)
-        # As the template opens a turn of the assistant in history: up to the words of one that has nothing else.
+        # Else by a probe: how the template opens a turn of the assistant that has nothing but words.
         messages = self._conversation.messages
         bare = self._or_none(
             (*messages[:index], {"role": "assistant", "content": PROBE}, *messages[index + 1 :]), False
@@ -112,8 +114,8 @@ class AppendedTurns:
         for ending in self._endings(index, rest, head, upto):
             if ending.rstrip().endswith(self._special):
                 return words + len(ending.rstrip())
-        # Without a token that ends it: whole lines, as the rest of a line may be what the heads of two roles begin with. A call
-        # goes on behind its name.
+        # Without a special token at its end: complete lines only, because the rest of a line may be the common beginning of two
+        # roles' headers. A call continues after its name, to the last character found.
         return words + len(ending.rstrip() if "tool_calls" in messages[index] else ending.rpartition("\n")[0].rstrip())
 
     def _endings(self, index: int, rest: str, head: Rendering, upto: Rendering) -> Iterator[str]:
@@ -156,7 +158,7 @@ class AppendedTurns:
         stripped = text.rstrip()
         while token := next((token for token in self._special if stripped.endswith(token, start)), ""):
             rest = stripped.removesuffix(token).rstrip()
-            # A token that the words themselves end with ends no turn: the one behind them does.
+            # If the words themselves end with a special token, it does not end the turn: the next one does.
             closed = rest.endswith(self._special, start if words is None else max(start, words))
             opens = token == self._bos or (closed and token in self._openers(index, head))
             if token == self._eos or not opens:
@@ -165,7 +167,7 @@ class AppendedTurns:
         return len(stripped) if token and len(stripped) > start else max(start, len(text))
 
     def _openers(self, index: int, head: Rendering) -> set[str]:
-        """Return tokens that open turns: the assistant's behind the last message's end, others' last before their words."""
+        """Return tokens that open turns: in the generation prompt, and the last one before the words of other messages."""
         words = max((head.positions.of(number, "words")[-1:] for number in range(index)), default=[])
         openers = [match[0] for match in self._token.finditer(head.text, *words)][1:]
         text, messages = self._conversation.text, self._conversation.messages

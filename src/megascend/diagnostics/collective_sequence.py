@@ -46,5 +46,6 @@ class CollectiveSequence:
             number = self.counts.of(channel) + 1
             # Only the main thread's position matters: a background thread does not delay the other ranks.
             last = channel if waits and threading.get_ident() == self._thread else self.counts.last
+            # A new object: the heartbeat's thread encodes the old one meanwhile.
             self.counts = CollectiveCounts({**self.counts.entered, channel: number}, last)
         return number

@@ -27,13 +27,13 @@ class PhaseFailure:
     """An exception that left a phase.
 
     Attributes:
-        place: the phase that it left, with its step.
+        phase: the phase that it left, with its step.
         outer: the outermost phase around it.
         error: class and text.
         secondary: the error is a consequence of another rank's failure or absence.
     """
 
-    place: str
+    phase: str
     outer: str
     error: str
     secondary: bool
@@ -80,6 +80,7 @@ class RankRecord:
 
     def encode(self) -> str:
         """Encode as text, for the store."""
+        # Compact separators: one process stores and serves the records of all ranks.
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -94,7 +95,7 @@ class RankRecord:
         return cls(**values)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return ``"in grad reduce of step 3"``."""
         return f"{'in' if self.inside else 'after'} {phase_text(self.label, self.step)}"
 
@@ -124,6 +125,7 @@ class PeerStatus:
     def conclusive(self) -> bool:
         """Check whether the peer is to blame regardless of the other ranks' states."""
         failure = self.record.failure
+        # A failure that follows from another's says nothing yet: that other rank may publish its own a moment later.
         return self.state == "ended" if failure is None else not failure.secondary
 
 
@@ -179,6 +181,7 @@ def diagnose(
     blamed = set(peers) if suspects is None else set(suspects)
     for peer in [] if suspects is None else blamed:
         kind, reason = verdicts[peer]
+        # It is known not to have joined, whatever its record shows.
         if kind in (PeerVerdict.FINE, PeerVerdict.LEFT):
             verdicts[peer] = PeerVerdict.LATE, _late(peer, local, peers[peer])
         elif kind is PeerVerdict.GAVE_UP:
@@ -203,29 +206,32 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
     if status is None:
         return PeerVerdict.LATE, f"rank {peer} has not been heard of at all"
     record, peer_name = status.record, name(peer, local, status)
+    # Records are of different moments, but every rank enters an outermost phase equally often: the counts compare positions.
     entered, expected = record.counts.get(local.outer, 0), local.counts.get(local.outer, 0)
     if record.failure is not None:
-        reason = f"{peer_name} failed in {record.failure.place} with {record.failure.error}"
+        reason = f"{peer_name} failed in {record.failure.phase} with {record.failure.error}"
         if not record.failure.secondary:
             return PeerVerdict.FAILED, reason
+            # The failure came after it had left the phase that this rank is still in.
         if entered > expected or (entered == expected and record.failure.outer != local.outer):
-            now = f"then it failed in {record.failure.place}"
+            now = f"then it failed in {record.failure.phase}"
             return (
                 PeerVerdict.LEFT,
                 f"{peer_name} has left {phase_text(local.outer, local.step)} without the others ({now})",
             )
         return PeerVerdict.GAVE_UP, reason
     if record.ended:
-        return PeerVerdict.GONE, f"{peer_name} has ended: it left its process groups {record.place}"
+        return PeerVerdict.GONE, f"{peer_name} has ended: it left its process groups {record.location}"
     if status.gone:
         why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(status.state or "", "")
+        # `silent` starts when the reader first looks, and `age` depends on the hosts' clocks: take the longer one.
         heard = max(status.silent, status.age)
-        return PeerVerdict.GONE, f"{peer_name} is gone: {why}last heard of {heard:.0f} s ago {record.place}"
+        return PeerVerdict.GONE, f"{peer_name} is gone: {why}last heard of {heard:.0f} s ago {record.location}"
     if entered < expected:
         return PeerVerdict.LATE, _late(peer, local, status)
     if entered > expected or local.outer not in record.open:
         left = phase_text(local.outer, local.step)
-        now = f"now {record.place}" if record.inside else "now between phases"
+        now = f"now {record.location}" if record.inside else "now between phases"
         return PeerVerdict.LEFT, f"{peer_name} has left {left} without the others ({now})"
     if local.waiting and record.frame and not record.waiting:
         # Same phase, but the peer's frame is outside torch.distributed: it computes or hangs before the collective.
@@ -247,7 +253,7 @@ def _late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
 
 
 def _spell(status: PeerStatus) -> str:
-    return f"{status.record.place} for {status.record.seconds:.0f} s"
+    return f"{status.record.location} for {status.record.seconds:.0f} s"
 
 
 def positions(
@@ -263,11 +269,11 @@ def positions(
         elif number == rank:
             state = _spell(status)
         elif status.record.failure is not None:
-            state = f"failed in {status.record.failure.place}"
+            state = f"failed in {status.record.failure.phase}"
         elif status.record.ended:
             state = "ended"
         elif status.gone:
-            state = f"gone, last {status.record.place}"
+            state = f"gone, last {status.record.location}"
         else:
             state = _spell(status)
         frame = status.record.frame if status is not None and not culprits else ""

@@ -75,6 +75,7 @@ def inject(*faults: Fault) -> Iterator[None]:
 
     A process arms them when it creates its process groups, and logs a warning.
     """
+    # In the environment rather than in a variable of this module: child processes have to see them too.
     before = os.environ.get(VARIABLE)
     os.environ.update(environment(*faults))
     try:
@@ -138,6 +139,7 @@ class Armed:
         publish()
         if fault.action == "hang":
             hang()
+        # SIGKILL and SIGSTOP cannot be caught: nothing after this line runs, or not before SIGCONT.
         with quiet():
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "die" else signal.SIGSTOP)
         return False

@@ -33,7 +33,7 @@ from megascend.diagnostics.diagnosis import (
     phase_text,
     shorten,
 )
-from megascend.diagnostics.heartbeat import Heartbeat
+from megascend.diagnostics.heartbeat import HeartbeatThread
 from megascend.diagnostics.phase_stack import Phase, PhaseStack
 from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
 from megascend.diagnostics.watchdog import Watchdog
@@ -116,6 +116,7 @@ class HangMonitor:
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
         self._process = Identity.current()
+        # One table for all threads: which thread enters an outermost phase does not matter, only how often the rank did.
         self._counts: dict[str, int] = {}
         self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack] = {}
@@ -124,9 +125,9 @@ class HangMonitor:
         self._published: Publication | None = None  # of the failure
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: HeartbeatThread | None = None
         if store is not None and world_size > 1:
-            self._heartbeat = Heartbeat(store, rank, world_size, self._record, self._moved, self._look)
+            self._heartbeat = HeartbeatThread(store, rank, world_size, self._record, self._moved, self._look)
             # A daemon thread that is inside the store during interpreter shutdown would crash the process.
             atexit.register(self._at_exit)
 
@@ -149,7 +150,7 @@ class HangMonitor:
         return Phase(self, name, label or name)
 
     @property
-    def place(self) -> str:
+    def outer_label(self) -> str:
         """Return the label of the outermost phase that this thread is in; empty between phases."""
         phases = self._stack().phases
         return phases[0].label if phases else ""
@@ -172,6 +173,7 @@ class HangMonitor:
             logger.warning("rank %d: armed, but never fired: %s", self._rank, self._faults)
             self._faults = None
         heartbeat, self._heartbeat = self._heartbeat, None
+        # A forked child inherits the monitor, but not its thread, and must not end the parent's record.
         if heartbeat is not None and os.getpid() == self._process.pid:
             self._ended = True
             atexit.unregister(self._at_exit)
@@ -188,6 +190,7 @@ class HangMonitor:
                 self._failure = None  # a new outermost phase: the program handled the failure and continues
         phase.since = stack.since = time.monotonic()
         stack.phases.append(phase)
+        # At entry as well as at exit, so that Publication can tell an error published inside this phase from an older one.
         stack.generation += 1
         phase.entered = stack.generation
         if self._faults is None:
@@ -212,6 +215,7 @@ class HangMonitor:
             stack.phases.pop()
             stack.last, stack.since = phase.label, time.monotonic()
             stack.generation += 1
+            # Thread identifiers are reused, so a finished background phase must not leave a stack behind.
             if stack is not self._main and not stack.phases:
                 del self._background[stack.thread]
 
@@ -245,6 +249,7 @@ class HangMonitor:
         if library_of(error) is None:
             self._publish_failure(phase, error)
             return
+        # Raised from __exit__, it replaces the error that is leaving the phase.
         raise self.explain(error, self._headline(phase)) from error
 
     def explain(
@@ -290,6 +295,7 @@ class HangMonitor:
         phase = stack.phases[-1]
         # Without a mark: if a caller raises the original error again, it has to be explained again.
         self._publish_failure(phase, error, mark=False)
+        # After the failure is published: peers that fail at the same moment read each other's.
         peers = self._poll_peers()
         suspects = suspected(peers or {})
         diagnosis = self._diagnose(stack, peers, suspects)
@@ -303,6 +309,7 @@ class HangMonitor:
         parts += [
             text for text in (diagnosis.positions, f"{library}: {shorten(str(error))}" if library else "") if text
         ]
+        # With every rank present and none failed, it is a problem of the network or the library, not of a rank.
         kind = ProcessGroupError if diagnosis.kind is PeerVerdict.FINE else CollectiveTimeoutError
         explanation = (PeerLostError if diagnosis.kind in LOST else kind)(". ".join(parts))
         self._publish_failure(phase, explanation)
@@ -340,6 +347,7 @@ class HangMonitor:
     def collective_counts(self, ranks: Sequence[int]) -> dict[int, CollectiveCounts]:
         """Return the collectives that ``ranks`` have entered, from their latest published records."""
         heartbeat = self._heartbeat
+        # This rank's own counts come from memory: the published record may be a tick behind.
         peers = [rank for rank in ranks if rank != self._rank]
         records = heartbeat.read(peers, ANSWER_S) if heartbeat is not None and peers else None
         counts = {rank: record.collectives for rank, record in (records or {}).items() if record is not None}
@@ -374,11 +382,13 @@ class HangMonitor:
         return self._describe(self._main, heartbeat)
 
     def _describe(self, stack: PhaseStack, heartbeat: int, waiting: bool | None = None) -> RankRecord:
+        # A copy: the main thread may enter or leave a phase while the heartbeat's thread is here.
         phases = list(stack.phases)
         opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
         seconds = time.monotonic() - stack.since
         frame, waits = "", False
         if phases and seconds >= min(2.0, self._watchdog.look_after_s / 2):
+            # Only after a while: most phases are short, and reading another thread's frames costs time.
             frame, waits = stack.line()
         return RankRecord(
             heartbeat=heartbeat,
@@ -398,7 +408,7 @@ class HangMonitor:
             process=self._process,
         )
 
-    def _look(self, heartbeat: Heartbeat) -> None:
+    def _look(self, heartbeat: HeartbeatThread) -> None:
         """Check the main thread, at every tick of the heartbeat's thread."""
         if not self._explaining:
             self._watchdog.look(heartbeat)
@@ -409,6 +419,7 @@ class HangMonitor:
 
     def _at_exit(self) -> None:
         """Publish an exception raised outside of every phase that ends the interpreter."""
+        # Set by the interpreter when it prints an uncaught exception, which it does before the exit handlers run.
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
             last = phase_text(self._main.last, self.step)

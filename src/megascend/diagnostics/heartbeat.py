@@ -37,7 +37,7 @@ class Observer:
         self._polled = self._clock = -1e9
 
     def update(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
-        """Take in the peers' records as of ``now`` (``clock``: the same in ``time.time()``).
+        """Store the peers' records as of ``now`` (``clock``: the same moment in ``time.time()``).
 
         Args:
             timeout_s: longest expected time between two polls. After a longer gap this process may have been stopped, and
@@ -48,6 +48,7 @@ class Observer:
             if record is None:
                 continue
             last = self._records.get(rank)
+            # Compared for equality only, so the peers' clocks do not matter.
             advanced = last is not None and last[0].heartbeat != record.heartbeat
             if advanced:
                 self._advanced[rank] = now
@@ -78,7 +79,7 @@ class Observer:
         )
 
 
-class Heartbeat:
+class HeartbeatThread:
     """Publisher of this rank's record and reader of the peers' records, with a dedicated thread and connection.
 
     The main thread never uses the connection: a store whose host is gone may never answer.
@@ -97,21 +98,24 @@ class Heartbeat:
         world_size: int,
         snapshot: Callable[[int], RankRecord],
         changed: Callable[[], object],
-        attend: Callable[[Heartbeat], None],
+        attend: Callable[[HeartbeatThread], None],
     ) -> None:
         self._store, self._rank = store, rank
         self.store_address = _address(store)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
+        # Ticks and polls grow with the world, since each poll reads all ranks' records from one server.
         self._tick = TICK_S * max(1.0, world_size / 512)
         self.poll_s = max(HEARTBEAT_S, world_size / 64)
         self._observer = Observer()
         self._count, self._published, self._last_change, self._polled = 0, -1e9, object(), -1e9
+        # Requests of other threads, with a future for the answer; None ends the thread.
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
         # Held while the store is in use. Fault injection takes it before it stops this process: a process stopped in the
         # middle of a request would block the store for all ranks.
         self.io = threading.Lock()
         self.lost: str | None = None
+        # A daemon: interpreter exit would otherwise wait for ever if the store does not answer.
         self._thread = threading.Thread(target=self._run, name="megascend-monitor", daemon=True)
         self._thread.start()
 
@@ -187,6 +191,7 @@ class Heartbeat:
         return True
 
     def _publish(self) -> None:
+        # Before the snapshot: a change in between is published twice rather than not at all.
         self._last_change = self._changed()
         self._count += 1
         with self.io:

@@ -32,6 +32,7 @@ class Phase:
         entered: generation of its thread's stack at entry.
     """
 
+    # Phases are created in every micro batch.
     __slots__ = ("_owner", "entered", "label", "name", "since")
 
     def __init__(self, owner: PhaseOwner, name: str, label: str) -> None:
@@ -67,6 +68,7 @@ class PhaseStack:
 
     def line(self) -> tuple[str, bool]:
         """Return the thread's innermost Python frame and whether it waits for other ranks there."""
+        # The only way to another thread's frames. They may be stale by the time they are read, which is fine for a message.
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "", False

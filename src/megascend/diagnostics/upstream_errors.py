@@ -14,7 +14,7 @@ LIBRARIES = {
     # "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer", or "Gloo connectFullMesh ..."
     "gloo": re.compile(r"\[[^\]\s]*gloo[^\]\s]*\.(?:cc|h|cpp):\d+\]|\bGloo \w+ failed\b|\bProcessGroupGloo\b"),
     "nccl": re.compile(r"\bNCCL error\b|\bnccl[A-Z]\w+Error\b|\bProcessGroupNCCL\b|\bNCCL communicator was aborted\b"),
-    # torch_npu numbers what its collectives raise ERR02xxx; CANN what HCCL raises EI0001 to EI0015
+    # torch_npu numbers errors of its collectives ERR02xxx, CANN those of HCCL EI0001 to EI0015.
     "hccl": re.compile(
         r"\bERR02\d{3}\b|\bEI00\d{2}\b|\bProcessGroupHCCL\b|\bHCCL (?:function )?error\b", re.IGNORECASE
     ),
@@ -55,4 +55,5 @@ def is_secondary(error: BaseException) -> bool:
         return all(map(is_secondary, members))
     if isinstance(error, CollectiveTimeoutError) or library_of(error) is not None:
         return True
+    # The monitor's own translation of a library's error.
     return isinstance(error, MegascendError) and library_of(error.__cause__) is not None

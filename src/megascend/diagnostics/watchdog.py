@@ -15,7 +15,7 @@ from megascend.diagnostics.phase_stack import PhaseStack
 from megascend.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from megascend.diagnostics.heartbeat import Heartbeat
+    from megascend.diagnostics.heartbeat import HeartbeatThread
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,11 @@ class Watchdog:
         self._logged_generation = self._lost_generation = -1
         self._lost_since = self._checked_at = 0.0
 
-    def look(self, heartbeat: Heartbeat) -> None:
+    def look(self, heartbeat: HeartbeatThread) -> None:
         """Log a warning, and finally end the process, if the main thread is stuck because of another rank."""
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
         seconds = now - stack.since
+        # The thread ticks more often than records change.
         if not stack.phases or seconds < self.look_after_s or now - self._checked_at < heartbeat.poll_s:
             return
         self._checked_at = now
@@ -65,6 +66,7 @@ class Watchdog:
         if diagnosis.kind not in LOST:
             self._lost_generation = -1
         elif self._lost_generation != generation:
+            # The wait starts anew with every phase, so that a rank that still makes progress is not ended.
             self._lost_generation, self._lost_since = generation, now
         if generation != stack.generation:
             return  # the main thread made progress while the peers' records were read
@@ -83,6 +85,7 @@ class Watchdog:
 
     def _give_up(self, message: str) -> None:
         logger.error("%s. The peer will not recover: exiting with code %d", message, EXIT_PEER_LOST)
+        # Where the main thread hangs, for the error file: its own traceback will never be printed.
         frame = sys._current_frames().get(self._stack.thread)
         error = PeerLostError(message)
         self._last_words(error)

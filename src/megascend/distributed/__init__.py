@@ -1,1 +1,1 @@
-"""Launch, process groups, and collectives that say what they are."""
+"""Launch, process groups, and collectives that check that every rank makes the same call."""

@@ -1,4 +1,4 @@
-"""A Gloo group that carries object collectives and nothing else, so that only those can meet in it."""
+"""A Gloo group reserved for object collectives: a mismatched call can only meet another object collective in it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 LOOK_S = 1.0
-"""How long a rank waits before it looks, for the first time, whether it waits in vain, in seconds."""
+"""Seconds that a rank waits before its first check for a deadlock between groups."""
 LOOK_AT_MOST_S = 30.0
-"""The longest pause between two looks, in seconds: each costs a read of the store for every rank of the group."""
+"""Longest pause between two checks, in seconds: each reads the store once for every rank of the group."""
 MARGIN_S = 1.0
-"""How much longer than Gloo a rank waits for Gloo's own error, in seconds."""
+"""Seconds that a rank waits past the group's timeout, so that Gloo's own error, which says more, arrives first."""
 
 
 class Channel:
-    """Object collectives of one set of ranks, counted. Groups of the same ranks share one, whatever their names.
+    """The object collectives of one set of ranks. Groups of the same ranks share one channel, whatever their names.
 
     Attributes:
-        name: the first of the groups' names.
+        name: the first of the groups' names; the collectives are counted under it.
         ranks: global ranks, in group order.
-        group: on Gloo; None where a rank is alone and nothing needs to travel.
+        group: on Gloo; None for a single rank, which exchanges nothing.
         timeout_s: of a collective, in seconds.
 
     Raises:
@@ -45,6 +45,7 @@ class Channel:
                 f"rank {rank}: objects on group {name!r} would go over {backend}; objects travel on gloo only"
             )
         self.name, self.ranks, self.rank, self.group, self.timeout_s = name, list(ranks), rank, group, timeout_s
+        # Gloo writes into the receive buffer after the call returns, so both are held until the work has completed.
         self._unfinished: list[tuple[torch.Tensor, Work]] = []
 
     @property
@@ -59,10 +60,10 @@ class Channel:
 
         Args:
             timeout_s: default: the group's timeout.
-            look: called from time to time while this rank waits.
+            look: called with growing pauses while this rank waits; see :data:`LOOK_S`.
 
         Raises:
-            RuntimeError: from Gloo: a rank has not come, or was lost.
+            RuntimeError: from Gloo: a rank did not arrive, or was lost.
         """
         if self.is_single:
             return [frame]
@@ -78,7 +79,7 @@ class Channel:
 
     def _send(self, frame: bytes) -> tuple[torch.Tensor, Work]:
         """Start an exchange; return the receive buffer and the work handle."""
-        # Gloo passes an all-gather from rank to rank; an all-to-all sends to all at once.
+        # An all-to-all of equal frames, not an all-gather: Gloo passes an all-gather from rank to rank around a ring.
         outgoing = torch.frombuffer(bytearray(frame * len(self.ranks)), dtype=torch.uint8)
         received = torch.empty_like(outgoing)
         work = dist.all_to_all_single(received, outgoing, group=self.group, async_op=True)
@@ -90,11 +91,13 @@ class Channel:
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(min(pause, left), 0.001)))  # 0 would be for ever
+                # Waiting in slices: one long wait would leave no moment to check for a deadlock.
+                work.wait(timedelta(seconds=max(min(pause, left), 0.001)))  # Gloo reads 0 as no limit
                 return
             except RuntimeError:
+                # Gloo raises RuntimeError for a slice that elapsed and for a failed collective; only the latter has completed.
                 if work.is_completed():
-                    work.wait()  # raises what Gloo has to say, unless the end came right after the pause
+                    work.wait()  # raises Gloo's error; returns if the exchange completed just after the slice
                     return
                 if left <= pause:
                     raise

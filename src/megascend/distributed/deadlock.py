@@ -1,7 +1,7 @@
-"""Collectives of different groups that wait for each other: rank 0 in one of the world, rank 1 in one of its pair. Pure.
+"""Find deadlocks between groups: rank 0 waits in a collective of the world, rank 1 in one of their pair. Pure.
 
-Nothing that is exchanged inside a group can show this, since neither exchange ends. Every rank publishes the collectives that it
-enters (:mod:`megascend.diagnostics.collective_sequence`); one that waits for long follows these records from rank to rank.
+No exchange inside a group can reveal this, since neither exchange ends. Every rank publishes the collectives that it enters
+(:mod:`megascend.diagnostics.collective_sequence`); a rank that has waited long follows these records from rank to rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megascend.diagnostics.collective_sequence import CollectiveCounts
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that ranks wait in: its channel, one of its ranks, its number."""
+    """A collective in which ranks are waiting: its channel, one of its ranks, its number."""
 
     channel: str
     rank: int
@@ -28,15 +28,16 @@ def circle(
 ) -> list[Pending]:
     """Return the cycle of collectives through that of ``rank``, each waiting for a rank in the next; empty if there is none.
 
-    A rank that has entered a collective cannot have left it before all others have come, so what is found does not pass: not even
-    where the records are of different moments. Whoever is read last is waited for by one that still waits, and so on round.
+    A rank leaves a collective only when all others have entered it. A cycle therefore never resolves, and it is real even if the
+    records were read at different moments: each rank in it still waits for the next.
 
     Args:
-        read: what ranks have published.
-        members: the ranks of a channel that holds a rank.
+        read: returns the collective counts that ranks have published.
+        members: returns the ranks of the named channel that the given rank belongs to.
     """
     counts = dict(read([rank]))
     came_from: dict[int, int] = {}
+    # Breadth first, so that the cycle reported is a shortest one; each row costs one read of the store for each rank in it.
     row = [rank]
     while row:
         waited_for = {}
@@ -45,9 +46,11 @@ def circle(
             unread = [other for other in members(here.last, waiting) if other != waiting and other not in counts]
             counts |= read(unread)
             for other in members(here.last, waiting):
+                # `other` has not entered the collective that `waiting` is in.
                 if counts[other].of(here.last) < here.of(here.last):
                     if other == rank:
                         return _path(waiting, rank, came_from, counts)
+                    # Without a last collective the rank computes (or died): it waits for no rank, so no cycle passes through it.
                     if other not in came_from and counts[other].last:
                         came_from[other] = waiting
                         waited_for[other] = None

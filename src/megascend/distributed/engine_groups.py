@@ -1,4 +1,4 @@
-"""Groups on the device backend: what an engine that makes its own must offer, and plain ones for all others."""
+"""Groups on the device backend: the interface of an engine that creates its own, and plain ones for all others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineGroups:
 
     Attributes:
         device: on the device backend, a group for every name.
-        cpu: on Gloo, for some of the names; they carry objects from now on, and nothing else may use them.
+        cpu: on Gloo, for some of the names; reserved for object collectives from now on.
     """
 
     device: dict[str, ProcessGroup]
@@ -28,33 +28,33 @@ class EngineGroups:
 
 
 class GroupFactory(Protocol):
-    """Makes an engine's groups. One object for one call of :func:`megascend.distributed.process_groups.initialize`."""
+    """Factory of an engine's groups, for a single call of :func:`megascend.distributed.process_groups.initialize`."""
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
         """Return all groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
 
-        The caller holds their ranks against the topology, when all ranks have made theirs.
+        The caller compares their ranks with the topology once all ranks have created theirs.
 
         Raises:
-            ProcessGroupError: they cannot be made.
+            ProcessGroupError: they cannot be created.
         """
         ...
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Give groups that the engine's libraries have made meanwhile the timeout of this run, in seconds."""
+        """Set the timeout, in seconds, of groups that the engine's libraries have created themselves."""
         ...
 
     def forget(self, destroy: bool) -> None:
-        """Let the engine's libraries go of what :meth:`create` has made; also after :meth:`create` has raised.
+        """Remove the groups of :meth:`create` from the engine's libraries; also called after :meth:`create` has raised.
 
         Args:
-            destroy: also destroy the groups; else that of the default group takes them along.
+            destroy: also destroy the groups; else they are destroyed together with the default group.
         """
         ...
 
 
 class PlainGroups:
-    """Groups that torch makes from the topology. Names of the same ranks share one; those of all ranks are the default group."""
+    """Groups created by torch from the topology. Names of the same ranks share one; those of all ranks are the default group."""
 
     def __init__(self) -> None:
         self._created: list[ProcessGroup] = []
@@ -65,24 +65,26 @@ class PlainGroups:
         groups: dict[tuple[int, ...], ProcessGroup] = {
             tuple(range(topology.world_size)): dist.distributed_c10d._get_default_group()
         }
+        # new_group is collective over the world: every rank calls it for every group, also for those it is not in.
         for ranks, name in rank_lists(topology).items():
             if ranks not in groups:
                 self._add(groups, ranks, dist.new_group([*ranks], timeout=timeout, group_desc=name.upper()), rank)
         ranks_by_name = {name: tuple(topology.group_of(rank, *axes)) for name, axes in GROUP_AXES.items()}
-        if (rank,) in ranks_by_name.values() and (rank,) not in groups:  # without the others, who need not know of it
+        if (rank,) in ranks_by_name.values() and (rank,) not in groups:
+            # Local synchronization: only this rank is a member, so the others need not make this call.
             self._add(groups, (rank,), dist.new_group([rank], timeout=timeout, use_local_synchronization=True), rank)
         return EngineGroups({name: groups[ranks] for name, ranks in ranks_by_name.items()})
 
     def _add(
         self, groups: dict[tuple[int, ...], ProcessGroup], ranks: tuple[int, ...], group: object, rank: int
     ) -> None:
-        if rank in ranks:  # else it is torch's placeholder for a group of others
+        if rank in ranks:  # new_group returns a placeholder, not a ProcessGroup, to ranks that are not in the group
             assert isinstance(group, dist.ProcessGroup)
             groups[ranks] = group
             self._created.append(group)
 
     def limit_timeouts(self, timeout_s: float) -> None:
-        """Do nothing: nobody else makes groups."""
+        """Do nothing: no library creates groups of its own."""
 
     def forget(self, destroy: bool) -> None:
         """See :class:`GroupFactory`."""

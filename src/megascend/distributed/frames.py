@@ -1,6 +1,6 @@
-"""What each rank sends first in every object collective: where it stands, in a frame of fixed size. Pure.
+"""The frame that each rank sends first in every object collective: its position, in a fixed size. Pure.
 
-All collectives of a group begin with the same all-gather of frames, whatever their kind. Ranks that are out of step meet in
+All collectives of a group begin with the same exchange of frames, whatever their kind. Ranks that are out of step still complete
 it, see each other's positions and raise; an object that fits into the frame needs no second round.
 """
 
@@ -20,14 +20,14 @@ SIZE = 1024
 """Bytes of a frame."""
 MAGIC = b"msc1"
 LISTED = 8
-"""How many different positions a message lists."""
+"""Maximum number of positions that a message lists."""
 
-# magic; then what must be equal: number, step, digests of call and kind; then flags and lengths
+# Magic; the part that must be equal on all ranks (number, step, digests of call and kind); flags and lengths.
 _HEAD = struct.Struct("<4s q q 8s 8s ? ? I H H")
 _EQUAL = slice(4, 4 + 8 + 8 + 8 + 8)
-_SEPARATOR = "\x1f"
-_LIMITS = {"kind": 80, "group": 20, "what": 260, "place": 60}
-"""Characters of each text that a frame has room for; what is compared is the whole text."""
+_SEPARATOR = "\x1f"  # ASCII unit separator: does not occur in names, paths or messages
+_LIMITS = {"kind": 80, "group": 20, "purpose": 260, "phase": 60}
+"""Maximum characters of each text in a frame. Ranks compare digests of the full texts, so cutting loses no difference."""
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,38 @@ class Position:
     """A rank's position in the sequence of object collectives.
 
     Attributes:
-        kind: the collective with all that must be equal in it: ``"all_reduce_numbers, sum of 3"``.
+        kind: the collective and the parameters that must be equal: ``"all_reduce_numbers, sum of 3"``.
         group: name of the group it is called on.
-        number: of this collective among those of the group, from 1.
-        step: the optimizer step being worked on, from 1.
-        what: what it is for, with the arguments that must be equal: ``"save 'checkpoints/step-100'"``.
-        place: the phase around it, for messages alone.
-        refusal: why this rank cannot take part: class and text of its error.
+        number: number of this collective in the group, from 1.
+        step: the current optimizer step, from 1.
+        purpose: the call it belongs to, with the arguments that must be equal: ``"save 'checkpoints/step-100'"``.
+        phase: the phase around it, used in messages only.
+        refusal: class and text of the error because of which this rank cannot take part.
     """
 
     kind: str
     group: str
     number: int
     step: int
-    what: str = ""
-    place: str = ""
+    purpose: str = ""
+    phase: str = ""
     refusal: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         where = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
-        name = self.what or self.place or "a call that does not say what it is for"
-        called = self.what.startswith(self.place.partition(" ")[0])  # "save" around "save('a')" says nothing more
-        inside = f" inside {self.place}" if self.what and not called else ""
+        name = self.purpose or self.phase or "a call that does not say what it is for"
+        repeated = self.purpose.startswith(self.phase.partition(" ")[0])  # "save('a') inside save" would repeat itself
+        inside = f" inside {self.phase}" if self.purpose and not repeated else ""
         refused = f", where it raised {self.refusal[0]}: {self.refusal[1]}" if self.refusal else ""
         return f"{name}{inside} ({where}){refused}"
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One rank's frame, taken apart.
+    """One rank's decoded frame.
 
     Attributes:
-        length: bytes of its object.
+        length: size of its object in bytes.
         content: the object, if it fits into the frame; else empty.
         stray: see :func:`encode`.
     """
@@ -86,13 +86,14 @@ def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
     """Return the frame of a rank at ``position`` whose object is ``content``: :data:`SIZE` bytes.
 
     Args:
-        stray: the rank waits in another collective than the frame travels in.
+        stray: the rank waits in a collective of another group than the one that exchanges this frame.
     """
     refusal = position.refusal
     texts = [getattr(position, name)[:limit] for name, limit in _LIMITS.items()] + list(refusal or ())
+    # May cut a UTF-8 character in two; decode() replaces the broken bytes.
     text = _SEPARATOR.join(texts).encode()[: SIZE - _HEAD.size]
     inside = content if len(content) <= SIZE - _HEAD.size - len(text) else b""
-    call = _digest(f"{position.group}{_SEPARATOR}{position.what}")
+    call = _digest(f"{position.group}{_SEPARATOR}{position.purpose}")
     head = _HEAD.pack(
         MAGIC,
         position.number,
@@ -109,27 +110,28 @@ def encode(position: Position, content: bytes, *, stray: bool = False) -> bytes:
 
 
 def decode(frame: bytes) -> Frame | None:
-    """Decode what :func:`encode` returned; None if the bytes are no frame."""
+    """Decode a frame of :func:`encode`; None if the bytes are not one."""
     magic, number, step, _, _, refused, stray, length, text_size, inside = _HEAD.unpack_from(frame)
     if magic != MAGIC:
         return None
     start = _HEAD.size + text_size
-    kind, group, what, place, *rest = (*frame[_HEAD.size : start].decode(errors="replace").split(_SEPARATOR), "", "")
+    # The two empty strings stand in for a refusal that did not fit.
+    kind, group, purpose, phase, *rest = (*frame[_HEAD.size : start].decode(errors="replace").split(_SEPARATOR), "", "")
     refusal = (rest[0], rest[1]) if refused else None
     content = frame[start : start + inside]
-    return Frame(Position(kind, group, number, step, what, place, refusal), length, content, stray)
+    return Frame(Position(kind, group, number, step, purpose, phase, refusal), length, content, stray)
 
 
 def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
-    """Return the frames of all ranks of a group, taken apart, if all are at the same position.
+    """Return the decoded frames of all ranks of a group, if all are at the same position.
 
     Args:
-        ranks: of the group, in its order.
-        rank: the one that reads.
+        ranks: global ranks of the group, in group order.
+        rank: the rank that reads.
 
     Raises:
-        OutOfStepError: they do not. Every rank of the group raises it, and names the same positions.
-        MegascendError: they do, but some rank refuses: an error of the class of that rank's error.
+        OutOfStepError: they are not. Every rank of the group raises it, with the same positions.
+        MegascendError: they are, but some rank refuses: an error of the class of that rank's error.
     """
     decoded = [decode(frame) for frame in frames]
     strangers = [number for number, frame in zip(ranks, decoded, strict=True) if frame is None]
@@ -142,7 +144,8 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
     refusing = [number for number, frame in zip(ranks, valid, strict=True) if frame.position.refusal]
     if len(equal) == 1 and not refusing:
         return valid
-    calls = {frame[_EQUAL][:-8] for frame in frames}  # a rank that refuses a call does so before it knows the kind
+    # Without the digest of the kind (the last 8 bytes): a rank may refuse a call before it knows which collective follows.
+    calls = {frame[_EQUAL][:-8] for frame in frames}
     if refusing and len(calls) == 1:
         refusal = valid[list(ranks).index(refusing[0])].position.refusal
         assert refusal is not None
@@ -155,7 +158,7 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
 
 
 def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
-    """Return the frame of a rank that waits at ``position``, for a collective of another group that waits for it.
+    """Return the frame with which a rank that waits at ``position`` releases a collective of another group.
 
     Args:
         pending: all collectives that wait for each other.
@@ -164,7 +167,7 @@ def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
 
 
 def pending_of(frames: Sequence[bytes]) -> list[Pending]:
-    """Return what stray frames tell about collectives that wait for each other."""
+    """Return the collectives in deadlock that stray frames list."""
     pending: dict[Pending, None] = {}
     for frame in map(decode, frames):
         if frame is not None and frame.stray and frame.content:
@@ -186,6 +189,8 @@ def describe(positions: dict[int, Position]) -> str:
 
 def _as_refused(rank: int, name: str, text: str) -> MegascendError:
     """Return the error that another rank has raised, as one of the same class."""
+    # Looked up by name, not unpickled: any megascend error can be rebuilt from its text, and `name` came over the wire,
+    # so it may be any other name of the module.
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, MegascendError)):
         kind = MegascendError

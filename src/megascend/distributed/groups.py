@@ -28,12 +28,13 @@ CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank. Who made them (:mod:`megascend.distributed.process_groups`) owns them, and destroys them.
+    """The groups of one rank, created by :mod:`megascend.distributed.process_groups`.
 
     Attributes:
-        device: where this rank's tensors live.
-        timeout_s: after which a collective gives up, in seconds.
-        monitor: what this rank does now, and what the others do.
+        device: device of this rank's tensors.
+        timeout_s: timeout of collectives, in seconds.
+        monitor: publisher of this rank's phase, and reader of the others'.
+        owns_default: the default group was created here, and is destroyed with the others.
     """
 
     topology: Topology
@@ -69,12 +70,12 @@ class ProcessGroups:
         """Return the group on the device backend: tensors only, never objects.
 
         Raises:
-            ProcessGroupError: there is no group of this name, or the groups were destroyed.
+            ProcessGroupError: the name is unknown, or the groups were destroyed.
         """
         return _look_up(self._device_groups, name, "process group")
 
     def channel(self, name: str) -> Channel:
-        """Return the channel of the group's objects, on Gloo; for :mod:`megascend.distributed.objects` alone.
+        """Return the group's channel for objects, on Gloo; only :mod:`megascend.distributed.objects` uses it.
 
         Raises:
             ProcessGroupError: the group carries no objects, or the groups were destroyed.
@@ -82,12 +83,13 @@ class ProcessGroups:
         return _look_up(self._channels, name, "channel for objects")
 
     def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
-        """Return a Gloo group of all ranks for somebody's own use, for collectives on another thread. Collective.
+        """Create a separate Gloo group of all ranks, for collectives on another thread. Collective.
 
         Args:
-            timeout_s: of its collectives; default: a day, since a peer may be writing to a slow disk. Who waits on the main
-                thread for what they bring has a deadline of its own.
+            timeout_s: timeout of its collectives; default: a day.
         """
+        # A background writer may wait long for a peer with a slow disk. The main thread, when it waits for the result, applies
+        # its own deadline.
         limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
         group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
         self._created.append(group)  # type: ignore[reportArgumentType]
@@ -99,7 +101,7 @@ class ProcessGroups:
         return CARRIERS
 
     def carried_to(self, name: str, rank: int) -> list[int]:
-        """Return the ranks that objects of ``rank``'s group ``name`` travel to; none if the name is not that of a carrier."""
+        """Return the ranks of ``rank``'s group ``name``; none if that group carries no objects."""
         return self.topology.group_of(rank, *axes_of(name)) if name in CARRIERS else []
 
     def register(self, group: ProcessGroup) -> None:
@@ -107,28 +109,32 @@ class ProcessGroups:
         self._created.append(group)
 
     def add_channel(self, name: str) -> None:
-        """Add a channel of all ranks for object collectives on another thread, by the name that it gets. Collective.
+        """Add a channel of all ranks, under ``name``, for object collectives on another thread. Collective.
 
         Its timeout is a day, as that of :meth:`new_gloo`.
         """
+        # Not one of CARRIERS: deadlocks are looked for among the main threads' collectives only.
         ranks = list(range(self.world_size))
         self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
 
     def limit_timeouts(self) -> None:
-        """Give groups that the engine's libraries have made meanwhile the timeout of this run."""
+        """Set this run's timeout on groups that the engine's libraries have created themselves."""
         self._factory.limit_timeouts(self.timeout_s)
 
     def destroy(self) -> None:
-        """Destroy the engine's groups, the channels and, if it was made with them, the default group."""
+        """Destroy the engine's groups, the channels and, if it was created with them, the default group."""
+        # First: peers that are still in a collective then see that this rank left, not that it went silent.
         self.monitor.close()
         if not self._device_groups:
             return
+        # Before the groups go: the redirected functions of torch.distributed look up channels here.
         while self._undo:
             self._undo.pop()()
         self._factory.forget(destroy=not self.owns_default)
         self._device_groups.clear()
         self._channels.clear()
         if self.owns_default:
+            # Without an argument torch destroys every group of the process, the engine's and the channels' among them.
             dist.destroy_process_group()
         else:
             for group in self._created:

@@ -1,6 +1,6 @@
-"""How this process was started: its rank, the world size, and the store where the ranks meet.
+"""Read the launcher's environment: this process's rank, the world size, and the store for the rendezvous.
 
-The one place that reads the launcher's environment variables, and that keeps them from child processes.
+No other module reads the launcher's variables. Child processes that are not ranks are started without them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LAUNCHER_VARIABLES = (
 )
 """Set for each rank by torchrun, or by ``run_distributed``."""
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-"""Of torchrun's other variables, its options among them (PET), and of the ranks that MPI starts."""
+"""Prefixes of torchrun's other variables (PET: its options) and of those that MPI launchers set for their ranks."""
 
 
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child process that is not a rank: this one without what a launcher tells its ranks.
+    """Return the environment of a child process that is not a rank: this one without the launcher's variables.
 
-    A child that inherits RANK or MASTER_PORT takes itself for a rank of this run: torch in it waits for a store that nobody
-    serves, or answers in the place of the parent.
+    A child that inherits RANK or MASTER_PORT behaves like a rank of this run: torch in it waits for a store that nobody serves,
+    or answers instead of the parent.
 
     Args:
         environment: default: this process's.
@@ -51,14 +51,18 @@ def plain_environment() -> dict[str, str]:
     from simnpu.environment import own_paths
     from simnpu.settings import ACTIVE_VARIABLE
 
+    # The simulated NPU puts its stand-ins for torch_npu and others on sys.path; a helper process must import without them.
     simulated = {str(path) for path in own_paths()} if ACTIVE_VARIABLE in os.environ else set()
+    # sys.path, not PYTHONPATH: the parent may have extended it at run time, and relative entries depend on its directory.
     path = [str(Path(entry).absolute()) for entry in sys.path if entry and entry not in simulated]
     environment = child_environment()
     environment.pop(ACTIVE_VARIABLE, None)
     return environment | {
         "PYTHONPATH": os.pathsep.join(path),
+        # One thread: a helper runs beside ranks that use the cores themselves.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        # Stops torch from importing torch_npu: helpers use plain packages.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
@@ -67,15 +71,14 @@ def plain_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank and world size, and the means to meet the other ranks.
+    """Rank, world size, and the address of the store.
 
     Attributes:
-        local_rank, local_size: this process among those of its host.
+        local_rank, local_size: rank and number of processes on this host.
         store_path: file of a ``FileStore`` (``MEGASCEND_STORE``, as set by ``megascend.testing.run_distributed``).
         master: host and port of the TCP store (torchrun's ``MASTER_ADDR`` and ``MASTER_PORT``).
         agent_store: True if the launcher serves the TCP store, so that rank 0 need not.
-        attempt: how often torchrun has restarted the run (``--max-restarts``), as this host counts; its store outlives the
-            attempts.
+        attempt: number of restarts by torchrun (``--max-restarts``), as counted on this host; its store outlives the attempts.
     """
 
     rank: int = 0
@@ -89,12 +92,12 @@ class Launch:
 
     @property
     def several_hosts(self) -> bool:
-        """Check whether ranks are on other hosts than this one's."""
+        """Check whether some ranks run on other hosts."""
         return self.world_size > self.local_size
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read what torchrun or ``run_distributed`` set; nothing set at all is a world of one process.
+        """Read the variables of torchrun or ``run_distributed``; without any, the world is this process.
 
         Raises:
             ProcessGroupError: only some of the variables are set, or one is not a number.
@@ -111,6 +114,7 @@ class Launch:
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         if not 0 <= rank < world_size:
             raise ProcessGroupError(f"RANK={rank} is outside WORLD_SIZE={world_size}")
+        # Launchers that set only RANK and WORLD_SIZE are taken to start all ranks on one host.
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
         store_path = environment.get("MEGASCEND_STORE")
         master = None
@@ -129,6 +133,7 @@ class Launch:
             local_size=_number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size,
             store_path=store_path,
             master=master,
+            # torchrun writes Python's str(True).
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT")
             if "TORCHELASTIC_RESTART_COUNT" in environment
@@ -138,10 +143,10 @@ class Launch:
     def store(self, timeout_s: float, start: str | None = None) -> Store:
         """Open the store. Does not wait for other ranks, except for the one that serves it.
 
-        What an earlier attempt left behind is out of sight: a rank that died early counts differently from the others.
+        Keys have a prefix for this start, so keys of an earlier attempt are not visible.
 
         Args:
-            start: what the ranks have called this start; default: the number of the attempt, which ranks of one host share.
+            start: name that the ranks agreed on; default: the number of the attempt, which ranks of one host share.
 
         Raises:
             CollectiveTimeoutError: the TCP store does not answer within ``timeout_s``.
@@ -149,10 +154,11 @@ class Launch:
         import torch.distributed as dist
 
         if self.store_path:
-            # Without a world size the file stays: its owner removes it. Else whoever closes a first set of groups
-            # last would delete it under the ranks that have opened it again already.
+            # World size -1 keeps the file, which its owner removes. With a size, the rank that closes a first set of groups
+            # last would delete it under ranks that have already opened it again.
             store: Store = dist.FileStore(self.store_path, -1)
         elif self.master is None:
+            # A world of one: in memory, no port.
             store = dist.HashStore()
         else:
             host, port = self.master
@@ -164,7 +170,9 @@ class Launch:
                     self.world_size,
                     is_master=serves,
                     timeout=timedelta(seconds=timeout_s),
+                    # True would block here without a chance to name the missing ranks; wait_for_all() does.
                     wait_for_workers=False,
+                    # A rank opens the store two or three times; without this, rank 0's second server could not bind the port.
                     multi_tenant=True,
                 )
             except dist.DistError as error:
@@ -179,7 +187,7 @@ class Launch:
 
 
 def reconnect(store: Store, timeout_s: float) -> Store | None:
-    """Return a second connection to the same store, without its prefixes; None if its kind is not known to allow one."""
+    """Open a second connection to the same store, without its prefixes; None for kinds of stores that allow none."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):

@@ -1,4 +1,4 @@
-"""A device's memory that runs out on one rank: an error of all ranks, before they meet on the device."""
+"""Turn out-of-memory on one rank into an error of all ranks, before they enter a collective on the device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ T = TypeVar("T")
 
 
 def _attempt(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMemoryError | None]:
-    """Return what ``make`` returns, or the error if memory has no room, which keeps no allocation alive."""
+    """Return the result of ``make``, or an error that keeps no allocation alive if the device runs out of memory."""
     try:
         return make(), None
     except torch.OutOfMemoryError as error:
         text = str(error)
+    # Built after the except block: torch's error refers to the frames of `make`, and so keeps their tensors alive.
     return None, OutOfDeviceMemoryError(f"the device's memory has no room for this request (rank {rank}): {text}")
 
 
 def with_room(make: Callable[[], T], rank: int) -> T:
-    """Return what ``make`` returns. Local.
+    """Return the result of ``make``, without communication.
 
     Raises:
         OutOfDeviceMemoryError: in place of torch's error.
@@ -35,15 +36,16 @@ def with_room(make: Callable[[], T], rank: int) -> T:
     return value  # type: ignore[return-value]
 
 
-def with_room_everywhere(make: Callable[[], T], groups: ProcessGroups, what: str) -> T:
-    """Return what ``make`` returns, in which ranks run no collective. One exchange, over Gloo.
+def with_room_everywhere(make: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
+    """Return the result of ``make``, which must not run collectives. One exchange, over Gloo.
 
     Args:
-        what: that there must be room for, for errors of the exchange itself.
+        purpose: name of the allocation, for errors of the exchange itself.
 
     Raises:
-        OutOfDeviceMemoryError: on every rank: some rank has no room.
+        OutOfDeviceMemoryError: on every rank: some rank ran out of memory.
     """
     value, problem = _attempt(make, groups.rank)
-    raise_on_all_ranks(problem, groups, f"whether there is room for {what}")
+    # Before the next collective on the device: a rank that raised alone would leave the others waiting in it.
+    raise_on_all_ranks(problem, groups, f"whether there is room for {purpose}")
     return value  # type: ignore[return-value]

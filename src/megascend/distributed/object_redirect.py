@@ -1,8 +1,8 @@
-"""Object collectives that upstream calls on a device group, sent to the group's channel for objects.
+"""Redirect object collectives that upstream runs on a device group to the group's channel for objects.
 
-Megatron-Core gathers Python objects in a few places of its own (the optimizer compares parameter groups, checkpointing its
-plans), on the default group: over HCCL or NCCL they would be pickled into device tensors. Their callers cannot be told
-another group, so ``torch.distributed``'s functions are exchanged for as long as the process groups live.
+Megatron-Core gathers Python objects in a few places (the optimizer compares parameter groups, checkpointing its plans), on the
+default group: over HCCL or NCCL they would be pickled into device tensors. These call sites take no group, so the functions of
+``torch.distributed`` are patched for as long as the process groups live.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FUNCTIONS = ("all_gather_object", "broadcast_object_list", "gather_object", "sca
 
 
 class ObjectCollectiveRedirect:
-    """While installed, object collectives on device groups that carry objects run on Gloo; on others they raise.
+    """Patch that runs object collectives on Gloo for device groups that have a channel, and raises for the others.
 
-    Before each, the ranks make sure that all of them are in it: an object of ours is never handed out as upstream's.
+    Before each, the ranks check that all of them are in the same call, so that upstream never receives an object of megascend's.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -39,13 +39,13 @@ class ObjectCollectiveRedirect:
         self._single_rank: ProcessGroup | None = None
 
     def install(self) -> None:
-        """Exchange the functions of ``torch.distributed``."""
+        """Patch the functions of ``torch.distributed``."""
         for name in FUNCTIONS:
             redirected = self._redirected(getattr(dist, name))
             self._originals[name] = patch(dist, name, redirected, "travels over Gloo while process groups live")
 
     def remove(self) -> None:
-        """Put the functions back."""
+        """Restore the functions."""
         for name, original in self._originals.items():
             restore(dist, name, original)
         self._originals.clear()
@@ -55,10 +55,12 @@ class ObjectCollectiveRedirect:
 
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
+            # Bound to the signature because callers pass `group` by position as well as by keyword.
             call = signature.bind(*args, **kwargs)
             group = call.arguments.get("group")
             if group is None or dist.get_backend(group) != "gloo":
                 call.arguments["group"] = self._on_gloo(group, original.__name__)
+                # broadcast_object_list alone takes a device; a caller that names its accelerator would fail on Gloo.
                 if "device" in signature.parameters:
                     call.arguments["device"] = torch.device("cpu")
             return original(*call.args, **call.kwargs)
@@ -66,9 +68,10 @@ class ObjectCollectiveRedirect:
         return function
 
     def _on_gloo(self, group: ProcessGroup | None, caller: str) -> ProcessGroup:
-        """Return the Gloo group to use in place of ``group``, after all its ranks have come to ``caller``."""
+        """Return the Gloo group to use instead of ``group``, after all its ranks have entered ``caller``."""
         name = self._name(group, caller)
         agree(f"{caller} of torch.distributed", self._groups, group_name=name)
+        # A channel of one rank has no group, but upstream's function needs one, even to copy an object to itself.
         return self._groups.channel(name).group or self._single_rank_group()
 
     def _name(self, group: ProcessGroup | None, caller: str) -> str:
@@ -85,7 +88,9 @@ class ObjectCollectiveRedirect:
 
     def _single_rank_group(self) -> ProcessGroup:
         if self._single_rank is None:
-            self._single_rank = dist.new_group([self._groups.rank], backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
+            # Local synchronization: only this rank makes the call.
+            group = dist.new_group([self._groups.rank], backend="gloo", use_local_synchronization=True)
+            self._single_rank = group  # type: ignore[assignment]
             assert self._single_rank is not None
             self._groups.register(self._single_rank)
         return self._single_rank

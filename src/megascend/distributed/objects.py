@@ -1,9 +1,9 @@
 """Collectives for Python objects and plain numbers. On Gloo only: over HCCL or NCCL they would go through the device.
 
-Every rank of the group calls the same function in the same order, for the same purpose (``what``) in the same step. All of
-them begin with one exchange of frames (:mod:`megascend.distributed.frames`); small objects travel in it. Ranks that differ in
-any of this raise :class:`~megascend.errors.OutOfStepError`, all of them and at once, and no object changes hands. When a
-collective fails, the error names the ranks that did not come.
+Every rank of the group calls the same functions in the same order, with the same ``purpose`` and in the same step. Each call
+begins with one exchange of frames (:mod:`megascend.distributed.frames`), which also carries small objects. If the ranks differ,
+all of them raise :class:`~megascend.errors.OutOfStepError` at once, and no object is exchanged. When a collective fails, the
+error names the ranks that did not arrive.
 """
 
 from __future__ import annotations
@@ -35,47 +35,49 @@ Operation = Literal["sum", "max", "min"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def gather_objects(obj: T, group_name: str, groups: ProcessGroups, what: str = "", step: int | None = None) -> list[T]:
+def gather_objects(
+    obj: T, group_name: str, groups: ProcessGroups, purpose: str = "", step: int | None = None
+) -> list[T]:
     """Return every rank's object, in group order, on every rank of the group. Objects travel pickled.
 
     Args:
-        what: what it is for, with whatever must be equal on all ranks; errors repeat it.
-        step: that it belongs to; default: the one being worked on.
+        purpose: the call it belongs to, with the arguments that must be equal on all ranks; errors repeat it.
+        step: the optimizer step it belongs to; default: the current one.
 
     Raises:
-        OutOfStepError: on every rank of the group: they are not in the same collective.
-        ProcessGroupError: no object travels on the group, an object cannot be pickled (on every rank), or the collective
-            failed with all ranks there.
+        OutOfStepError: on every rank of the group: the ranks are not in the same collective.
+        ProcessGroupError: the group carries no objects, an object cannot be pickled (on every rank), or the collective failed
+            although all ranks had arrived.
         CollectiveTimeoutError: ranks did not arrive; the message names them.
     """
-    with _collective("gather_objects", group_name, groups, what, step) as collective:
+    with _collective("gather_objects", group_name, groups, purpose, step) as collective:
         return [pickle.loads(content) for content in collective.gather(collective.pickled(obj))]
 
 
 def collect_objects(
-    obj: T, group_name: str, groups: ProcessGroups, what: str = "", step: int | None = None
+    obj: T, group_name: str, groups: ProcessGroups, purpose: str = "", step: int | None = None
 ) -> list[T] | None:
     """Return every rank's object, in group order, on the group's first rank; None on the others.
 
     Args:
-        what, step: as for :func:`gather_objects`.
+        purpose, step: as for :func:`gather_objects`.
 
     Raises:
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
-    with _collective("collect_objects", group_name, groups, what, step) as collective:
+    with _collective("collect_objects", group_name, groups, purpose, step) as collective:
         contents = collective.collect(collective.pickled(obj))
     return None if contents is None else [pickle.loads(content) for content in contents]
 
 
 def broadcast_object(
-    obj: T | None, group_name: str, groups: ProcessGroups, source: int = 0, what: str = "", step: int | None = None
+    obj: T | None, group_name: str, groups: ProcessGroups, source: int = 0, purpose: str = "", step: int | None = None
 ) -> T:
     """Return the object that the group's rank ``source`` passes, on every rank of the group; the others' is ignored.
 
     Args:
         source: rank within the group (not a global rank).
-        what, step: as for :func:`gather_objects`.
+        purpose, step: as for :func:`gather_objects`.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`.
@@ -87,7 +89,7 @@ def broadcast_object(
         raise ProcessGroupError(
             f"source {source} is not a rank of group {group_name!r}, which has {len(channel.ranks)}"
         )
-    with _collective(f"broadcast_object from its rank {source}", group_name, groups, what, step) as collective:
+    with _collective(f"broadcast_object from its rank {source}", group_name, groups, purpose, step) as collective:
         content = collective.pickled(obj) if groups.rank == channel.ranks[source] else b""
         return pickle.loads(collective.broadcast(content, source))
 
@@ -97,23 +99,23 @@ def all_reduce_numbers(
     group_name: str,
     groups: ProcessGroups,
     op: Operation = "sum",
-    what: str = "",
+    purpose: str = "",
     step: int | None = None,
 ) -> list[float]:
     """Reduce numbers over the group by sum, maximum or minimum, in float64, the same on every rank.
 
     Args:
         numbers: equally many on all ranks.
-        what, step: as for :func:`gather_objects`.
+        purpose, step: as for :func:`gather_objects`.
 
     Raises:
-        OutOfStepError: as :func:`gather_objects`; also where ranks differ in ``op`` or pass another number of numbers.
+        OutOfStepError: as :func:`gather_objects`; also if ranks differ in ``op`` or in how many numbers they pass.
         ProcessGroupError: as :func:`gather_objects`, or ``op`` is not known.
         CollectiveTimeoutError: ranks did not arrive; the message names them.
     """
     if op not in OPERATIONS:
         raise ProcessGroupError(f"all_reduce_numbers knows {', '.join(OPERATIONS)}, not {op!r}")
-    with _collective(f"all_reduce_numbers, {op} of {len(numbers)}", group_name, groups, what, step) as collective:
+    with _collective(f"all_reduce_numbers, {op} of {len(numbers)}", group_name, groups, purpose, step) as collective:
         return collective.reduce(numbers, op)
 
 
@@ -132,19 +134,21 @@ def barrier(groups: ProcessGroups, timeout_s: float | None = None, label: str = 
         collective.gather(b"", timeout_s)
 
 
-def agree(what: str, groups: ProcessGroups, problem: MegascendError | None = None, group_name: str = "world") -> None:
-    """Make sure that all ranks are about to do the same thing, before they meet in collectives of a device. One exchange.
+def agree(
+    purpose: str, groups: ProcessGroups, problem: MegascendError | None = None, group_name: str = "world"
+) -> None:
+    """Check that all ranks are about to make the same call, before they enter collectives on the device. One exchange.
 
     Args:
-        what: the call, with the arguments that must be equal.
-        problem: why this rank cannot do it.
+        purpose: the call, with the arguments that must be equal.
+        problem: the error because of which this rank cannot make it.
 
     Raises:
         OutOfStepError: as :func:`gather_objects`.
         MegascendError: ``problem`` itself; on the other ranks an error of its class that repeats it.
         ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
-    with _collective("agree", group_name, groups, what, None) as collective:
+    with _collective("agree", group_name, groups, purpose, None) as collective:
         if problem is None:
             collective.gather(b"")
         else:
@@ -152,37 +156,39 @@ def agree(what: str, groups: ProcessGroups, problem: MegascendError | None = Non
             raise problem
 
 
-def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, what: str) -> None:
-    """Raise on every rank of the world if any has a ``problem``, so that none waits for one that has given up. One exchange.
+def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, purpose: str) -> None:
+    """Raise on every rank of the world if any has a ``problem``, so that no rank waits for one that failed. One exchange.
 
     Args:
-        problem: why this rank cannot continue; its text says which rank it is, where that matters.
-        what: what has been tried, for errors of the exchange itself: ``"whether PATH can be read"``.
+        problem: this rank's error; its text names the rank where that matters.
+        purpose: the attempted operation, for errors of the exchange itself: ``"whether PATH can be read"``.
 
     Raises:
         MegascendError: the problem of the first rank that has one.
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`gather_objects`.
     """
-    problems = gather_objects(problem, "world", groups, what)
+    problems = gather_objects(problem, "world", groups, purpose)
     first = next((rank for rank, error in enumerate(problems) if error is not None), None)
     if first is not None:
+        # The rank that has the problem raises its own object: the copy that travelled has lost its traceback and cause.
         raise problem if first == groups.rank and problem is not None else problems[first]  # type: ignore[misc]
 
 
-def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T:
-    """Return what ``produce`` returns on rank 0, on every rank of the world. One exchange.
+def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
+    """Call ``produce`` on rank 0 and return its result on every rank of the world. One exchange.
 
     Raises:
-        MegascendError: on every rank: what ``produce`` raised.
+        MegascendError: on every rank: the error that ``produce`` raised.
         OutOfStepError, ProcessGroupError, CollectiveTimeoutError: as :func:`broadcast_object`.
     """
     outcome: tuple[T | None, MegascendError | None] | None = None
     if groups.rank == 0:
         try:
             outcome = produce(), None
+        # Any other exception is a bug: it leaves rank 0, and the hang monitor tells the others.
         except MegascendError as error:
             outcome = None, error
-    value, problem = broadcast_object(outcome, "world", groups, what=what)
+    value, problem = broadcast_object(outcome, "world", groups, purpose=purpose)
     if problem is not None:
         raise outcome[1] if outcome is not None and outcome[1] is not None else problem
     return value  # type: ignore[return-value]
@@ -190,21 +196,21 @@ def from_rank_0(produce: Callable[[], T], groups: ProcessGroups, what: str) -> T
 
 @contextmanager
 def _collective(
-    kind: str, group_name: str, groups: ProcessGroups, what: str, step: int | None, label: str = ""
+    kind: str, group_name: str, groups: ProcessGroups, purpose: str, step: int | None, label: str = ""
 ) -> Iterator[_Collective]:
-    """Run one collective in the phase that errors and the monitor know it by."""
+    """Run one collective within a phase, so that errors and the monitor can name it."""
     channel = groups.channel(group_name)
-    name = label or _name(kind, what)
+    name = label or _name(kind, purpose)
     where = name if group_name == "world" else f"{name} on group {group_name!r}"
     position = Position(
-        kind, group_name, 0, groups.monitor.step if step is None else step, what, place=groups.monitor.place
+        kind, group_name, 0, groups.monitor.step if step is None else step, purpose, phase=groups.monitor.outer_label
     )
     with groups.monitor.phase("object gather", where):
         yield _Collective(channel, groups, position, where)
 
 
 class _Collective:
-    """The exchange of frames, and the round after it for what does not fit into them."""
+    """An exchange of frames, and a second round for objects that do not fit into them."""
 
     def __init__(self, channel: Channel, groups: ProcessGroups, position: Position, where: str) -> None:
         self._channel, self._groups, self._position, self._where = channel, groups, position, where
@@ -213,11 +219,11 @@ class _Collective:
         """Pickle ``obj`` for the exchange.
 
         Raises:
-            ProcessGroupError: on every rank: it cannot be pickled.
+            ProcessGroupError: on every rank: some rank's object cannot be pickled.
         """
         try:
             return pickle.dumps(obj)
-        except Exception as error:  # whatever a user's __reduce__ raises; the other ranks are told
+        except Exception as error:  # a user's __reduce__ may raise anything
             problem = ProcessGroupError(
                 f"rank {self._groups.rank}: an object for {self._where} cannot be pickled: {type(error).__name__}: {error}"
             )
@@ -228,7 +234,7 @@ class _Collective:
         """Let the other ranks raise ``problem`` too.
 
         Raises:
-            OutOfStepError: they are somewhere else.
+            OutOfStepError: they are at another position.
             CollectiveTimeoutError, ProcessGroupError: as :meth:`meet`.
         """
         if self._channel.is_single:
@@ -238,37 +244,41 @@ class _Collective:
             self.meet(b"")
         except OutOfStepError:
             raise
+        # The exchange raises a copy of this rank's own problem here; the caller raises the original.
         except type(problem):
             return
 
     def meet(self, content: bytes, timeout_s: float | None = None) -> list[Frame]:
-        """Show this rank's position and see the others', whose frames hold what fits of their objects.
+        """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough.
 
         Raises:
             OutOfStepError, MegascendError: as :func:`megascend.distributed.frames.contents`.
             CollectiveTimeoutError: ranks did not arrive; the message names them.
-            ProcessGroupError: the exchange failed with all ranks there.
+            ProcessGroupError: the exchange failed although all ranks had arrived.
         """
         channel = self._channel
         with self._naming_the_late(timeout_s):
             position = replace(self._position, number=self._number)
             received = channel.exchange(frames.encode(position, content), timeout_s, lambda: self._look(position))
+        # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
         return frames.contents(received, channel.ranks, self._groups.rank)
 
     def _look(self, position: Position) -> None:
-        """Find out whether what this rank waits for waits for this rank, and end it if so."""
+        """Check for a deadlock between groups that involves this rank, and resolve it."""
         groups = self._groups
         if self._channel.name in groups.carriers:
             self._release(circle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
 
     def _release(self, pending: Sequence[Pending], position: Position) -> None:
-        """Show this rank's position in collectives that wait for it and that it will not come to."""
+        """Complete the ``pending`` collectives that wait for this rank, with a frame that shows where it is instead."""
         groups = self._groups
         for collective in pending:
             sequence = groups.monitor.sequence
+            # A rank that has entered it meanwhile, or released it already, must not send a second frame.
             late = sequence.counts.of(collective.channel) < collective.number
             if late and groups.rank in groups.carried_to(collective.channel, collective.rank):
+                # Counted as entered, or this rank's later collectives of that channel would be one number behind the others'.
                 sequence.enter(collective.channel, waits=False)
                 groups.channel(collective.channel).take_part(frames.encode_stray(position, pending))
 
@@ -279,6 +289,7 @@ class _Collective:
         members = self.meet(content, timeout_s)
         if all(frame.complete for frame in members):
             return [frame.content for frame in members]
+        # All ranks know the lengths from the frames, so they decide alike on a second round and on its size.
         size = max(frame.length for frame in members)
         received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
         with self._naming_the_late(timeout_s):
@@ -316,13 +327,14 @@ class _Collective:
         return box.numpy().tobytes()
 
     def reduce(self, numbers: Sequence[float], op: Operation) -> list[float]:
-        """Reduce element-wise over the ranks, which pass equally many."""
+        """Reduce element-wise over the ranks, which pass equally many numbers."""
         local = numpy.array(numbers, dtype=numpy.float64)
         if self._channel.is_single:
             return local.tolist()
         members = self.meet(local.tobytes())
         if all(frame.complete for frame in members):
             rows = numpy.frombuffer(b"".join(frame.content for frame in members)).reshape(len(members), len(local))
+            # Every rank reduces the same rows in the same order, so all get the same bits.
             return getattr(rows, op)(axis=0).tolist()
         values = torch.from_numpy(local)
         with self._naming_the_late():
@@ -331,7 +343,7 @@ class _Collective:
 
     @contextmanager
     def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Assign the collective its number, and convert Gloo's errors into one that names the missing ranks."""
+        """Assign a number to this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
         self._number = monitor.sequence.enter(channel.name)
 
@@ -344,13 +356,13 @@ class _Collective:
 
         try:
             yield
-        except RuntimeError as error:  # what gloo raises for timeouts and for lost peers alike
+        except RuntimeError as error:  # Gloo raises it for timeouts and for lost peers alike
             raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
 
 
-def _name(kind: str, what: str) -> str:
-    """Return what messages call a collective: its function, and the call that it is for. Of :func:`agree`, only that."""
-    function, call = re.split("[, ]", kind, maxsplit=1)[0], re.split(r"[(,]", what, maxsplit=1)[0]
+def _name(kind: str, purpose: str) -> str:
+    """Return the name of a collective for messages: its function and its purpose; for :func:`agree`, only the purpose."""
+    function, call = re.split("[, ]", kind, maxsplit=1)[0], re.split(r"[(,]", purpose, maxsplit=1)[0]
     if not call:
         return function
     return call if function == "agree" else f"{function} for {call}"

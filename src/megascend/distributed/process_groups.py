@@ -1,4 +1,4 @@
-"""How the process groups of a run are made: torch's default group, the engine's groups, and Gloo channels for objects.
+"""Create the process groups of a run: torch's default group, the engine's groups, and Gloo channels for objects.
 
 Creating them is collective: every rank calls :func:`initialize` with the same topology.
 """
@@ -41,9 +41,9 @@ class CommunicationPlatform(Protocol):
 
     Attributes:
         name: for messages.
-        device_type: of the ``torch.device`` that tensors are on.
-        backend: the ``torch.distributed`` backend of collectives on device tensors.
-        bind_device: whether ``init_process_group`` shall be given the device.
+        device_type: type of the ``torch.device`` that tensors are on.
+        backend: ``torch.distributed`` backend of collectives on device tensors.
+        bind_device: pass the device to ``init_process_group``.
     """
 
     name: ClassVar[str]
@@ -65,18 +65,18 @@ def initialize(
 ) -> ProcessGroups:
     """Create all groups of ``topology`` on the platform's backend.
 
-    A process without launcher variables is a world of one and needs no network. A default group that the trainer
-    created already is used, and left alone by :meth:`ProcessGroups.destroy`.
+    A process without launcher variables is a world of one and needs no network. A default group that the trainer has already
+    created is used, and not destroyed by :meth:`ProcessGroups.destroy`.
 
     Args:
-        timeout_s: for the start-up, and for every collective afterwards, in seconds.
-        launch: how this process was started; default: from the environment.
-        factory: makes the engine's groups; default: plain ones.
+        timeout_s: timeout of the start-up and of every later collective, in seconds.
+        launch: rank, world size and store; default: read from the environment.
+        factory: creates the engine's groups; default: plain ones.
 
     Raises:
-        TopologyError: the world that was started is not the topology's; nothing has been created.
+        TopologyError: the number of processes started is not the topology's; nothing has been created.
         CollectiveTimeoutError: ranks did not arrive in time, or were lost; the message names them.
-        ProcessGroupError: the default group that exists is on another backend, or the engine's groups cannot be made.
+        ProcessGroupError: the default group that exists is on another backend, or the engine's groups cannot be created.
     """
     launch = _adopted_launch() if dist.is_initialized() else launch or Launch.from_environment()
     if launch.world_size != topology.world_size:
@@ -84,11 +84,13 @@ def initialize(
             f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
+    # Selects the device before any group exists: NCCL and HCCL create their communicators on the current device.
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
     if not owns_default:
         _require_backend(platform)
     store, own_connection = (_open if owns_default else _adopted_store)(launch, timeout_s)
+    # Before the groups, so that an error of the start-up can already name the ranks that are missing.
     monitor = HangMonitor(
         launch.rank,
         launch.world_size,
@@ -107,12 +109,14 @@ def initialize(
             engine_groups = factory.create(topology, launch.rank, timeout_s)
             groups._device_groups = engine_groups.device
             _create_channels(groups, engine_groups.cpu)
-            # One that leaves, well or with an error, while another still connects to it would look lost to that one.
+            # A rank that left here, with an error too, while another still connects to it would look lost to that one.
             if launch.world_size > 1:
                 dist.barrier(groups.channel("world").group)
             _check_ranks(groups, factory)
             _redirect_objects(groups)
+            # Last: by now the engine's libraries have created all their groups.
             groups.limit_timeouts()
+    # KeyboardInterrupt too: a default group left behind would be adopted by the next initialize() of this process.
     except BaseException:
         monitor.close()
         factory.forget(destroy=not owns_default)
@@ -123,18 +127,18 @@ def initialize(
 
 
 def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
-    """Return the store of this world, and a second connection to it, for the monitor."""
+    """Open the store of this world, and a second connection to it for the monitor."""
     start = None
     if launch.several_hosts:
         host = socket.gethostname()
         if problem := gloo_problem(os.environ, host, addresses_of, interfaces_here):
             raise ProcessGroupError(f"rank {launch.rank} on {host}: {problem}")
-        starts = launch.store(timeout_s, "starts")  # held until the next is open: if rank 0 serves, its server lives on
+        starts = launch.store(timeout_s, "starts")  # open until the next one is: keeps rank 0's server alive
         start = "start-" + agree_on_start(starts, launch.rank, launch.world_size, timeout_s)
     opened = launch.store(timeout_s, start)
     # Keys of an earlier group in the same store (after destroy()) would confuse a new one: count the times.
     prefix = f"megascend/{opened.add(f'megascend/times/{launch.rank}', 1)}"
-    # Over the first one, a wait of the main thread would hold up everything else.
+    # A store serializes the requests of a connection: a wait of the main thread would block the monitor's on the same one.
     second = dist.PrefixStore(prefix, launch.store(timeout_s, start)) if launch.world_size > 1 else None
     return dist.PrefixStore(prefix, opened), second
 
@@ -142,6 +146,7 @@ def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | No
 def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatform) -> None:
     """Wait for all ranks at the store, then create the default group."""
     launch, timeout_s = groups.launch, groups.timeout_s
+    # init_process_group waits too, but its error does not name the ranks that are missing.
     missing = wait_for_all(store, launch.rank, launch.world_size, timeout_s)
     if missing:
         headline = did_not_arrive(launch.rank, "start-up", missing, launch.world_size, timeout_s)
@@ -152,7 +157,7 @@ def _join(groups: ProcessGroups, store: dist.Store, platform: CommunicationPlatf
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
-        # Eager NCCL communicators only, and none for one rank, which has nobody to talk to. Gloo subgroups of an HCCL group would
+        # With a device NCCL creates its communicators eagerly; a single rank needs none. Not for HCCL: Gloo subgroups would
         # inherit the device and fail.
         device_id=groups.device if platform.bind_device and launch.world_size > 1 else None,
     )
@@ -164,6 +169,7 @@ def _adopted_launch() -> Launch:
     same_world = from_launcher.world_size == dist.get_world_size()
     return Launch(
         rank=rank,
+        # The trainer made the group its own way: the launcher's variables count only if they describe the same world.
         local_rank=from_launcher.local_rank if same_world else rank,
         world_size=dist.get_world_size(),
         attempt=from_launcher.attempt,
@@ -184,12 +190,14 @@ def backend_for(backend: str, device_type: str) -> str | None:
     """Return the part of a backend, ``nccl`` or ``cpu:gloo,cuda:nccl``, that serves tensors of a device. Pure."""
     if ":" not in backend:
         return backend
+    # torch's form for a backend per device type: "cpu:gloo,cuda:nccl".
     return dict(entry.split(":", 1) for entry in backend.split(",")).get(device_type)
 
 
 def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:
-    """Return the default group's store, and a second connection to it, for the monitor; None if its kind allows no second one."""
+    """Return the default group's store, and a second connection to it for the monitor; None if the store allows none."""
     default = dist.distributed_c10d._get_default_store()
+    # As in _open(): a second set of groups in the same store must not read the keys of the first.
     times = default.add(f"megascend/times/{launch.rank}", 1)
     store = dist.PrefixStore(f"megascend/adopted/{times}", default)
     if launch.world_size == 1:
@@ -202,7 +210,7 @@ def _adopted_store(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.S
             "for each other end with their timeout"
         )
         return store, None
-    # What prefixes are in front of the store cannot be read from it: all agree on a new one.
+    # The second connection lacks the prefixes that torch put in front of the store: rank 0 chooses a new one for all.
     if launch.rank == 0:
         store.set("monitor", secrets.token_hex(8))
     return store, dist.PrefixStore(f"megascend/monitor/{store.get('monitor').decode()}", second)
@@ -229,16 +237,18 @@ def _check_ranks(groups: ProcessGroups, factory: GroupFactory) -> None:
 
 
 def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup]) -> None:
-    """Create one for every set of ranks that is a group, on all ranks in the same order, which ``new_group`` requires.
+    """Create a channel for every distinct set of ranks, in the same order on all ranks, as ``new_group`` requires.
 
     Args:
-        cpu_groups: groups on Gloo that exist already, by name; the same names on all ranks.
+        cpu_groups: existing groups on Gloo, by name; the same names on all ranks.
     """
     timeout = timedelta(seconds=groups.timeout_s)
+    # Reversed: of several names with the same ranks, the first one's group counts, as in rank_lists().
     gloo_groups = {tuple(groups.ranks(name)): cpu_groups[name] for name in reversed(cpu_groups)}
     existing = rank_lists(groups.topology, cpu_groups)
     for ranks, name in rank_lists(groups.topology, CARRIERS).items():
         if ranks not in existing:
+            # On all ranks, members or not: new_group is collective over the world.
             group = dist.new_group([*ranks], timeout=timeout, backend="gloo", group_desc=f"{name.upper()}_OBJECTS")
             if groups.rank in ranks:
                 gloo_groups[ranks] = group  # type: ignore[reportArgumentType]
@@ -252,7 +262,7 @@ def _create_channels(groups: ProcessGroups, cpu_groups: dict[str, ProcessGroup])
 
 
 def _redirect_objects(groups: ProcessGroups) -> None:
-    """Keep what upstream gathers itself off the device groups; nothing to do where they are on Gloo."""
+    """Redirect upstream's object collectives away from the device groups, unless those are on Gloo anyway."""
     if dist.get_backend(groups.device_group("world")) != "gloo":
         redirect = ObjectCollectiveRedirect(groups)
         redirect.install()

@@ -1,7 +1,8 @@
-"""How ranks meet in the store, before there is a process group: they wait for all, and agree on a start if hosts are several.
+"""Rendezvous of the ranks in the store, before there is a process group.
 
-torchrun counts restarts on each host: a host that has come back begins at 0, and one whose ranks have not failed does not count.
-Its store may outlive them. So ranks cannot tell by the count which keys in the store are of their start; they agree on a name.
+torchrun counts restarts on each host: a host that came back begins at 0, and one whose ranks did not fail does not count. Its
+store may outlive the ranks. With several hosts, the count therefore does not identify the keys of a start; the ranks agree on a
+name for it instead.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 POLL_S = 0.05
-"""Seconds between two looks at the store while ranks agree."""
+"""Seconds between two reads of the store while ranks agree."""
 
 
 def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
     """Announce ``rank`` in the store, and wait for the others.
 
     Returns:
-        The ranks that did not come within ``timeout_s``; none if all are there.
+        The ranks that did not arrive within ``timeout_s``.
     """
     keys = [f"started/{number}" for number in range(world_size)]
     store.set(keys[rank], "")
     deadline = time.monotonic() + timeout_s
-    # Asked again and again: a wait that ends before its time has torch write two warnings to the terminal, every time.
+    # Polled: whenever Store.wait() times out, torch writes two warnings to the terminal.
+    # A check carries a key for every rank; longer pauses in a large world bound the load of the rank that serves the store.
     pause_s, longest_s = 0.002, max(0.05, world_size / 2000)
     while not store.check(keys):
         if time.monotonic() >= deadline:
@@ -43,12 +45,12 @@ def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> 
 
 
 def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int, timeout_s: float) -> str:
-    """Return the message of every error about ranks that did not arrive.
+    """Build the message of an error about ranks that did not arrive.
 
     Args:
-        label: where to.
-        missing: ranks that did not.
-        expected: how many should have.
+        label: the collective or event that they should have arrived at.
+        missing: ranks that did not arrive.
+        expected: number of ranks that should have.
     """
     names = ", ".join(str(number) for number in missing)
     return (
@@ -59,11 +61,11 @@ def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int,
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """Return a name that the ranks of this start share, and no earlier one has had. Collective.
+    """Return a name for this start, the same on all ranks and different from that of any earlier start. Collective.
 
-    Every rank leaves a number of its own. Rank 0 proposes a name together with all numbers that it sees; a rank accepts a
-    proposal that has its number; rank 0 confirms it when all have. A number that a rank of an earlier start has left is
-    in a proposal that is never accepted by all, and replaced as soon as the new number is there.
+    Every rank stores a random number. Rank 0 proposes a name together with all the numbers it reads; a rank accepts a proposal
+    that holds its number; rank 0 confirms the name when all have accepted. A proposal with a number left over from an earlier
+    start is never accepted by all, and is replaced as soon as the new number is stored.
 
     Raises:
         CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
@@ -76,10 +78,10 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
         if time.monotonic() >= deadline:
             missing = [other for other in range(world_size) if not store.check([f"number/{other}"])]
             if not missing:
-                # All have left a number, but of an earlier start: who has not accepted cannot be told from here.
+                # Every rank has a number, but some are of an earlier start, and this rank cannot tell which.
                 raise CollectiveTimeoutError(
-                    f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had left a word "
-                    "in the store at some time: one of them, often all of a host, has not come back. Look at torchrun's "
+                    f"rank {rank}: the ranks did not agree on a start within {timeout_s:g} s, although each had stored a number "
+                    "at some time: one of them, often all of a host, has not come back. Look at torchrun's "
                     "output on every host"
                 )
             raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
@@ -100,6 +102,7 @@ class _Proposer:
         if not self._store.check(keys):
             return None
         numbers = [value.decode() for value in self._store.multi_get(keys)]
+        # A rank has replaced the number of an earlier start: the old proposal can no longer be accepted by all.
         if numbers != self._numbers:
             self._numbers, self._name = numbers, secrets.token_hex(8)
             self._store.set("proposal", json.dumps([self._name, numbers]))
@@ -111,7 +114,7 @@ class _Proposer:
 
 
 class _Follower:
-    """Side of every other rank: accept a proposal that holds its number."""
+    """Every other rank's side of the agreement: accept a proposal that holds its number."""
 
     def __init__(self, store: Store, rank: int, number: str) -> None:
         self._store, self._rank, self._number = store, rank, number
@@ -121,7 +124,7 @@ class _Follower:
             return None
         name, numbers = json.loads(self._store.get("proposal"))
         if self._rank >= len(numbers) or numbers[self._rank] != self._number:
-            return None  # of an earlier start
+            return None  # the proposal is of an earlier start
         self._store.set(f"accepted/{name}/{self._rank}", "")
         return name if self._store.check([f"confirmed/{name}"]) else None
 
@@ -132,16 +135,17 @@ def gloo_problem(
     addresses: Callable[[str], Sequence[str]],
     interfaces: Callable[[], Mapping[str, Sequence[str]]],
 ) -> str | None:
-    """Return why ranks of other hosts could not connect to Gloo on this one, and what to set; None if nothing is wrong.
+    """Return why ranks on other hosts could not connect to Gloo on this one, and the setting to change; None if they can.
 
-    Gloo listens where this host's name leads to, or on the loopback interface if it leads nowhere.
+    Gloo listens on the first address that this host's name resolves to, or on the loopback interface if it does not resolve.
 
     Args:
-        addresses: those that a name leads to, the first one first; none if it leads nowhere.
-        interfaces: IPv4 and IPv6 addresses of this host's interfaces.
+        addresses: returns the addresses that a name resolves to, in order.
+        interfaces: returns the IPv4 and IPv6 addresses of this host's interfaces.
     """
     if environment.get("GLOO_SOCKET_IFNAME"):
         return None
+    # Debian and Ubuntu map the host's own name to 127.0.1.1 in /etc/hosts, where Gloo would then listen.
     host_addresses = addresses(host)
     if host_addresses and not ipaddress.ip_address(host_addresses[0]).is_loopback:
         return None
@@ -159,11 +163,12 @@ def gloo_problem(
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses that the system finds for a host's name, in its order."""
+    """Return the addresses that the system resolves a host's name to, in its order."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
+    # Without the scope of an IPv6 link-local address: fe80::1%eth0.
     return [str(entry[4][0]).partition("%")[0] for entry in entries]
 
 

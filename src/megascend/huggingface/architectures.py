@@ -1,4 +1,4 @@
-"""Architectures that packages from outside add, and how transformers and mcore-bridge learn of them in each process."""
+"""Architectures registered by external packages, and their registration with transformers and mcore-bridge in each process."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Architecture:
     def code(self) -> str:
         """Digest the files of the packages that hold its modules, without importing them."""
         digest = hashlib.sha256()
+        # The whole package: modules that the named one imports decide the numbers, too.
         for package in sorted({name.partition(".")[0] for name in self.modules}):
             spec = find_spec(package)
             if spec is None or spec.origin is None:
@@ -73,6 +74,7 @@ def register_architecture(
         ConfigError: another one is registered for that ``model_type``.
     """
     architecture = Architecture(model_type, transformers, megatron, dict(tiny or {}))
+    # Registering the same one again is allowed: every rank, and every process started by a test, runs the same code.
     if _by_model_type.setdefault(model_type, architecture) != architecture:
         raise ConfigError(f"register_architecture: another architecture is registered for model_type {model_type!r}")
 
@@ -98,6 +100,7 @@ def import_part(model_type: str, module: str) -> None:
     """Import a module that an architecture is registered with."""
     try:
         import_module(module)
+    # The external module may raise anything.
     except Exception as error:
         raise ConfigError(
             f"architecture {model_type!r}: importing {module!r} failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What an exported checkpoint must hold: the tensors of its source, by the headers of the files. Pure."""
+"""Compare an exported checkpoint with its source, by the headers of the files. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTPUT = "lm_head.weight"
 
 
 def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return tensors of layers that are not built: multi-token prediction heads, and what the configuration implies.
+    """Return the tensors that are not built: multi-token prediction heads, and buffers derived from the configuration.
 
     Such heads are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
     """
@@ -27,6 +27,7 @@ def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     def is_extra(name: str) -> bool:
         layer = LAYER.search(name)
         is_head = layer is not None and int(layer[1]) in heads
+        # The added dot also finds a name that begins with "mtp.".
         return is_head or ".mtp." in f".{name}" or name.endswith(DERIVED)
 
     return [name for name in names if is_extra(name)]
@@ -34,11 +35,11 @@ def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A weight of its own that the source stores as a part of a larger one.
+    """Location of a weight that the source stores as part of a larger tensor.
 
     Attributes:
-        whole: name of the larger one.
-        expert: number of the expert, the first dimension of ``whole``; None if it has none.
+        whole: name of the larger tensor.
+        expert: index of the expert, in the first dimension of ``whole``; None without experts.
         half: ``gate`` or ``up``, the first or second half of the rows; None: all rows.
     """
 
@@ -48,7 +49,7 @@ class FusedPart:
 
 
 def fused_part(name: str, names: Collection[str]) -> FusedPart | None:
-    """Return where the source stores a weight that it stores fused: gate and up (GLM-4), experts (transformers 5); else None."""
+    """Return the location of a weight that the source stores fused (GLM-4: gate and up; transformers 5: experts), else None."""
     if name in names:
         return None
     expert = ONE_EXPERT.match(name)
@@ -81,6 +82,7 @@ def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, Tenso
     dtypes = [
         f"{name} {e.dtype} instead of {dtype}"
         for name, s, e in common
+        # For example the correction bias of a router, which transformers keeps in fp32 as well.
         if e.dtype != dtype and not e.dtype == s.dtype == "F32"
     ]
     if dtypes:

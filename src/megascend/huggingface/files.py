@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: checked before anything is built, loaded completely or not at all, written whole."""
+"""Files of Hugging Face checkpoints: checked before anything is built, and read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHT_INDEX = f"{WEIGHT_FILE}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
-# Tensors that some checkpoints carry and no model of Megatron has: they are derived from the configuration.
+# Buffers that old versions of transformers saved. No Megatron model has them: they are derived from the configuration.
 DERIVED = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
@@ -37,6 +37,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
         name = str(model_dir)
+        # "Qwen/Qwen3-0.6B": most likely a name on the Hub.
         is_hub_name = not Path(model_dir).is_absolute() and len(Path(model_dir).parts) == 2
         advice = f"; if {name} is one of the Hub: hf download {name} --local-dir DIRECTORY" if is_hub_name else ""
         raise CheckpointError(
@@ -53,6 +54,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
+    # json raises RecursionError for deeply nested input.
     except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     except OSError as error:
@@ -107,6 +109,7 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise CheckpointError(f"{index} has no weight_map that says which file holds which tensor")
     if not all(isinstance(name, str) and name for name in weight_map.values()):
         raise CheckpointError(f"{index}: its weight_map must give the name of a file for every tensor")
+    # Sorted, because transformers reads them in that order and a later file overrides an earlier one.
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (model_dir / name).is_file()]:
         stale = f"; if {WEIGHT_FILE} is the model, remove the index" if single_file.is_file() else ""
@@ -155,8 +158,10 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            # A clone without git-lfs has small text files instead of the weights.
             if prefix == LFS_POINTER[:8] and prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
                 raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+            # A file shorter than 8 bytes counts as a header that does not fit.
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length + 8 > size:
                 raise CheckpointError(f"{path} is truncated or not safetensors: {size} bytes cannot hold its header")
@@ -169,6 +174,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{path} is not safetensors: its header is not JSON") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is not safetensors: its header is not a JSON object")
+    # Not a tensor: free-form strings, such as {"format": "pt"}.
     header.pop("__metadata__", None)
     try:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0) + length + 8
@@ -186,6 +192,7 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(
             f"{path} is not safetensors: its header must give dtype, shape and data_offsets of every tensor ({error})"
         ) from None
+    # The format has no gaps and no trailer, so the size shows an incomplete download.
     if end != size:
         raise CheckpointError(f"{path} is truncated: {size} bytes on disk, {end} expected")
     return headers
@@ -196,6 +203,7 @@ def companions(source: Path) -> list[Path]:
     return [
         path
         for path in sorted(Path(source).iterdir())
+        # An index of the source names its files, and the export writes its own.
         if path.is_file() and path.suffix in COPIED_SUFFIXES and not path.name.endswith(".index.json")
     ]
 
@@ -214,6 +222,7 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     for name, value in config.items():
         if name in _DTYPE_KEYS:
             changed[name] = dtype
+        # Multimodal configurations name a dtype in text_config and vision_config.
         elif name.endswith("_config") and isinstance(value, dict) and any(key in value for key in _DTYPE_KEYS):
             changed[name] = with_dtype(value, dtype)
     return changed if any(key in config for key in _DTYPE_KEYS) else changed | {"dtype": dtype}
@@ -236,6 +245,7 @@ def copy_tokenizer(source: Path, target: Path, template: str | None) -> None:
 
 def copy_additional_templates(source: Path, target: Path) -> None:
     """Copy the chat templates that a tokenizer has beside its default one."""
+    # transformers saves further templates as files in this folder.
     if (source / ADDITIONAL_TEMPLATES).is_dir():
         shutil.copytree(source / ADDITIONAL_TEMPLATES, target / ADDITIONAL_TEMPLATES, dirs_exist_ok=True)
 
@@ -244,6 +254,7 @@ def write_chat_template(folder: Path, template: str) -> None:
     """Make ``template`` the only chat template of the tokenizer in a directory, wherever readers look for one."""
     try:
         with replacing(folder / "chat_template.jinja") as fresh:
+            # newline="": a template's line ends are part of the prompt and must not be translated.
             fresh.write_text(template, encoding="utf-8", newline="")
         for name in ("tokenizer_config.json", "chat_template.json", "processor_config.json"):  # of earlier versions
             path = folder / name

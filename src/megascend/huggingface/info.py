@@ -53,6 +53,7 @@ class ModelShape:
         text = config.get("text_config")
         if text is not None and not isinstance(text, Mapping):
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
+        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level.
         if text is not None:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
@@ -152,6 +153,7 @@ class ModelInfo:
         ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
         (PaLM, appendix B). Recomputation and adapters are not counted.
         """
+        # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
         return weight_flops + 6 * self.shape.num_layers * self.attention_width * length
 
@@ -164,8 +166,10 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     untied = "lm_head.weight" in shapes
     names: dict[str, None] = {}
     for weight, dims in shapes.items():
+        # transformers 5 fuses experts into one tensor; adapters are named after it whatever the files hold.
         name = re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
+        # "gate" is the router (mlp.gate), not gate_proj.
         linear = ".layers." in name and len(dims) > 1 and not name.endswith("gate")
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
@@ -194,6 +198,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     active = 0.0
     for name, dims in shapes.items():
         size = math.prod(dims)
+        # A tied embedding counts, since it is also the output projection.
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
@@ -277,11 +282,13 @@ def equal_tensors(a: TensorHeader, b: TensorHeader, a_name: str, b_name: str) ->
     try:
         if a.shape != b.shape:
             return False
+        # In float64, which holds every value of the smaller types exactly.
         if a.dtype != b.dtype:
             from safetensors import safe_open
 
             with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
                 return bool((first.get_tensor(a_name).double() == second.get_tensor(b_name).double()).all())
+        # Part of the cache key: a file that is written again has to be compared again.
         modified = tuple(path.stat().st_mtime_ns for path in (a.file, b.file))
         return _equal_bytes(a.file, a.span, b.file, b.span, modified)
     except OSError as error:

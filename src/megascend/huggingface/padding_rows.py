@@ -1,4 +1,4 @@
-"""Rows of embeddings that transformers loses while it loads a model."""
+"""Restore embedding rows that transformers overwrites while it loads a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megascend.huggingface.files import TensorHeader
 def restore_padding_rows(model: Any, headers: Mapping[str, TensorHeader]) -> None:
     """Copy the row of ``pad_token_id`` of every embedding of a loaded transformers model from the files, in place.
 
-    After ``from_pretrained`` has read the files, transformers runs ``_init_weights`` once more, and skips parameters that were
-    read by a flag on each. A row taken from ``weight.data`` has no such flag: architectures that clear it so (youtu) lose what
-    the files hold, which is a token like any other to training.
+    The row is a token like any other to training.
     """
+    # After from_pretrained has read the files, transformers runs _init_weights again, and skips parameters that carry a flag.
+    # weight.data[padding_idx] carries none, so architectures that zero the row through it (youtu) lose what the files hold.
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Embedding) or module.padding_idx is None:
             continue
@@ -31,6 +31,7 @@ def restore_padding_rows(model: Any, headers: Mapping[str, TensorHeader]) -> Non
                     "is known to hold it: set pad_token_id: null in config.json, or use engine fsdp"
                 )
             continue
+        # A slice: only the row is read, not the embedding.
         with safe_open(headers[header_name].file, "pt") as opened:
             row.copy_(opened.get_slice(header_name)[module.padding_idx])
 

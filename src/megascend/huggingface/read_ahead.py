@@ -1,4 +1,4 @@
-"""Weights on their way from the disk into memory while the process still imports, checks and builds.
+"""Read weight files into the page cache while the process is still importing, checking and building.
 
 Checkpoints are read through memory maps. A map brings in a few pages at a time, each after a fault: of a file that is not in the
 page cache, 95 MiB/s where plain reads by several threads reached 760 to 1000 on the same disk. Here threads read the files from
@@ -17,7 +17,7 @@ from pathlib import Path
 CHUNK = 8 * 2**20
 THREADS = 4
 SHARE_OF_MEMORY = 0.5
-"""Of the memory that is available: files that are larger would push each other out of the cache."""
+"""Share of the available memory: larger files would evict each other from the page cache."""
 
 Chunk = tuple[Path, int, int]
 """(file, offset, length in bytes)."""
@@ -33,9 +33,11 @@ def read_ahead(files: Sequence[Path], index: int = 0, count: int = 1) -> Iterato
     if sum(sizes.values()) > SHARE_OF_MEMORY * available_memory():
         yield
         return
+    # Every count-th chunk: all processes advance together, in the order of the files.
     waiting = deque(chunks(sizes)[index::count])
     stopped = threading.Event()
     threads = [
+        # Daemons, so that a slow disk does not delay the end of a process that failed.
         threading.Thread(target=_read, args=(waiting, stopped), name=f"megascend-read-ahead-{number}", daemon=True)
         for number in range(min(THREADS, len(waiting)))
     ]
@@ -71,6 +73,7 @@ def _size(file: Path) -> int:
 
 
 def _read(waiting: deque[Chunk], stopped: threading.Event) -> None:
+    # One buffer for each thread, overwritten by every chunk: only the side effect on the page cache matters.
     buffer = memoryview(bytearray(CHUNK))
     while not stopped.is_set():
         try:
@@ -90,6 +93,7 @@ def _is_cached(descriptor: int, start: int, length: int) -> bool:
     """Check whether both ends of a chunk are in the page cache, and so most likely all of it."""
     for offset in (start, start + length - 1):
         try:
+            # RWF_NOWAIT fails with EAGAIN instead of reading from the disk (preadv2(2), Linux 4.14).
             if not os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
                 return False
         except OSError:  # it is not, or the file system cannot tell

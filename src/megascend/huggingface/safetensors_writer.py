@@ -1,7 +1,7 @@
-"""safetensors files written as tensors come, whatever their number and order, from a few megabytes of host memory.
+"""Write safetensors files tensor by tensor, in any order, from about 200 MB of host memory.
 
-The format puts the header, which says where each tensor lies, before the data (huggingface.co/docs/safetensors, "Format").
-Room for it is left at the front of each file and filled in at the end, padded with spaces as the format allows.
+The format has the header, with the offset of each tensor, before the data (huggingface.co/docs/safetensors, "Format").
+Space for it is reserved at the front of each file and filled in at the end, padded with spaces as the format allows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class SafetensorsWriter:
         """``names``: of all tensors, which bound the size of a header; a further file is begun after ``file_bytes``."""
         self._folder, self._file_bytes = folder, file_bytes
         self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
+        # The data starts at a multiple of 16 bytes, so that aligned offsets stay aligned in the file.
         self._room += -(self._room + 8) % 16
         self._names = frozenset(names)
         self._files: list[list[str]] = []  # names in each
@@ -92,9 +93,10 @@ class SafetensorsWriter:
         self._total += size
 
     def finish(self) -> None:
-        """Complete the last file, and give all of them the names that readers look for."""
+        """Complete the last file, and rename all files to the names that readers expect."""
         self._close()
         self._pipeline.close()
+        # The number of files, which is part of their names, is only known now.
         if len(self._files) == 1:
             self._path(1).rename(self._folder / "model.safetensors")
             return
@@ -107,7 +109,7 @@ class SafetensorsWriter:
         (self._folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def abandon(self) -> None:
-        """Close what is open; the files are of no use."""
+        """Close open files without completing them."""
         self._pipeline.close()
         file, self._file = self._file, None
         if file is not None:
@@ -128,6 +130,7 @@ class SafetensorsWriter:
         header = json.dumps(self._header, separators=(",", ":")).encode()
         if len(header) > self._room:
             raise CheckpointError(f"export: a header of {len(header)} bytes does not fit into {self._room}")
+        # The file is closed below, so all of its pieces have to be written first.
         self._pipeline.wait()
         front = memoryview(struct.pack("<Q", self._room) + header.ljust(self._room))
         while front:
@@ -139,20 +142,20 @@ class SafetensorsWriter:
 PIECE = 32 * 2**20
 """Bytes that are copied and written in one go."""
 PIECES = 6
-"""In memory at one time."""
+"""Maximum number of pieces in memory."""
 THREADS = 2
-"""A file is written by one thread at a time: its file system locks it. A second one sends pieces to the disk meanwhile."""
+"""Threads: file systems let one write to a file at a time; the second thread starts the write-back meanwhile."""
 
 
 class PipelinedWriter:
-    """Writes tensors to places in files, from a few pieces of host memory that are used again and again.
+    """Writer of tensors at offsets of files, through a few reused buffers in host memory. Used by one thread.
 
-    Memory of a tensor is free as soon as :meth:`write` returns. What fails is raised by a later call, at the latest by
-    :meth:`wait`. One thread calls.
-
-    Memory that is taken anew for each tensor costs a page fault every 4 KiB, of a Qwen3-4B two million; and a file that is
-    sent to the disk only at its end takes as long again as it took to write.
+    The memory of a tensor is free as soon as :meth:`write` returns. Errors are raised by a later call, at the latest by
+    :meth:`wait`.
     """
+
+    # Fresh memory for each tensor would cost a page fault every 4 KiB, two million for Qwen3-4B; and a file that is only sent to
+    # the disk at its end takes as long again as it took to write.
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -166,6 +169,7 @@ class PipelinedWriter:
             self._raise_what_failed()
             part = data[start : start + PIECE]
             piece = self._piece(page_locked=part.is_cuda)
+            # Synchronous: the caller may change or free the tensor when write() returns.
             piece[: part.numel()].copy_(part)
             self._running.append(self._pool.submit(self._write_piece, descriptor, offset + start, piece, part.numel()))
 
@@ -189,6 +193,7 @@ class PipelinedWriter:
         if self._allocated < PIECES and self._free.empty():
             self._allocated += 1
             return torch.empty(PIECE, dtype=torch.uint8, pin_memory=page_locked)
+        # Blocks until a piece is written, which limits the memory in use.
         return self._free.get()
 
     def _write_piece(self, descriptor: int, offset: int, piece: Tensor, count: int) -> None:
@@ -199,4 +204,5 @@ class PipelinedWriter:
                 offset_in_piece += os.pwrite(descriptor, view[offset_in_piece:], offset + offset_in_piece)
         finally:
             self._free.put(piece)
+        # After the piece is returned: the next copy can start while the kernel begins to write.
         begin_writing_back(descriptor, offset, count)

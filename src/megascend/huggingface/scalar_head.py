@@ -1,4 +1,4 @@
-"""The head of a reward model or critic: one number a token, in place of logits. What a checkpoint says of it; pure.
+"""The scalar head of a reward model or critic: one number per token instead of logits. Pure.
 
 transformers calls it ``score`` in its classes for sequence and token classification. Those of tokens have a bias and a dropout
 before the layer, and their checkpoints are critics'; those of sequences are reward models'.
@@ -34,9 +34,9 @@ class ScalarHead:
     """The layer ``score`` with one output.
 
     Attributes:
-        of: whose class transformers has the model as.
+        of: kind of transformers' classifier: of sequences or of tokens.
         bias: the layer has one.
-        dropout: probability with which a hidden number is 0 in training, before the layer.
+        dropout: dropout probability before the layer in training.
         std: standard deviation of fresh weights; None: they come from the checkpoint.
     """
 
@@ -62,6 +62,7 @@ def find(
     """Return the scalar head of a backend's model; None for a causal language model. ``tensors``: of the checkpoint."""
     if head not in get_args(HeadKind):
         raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
+    # By the ending: some classes store the head under a prefix, which is reported below.
     there = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
     if head == "lm":
         if there is not None:
@@ -104,6 +105,7 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
         raise CheckpointError(
             f"{model_dir}: {WEIGHT} has shape {list(shape)}; a scalar head has one row (num_labels: 1)"
         )
+    # transformers would ignore the bias, and so give other scores than the model was trained for.
     if bias and of == "sequence":
         raise CheckpointError(f"{model_dir} has {BIAS}, which transformers' {classes[0]} has no place for")
     if config.get("problem_type") not in (None, "regression"):
@@ -112,6 +114,7 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
+    # transformers' order of precedence in ...ForTokenClassification.
     settings = (config.get("classifier_dropout"), config.get("hidden_dropout"), DEFAULT_DROPOUT)
     return float(next(value for value in settings if value is not None))
 
@@ -123,6 +126,7 @@ def with_head(
     if head is None or not head.fresh:
         return dict(tensors)
     headers = {name: header for name, header in tensors.items() if name != OUTPUT}
+    # A fresh head is exported in the checkpoint's dtype, like all other weights.
     dtype = next(iter(tensors.values())).dtype
     hidden = (config.get("text_config") or config)["hidden_size"]
     shapes = {WEIGHT: (1, hidden), BIAS: (1,)}

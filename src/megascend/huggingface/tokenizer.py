@@ -1,4 +1,4 @@
-"""Reading the tokenizer beside a model's weights."""
+"""Read the tokenizer beside a model's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the model's weights; nothing is downloaded.
+    """Load the tokenizer beside the model's weights; nothing is downloaded.
 
     Raises:
         CheckpointError: the directory is missing, or holds no tokenizer that transformers can load, or one without tokens.

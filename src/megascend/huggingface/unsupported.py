@@ -1,7 +1,7 @@
-"""What a model's configuration asks for that its Megatron counterpart does not have, each with its reason. Pure.
+"""Find settings of a model's configuration that its Megatron counterpart does not support. Pure.
 
-These are settings whose fault would otherwise show late and as something else: as a tensor that is missing or left over, or as
-an assertion of Megatron-Core's. A setting that changes numbers without any error is the self-check's business.
+Without these checks such a setting would fail late and with another message: a missing or unexpected tensor, or an assertion of
+Megatron-Core. Settings that change numbers without an error are left to the self-check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BIAS_WITHOUT_OUTPUT = ("qwen2", "qwen2_moe", "glm4", "glm4_moe")
 """Architectures whose ``attention_bias`` means q, k and v only."""
 
 WHOLE_BIAS = ("gpt_oss",)
-"""Architectures whose linear layers all have biases, here too."""
+"""Architectures whose linear layers all have biases, also in Megatron."""
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
 
@@ -21,16 +21,15 @@ OTHER_MODEL = "train another checkpoint, or keep to transformers for this one"
 
 
 def unsupported_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return why a model cannot be trained here, by its full configuration (``to_dict()``); empty if nothing is known against
-    it.
-    """
+    """Return the reasons why a model cannot be trained here, from its full configuration (``to_dict()``)."""
     text = config.get("text_config")
     config = text if isinstance(text, Mapping) else config
+    # All reasons, so that a user does not correct one setting after the other.
     return [reason for look in LOOKS if (reason := look(config)) is not None]
 
 
 def attention_bias(config: Mapping[str, Any]) -> str | None:
-    """Check biases of attention: Megatron's model has them on q, k and v; on the output projection only with all others."""
+    """Check biases of attention: Megatron has them on q, k and v alone, or on all linear layers of the model."""
     kind = config.get("model_type")
     name = next((name for name in ("attention_bias", "use_bias") if config.get(name)), None)
     if name is None or kind in BIAS_WITHOUT_OUTPUT or kind in WHOLE_BIAS:
@@ -93,7 +92,9 @@ def expert_layers(config: Mapping[str, Any]) -> list[bool] | None:
     if not experts(config) or (step is None and dense is None):
         return None
     return [
-        layer not in (dense or []) and (layer + 1) % (step or 1) == 0 for layer in range(config["num_hidden_layers"])
+        # Qwen's rule counts layers from 1.
+        layer not in (dense or []) and (layer + 1) % (step or 1) == 0
+        for layer in range(config["num_hidden_layers"])
     ]
 
 

@@ -1,6 +1,6 @@
-"""A Hugging Face directory from a stream of named tensors: it appears only when it is complete and what its source is.
+"""Write a Hugging Face directory from a stream of named tensors; it appears when it is complete and matches its source.
 
-For any engine: the tensors come under the source's names, in any order, one at a time.
+Independent of the engine: tensors are added one at a time, in any order, under the source's names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CheckpointWriter:
                 writer.add(name, tensor)
             writer.finish()
 
-    Left without :meth:`finish`, it leaves nothing behind. One process writes; the others need none of it.
+    If the block ends without :meth:`finish`, nothing is left behind. Only one process of a run writes.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class CheckpointWriter:
         with self._converting_errors():
             self._final = followed(target)  # a link stays one
             self._temporary = staging(self._final)
+            # Early, so that a configuration that cannot be exported fails before the weights are written.
             self._config = exported_config(source, info, dtype)
+            # Before the weights are gathered and written.
             check_target(target)
             stage(self._final, self._temporary)
             self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
@@ -65,6 +67,7 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Also after finish(), where nothing is open any more.
         self._tensors.abandon()
         remove(self._temporary)
 
@@ -77,16 +80,18 @@ class CheckpointWriter:
             self._tensors.add(name, tensor)
 
     def finish(self) -> None:
-        """Copy what is not trained here and the files beside the weights, compare all with the source, and move it into place."""
+        """Copy tensors that are not trained and the files beside the weights, compare with the source, move into place."""
         with self._converting_errors():
             self._copy_extra()
             self._tensors.finish()
+            # From the files, not from what was added: it proves that they can be read.
             self._compare_with_source()
+            # Before the move, which may replace the source itself.
             copy_companions(self._source, self._temporary, self._config)
             replace_directory(self._temporary, self._final)
 
     def _copy_extra(self) -> None:
-        """Carry over what the source has and no model here: heads for multi-token prediction, unchanged."""
+        """Copy tensors of the source that no engine builds, unchanged: heads for multi-token prediction."""
         from safetensors import safe_open
 
         for name, header in self._info.extra.items():
@@ -122,7 +127,7 @@ def check_target(target: Path) -> None:
 
 
 def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an export: what its files hold, which the source's may not say."""
+    """Return the ``config.json`` of an export, corrected to describe the exported tensors."""
     config = scalar_head.exported_config(read_config(source), info.scalar_head)
     if info.scalar_head is None and not info.shape.tied and OUTPUT in info.tensors:
         # Readers other than transformers 5 believe this setting and would drop the output layer.

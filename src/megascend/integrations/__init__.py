@@ -1,1 +1,1 @@
-"""Programs of others that megascend plugs into, one file each, which imports the program it is for."""
+"""Integrations with other projects: one module or package for each, which alone imports that project."""

@@ -35,12 +35,13 @@ def prepare(platform: str = "auto", *, mend: bool = True) -> list[str]:
     if choose(platform).name == "cpu":
         import megascend
 
+        # Loaded now, because twinkle imports Megatron-Core itself and would get it without the bootstrap's stand-ins.
         megascend.bootstrap("cpu", engine="megatron").load_megatron()
-        meet_over_gloo()
+        initialize_gloo()
     return mend_twinkle() if mend else []
 
 
-def meet_over_gloo() -> None:
+def initialize_gloo() -> None:
     """Create the default process group if there is none: of torchrun's ranks, or of this single process."""
     import torch.distributed as dist
 
@@ -49,6 +50,7 @@ def meet_over_gloo() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     else:
+        # An in-memory store: a single process without torchrun has no MASTER_ADDR to connect to.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -142,6 +144,7 @@ def _saving_merged(save: Any) -> Any:
 
     def _save_hf_format(self: Any, output_dir: str, adapter_name: str, lora_converter: Any = None) -> None:
         settings = getattr(self.strategy.unwrap_model(self.model)[0], "peft_config", {})
+        # twinkle merges the adapter, then looks up the settings under the name "" to save them beside the weights.
         absent = adapter_name not in settings
         if absent:
             settings[adapter_name] = _Merged()
@@ -178,6 +181,7 @@ def main() -> None:
         for line in mended:
             print(f"megascend patches twinkle's {line}", flush=True)
     sys.argv = script
+    # As python SCRIPT does: imports relative to the script's folder, not to this module's.
     sys.path[0] = str(Path(script[0]).resolve().parent)
     try:
         runpy.run_path(script[0], run_name="__main__")

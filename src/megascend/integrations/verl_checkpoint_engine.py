@@ -76,6 +76,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         self._transport_name, self._timeout_s, self._stage = transport, timeout_s, stage
         self._device = _current_device(transport)
         self._host, self._options = host, options or {}
+        # The listener outlives updates; group, transport and thread belong to one.
         self._listener: Listener | None = None
         self._group: Group | None = None
         self._transport: Transport | None = None
@@ -90,6 +91,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
             import ray
 
             self._listener = Listener(self._host or ray.util.get_node_ip_address().strip("[]"))
+        # A token per update: keys of an earlier, failed one stay in the listener's store.
         return {"host": self._listener.host, "port": self._listener.port, "token": uuid.uuid4().hex}
 
     @classmethod
@@ -118,6 +120,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
             DeadlineError: members did not join in time; the message names them.
             TransportError: the transport could not connect.
         """
+        # Actors other than rank 0 only take part in the trainer's gathers.
         if rank < 0:
             return
         store = connect(meeting["host"], meeting["port"], self._timeout_s)
@@ -125,6 +128,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
         if rank == 0:
             if self._listener is None:
                 raise UpdateError("verl: init_process_group of the master came before prepare")
+            # Names for error messages.
             members = ["actor 0", *(f"rollout worker {worker}" for worker in range(world_size - 1))]
             store.set(key, self._listener.new_group(members))
         try:
@@ -135,6 +139,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
             ) from error
         name = store.get(key).decode()
         self._group = join(meeting["host"], meeting["port"], name, rank, self._timeout_s)
+        # One thread makes all calls, since NCCL and CUDA bind their current device to a thread.
         self._thread = ThreadPoolExecutor(1, "megascend-verl") if self._transport_name not in CALLING_THREAD else None
         # Each bucket carries its tensors' names and shapes; the manifest describes just the buffer.
         manifest = Manifest(0, (TensorSpec("bucket", "uint8", (self.bucket_size,)),), self.bucket_size)
@@ -153,6 +158,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
                 pass
             return {}
         group, transport = self._ready()
+        # -1: verl's trainers without step numbers; the receivers then check no version.
         version = -1 if global_steps is None else global_steps
         arguments = transport, group, self._device, self.bucket_size, version, self._timeout_s
         try:
@@ -207,6 +213,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
     def _fail(self, error: Exception) -> None:
         """Report a failure to the other members, so that they do not wait for this one."""
         group, transport = self._ready()
+        # Before abort(): the others read the reason from the store when their transport breaks.
         group.fail(f"{type(error).__name__}: {error}")
         self._run(transport.abort)
 
@@ -224,6 +231,7 @@ class WeightwireCheckpointEngine(CheckpointEngine):
 
 
 def _next(tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+    # None for the end: StopIteration cannot be set on a future.
     return next(tensors, None)
 
 

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole: written beside their place, and renamed."""
+"""Atomic replacement of files and directories: written under a temporary name beside the target, then renamed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from megascend.io.paths import followed, is_mount_point, make_directory, remove
 
 WITHIN, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
-"""In a directory that cannot be renamed: what is to be in it, and what was in it while that, then the new, is being moved."""
+"""Subdirectories of a directory that cannot be renamed: its new content, and its old content during and after the move."""
 NOT_RENAMED = (errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES)
-"""Errors of renaming a directory whose files may still be renamed: a mount point, one of an overlay's lower layers, one in
-another user's directory."""
+"""Errors of renaming a directory whose entries may still be renamed: a mount point, a lower layer of an overlay file system, a
+directory in another user's directory."""
 UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
-"""Errors of synchronising a directory on a file system that cannot, or in a directory that this user may not list."""
+"""Errors of synchronising a directory where the file system does not support it, or this user may not list it."""
 RESERVED = (WITHIN, MOVING, OLD_ENTRIES, "lost+found")
 """Names in a directory that are not its content; the last one is in every new ext4 file system."""
 
@@ -30,13 +30,12 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path to write a file to, which takes the place of ``path`` when the block ends, and is removed if it raises.
+    """Yield a temporary path, which replaces ``path`` when the block ends and is removed if it raises.
 
-    A link stays: the file that it leads to is replaced.
+    If ``path`` is a link, the link stays and its target is replaced.
 
     Args:
-        durable: the content is on the disk before it has its name; so is the name when the block has ended, where the file system
-            can synchronise directories.
+        durable: synchronise the content before the rename, and the directory after it where the file system supports that.
     """
     target = followed(path)
     temporary = temporary_path(target)
@@ -57,20 +56,20 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def entries(directory: Path) -> list[Path]:
-    """Return what a directory holds, without what an interrupted replacement has left there and ``lost+found``."""
+    """Return a directory's entries, without leftovers of an interrupted replacement and ``lost+found``."""
     return [entry for entry in directory.iterdir() if entry.name not in RESERVED]
 
 
 def vacant(path: Path) -> bool:
-    """Check whether nothing would be lost at ``path``: it is missing, or a directory that holds nothing. Links are followed."""
+    """Check whether ``path`` is missing or an empty directory. Links are followed."""
     return not entries(path) if os.path.isdir(path) else not os.path.exists(path)
 
 
 def staging(target: Path) -> Path:
-    """Return where a directory that is to take the place of ``target`` is written.
+    """Return the path under which the replacement of the directory ``target`` is written.
 
-    Beside it; within it where it cannot be renamed, because it is a mount point (a container's volume) or the directory above it
-    cannot be written to.
+    It is beside ``target``, or within it if that cannot be renamed: a mount point (a container's volume), or a directory whose
+    parent cannot be written to.
 
     Args:
         target: as :func:`followed` returns it.
@@ -81,12 +80,13 @@ def staging(target: Path) -> Path:
 
 
 def heal(target: Path) -> None:
-    """Put back what was at ``target`` before a replacement that was interrupted, and remove what else that has left there.
+    """Undo an interrupted replacement of ``target``: restore the old content and remove leftovers.
 
     Raises:
-        OSError: it cannot be put back.
+        OSError: the old content cannot be restored.
     """
     old = _old(target)
+    # put_in_place() was killed between its two renames if the target is missing, and after them if it exists.
     if os.path.lexists(old):
         if os.path.lexists(target):
             remove(old)
@@ -97,25 +97,25 @@ def heal(target: Path) -> None:
 
 
 def is_replaceable(path: Path, mark: str) -> bool:
-    """Check whether a directory may take the place of ``path``: nothing is there, or a directory of its kind.
+    """Check whether a new directory may replace ``path``: it is missing, empty, or a directory of the same kind.
 
-    Links are followed; a replacement that was interrupted is undone first.
+    Links are followed; an interrupted replacement is undone first.
 
     Args:
-        mark: the file that every directory of its kind has.
+        mark: name of a file that every directory of this kind has.
 
     Raises:
-        OSError: what is there cannot be listed.
+        OSError: the directory cannot be listed.
     """
     heal(followed(path))
     return vacant(path) or (path / mark).is_file()
 
 
 def stage(target: Path, temporary: Path) -> None:
-    """Make ``temporary``, the :func:`staging` directory of ``target``, new and empty, after :func:`heal`.
+    """Create ``temporary``, the :func:`staging` directory of ``target``, empty, after :func:`heal`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     heal(target)
     remove(temporary)
@@ -125,10 +125,10 @@ def stage(target: Path, temporary: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory to write to, which takes the place of ``path`` when the block ends, and is removed if it raises.
+    """Yield a new directory, which replaces ``path`` when the block ends and is removed if it raises.
 
     Raises:
-        OSError: it cannot be made, or not be put in place; what was there before is there.
+        OSError: it cannot be created or moved into place; the old content is unchanged.
     """
     target = followed(path)
     temporary = staging(target)
@@ -141,30 +141,31 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(temporary: Path, target: Path) -> None:
-    """Put a finished :func:`staging` directory in the place of ``target``: see :func:`put_in_place`.
+    """Replace ``target`` by a finished :func:`staging` directory: see :func:`put_in_place`.
 
-    Its files are on the disk before they have their name, and have the mode that the umask gives to new files.
+    Its files are synchronised before the rename, and get the mode that the umask gives to new files.
 
     Raises:
-        OSError: it could not be put in place; what was there before is there.
+        OSError: it could not be moved into place; the old content is unchanged.
     """
     for path in [*temporary.rglob("*"), temporary]:
         honour_umask(path)
         synchronise(path)
     put_in_place(temporary, target)
     with contextlib.suppress(OSError):
+        # The rename itself; the content is safe already, so a file system that cannot do this is no error.
         synchronise(target.parent if temporary.parent != target else target)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Rename ``temporary``, a file or a directory, to ``target``: at every moment the old or the new one is there, whole.
+    """Rename ``temporary``, a file or a directory, to ``target``, so that at every moment the complete old or new one exists.
 
-    Where the file system cannot exchange two directories at once, ``target`` is missing for an instant, and a process that is
-    killed then leaves it as ``.NAME.old``. Where ``target`` cannot be renamed, its entries are exchanged one by one. In both
-    cases :func:`stage` puts back what was there.
+    If the file system cannot exchange two directories atomically, ``target`` is missing for an instant, and a process killed then
+    leaves it as ``.NAME.old``. If ``target`` cannot be renamed, its entries are exchanged one by one. In both cases :func:`stage`
+    restores the old content.
 
     Raises:
-        OSError: it could not be put in place; what was there before is there.
+        OSError: it could not be moved into place; the old content is unchanged.
     """
     if not temporary.is_dir():
         os.replace(temporary, target)
@@ -174,6 +175,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
         _replace_entries(temporary, target)
     elif not os.path.lexists(target):
         os.replace(temporary, target)
+    # rename(2) replaces a directory only if it is empty, so the old one has to move away first.
     elif not _exchange(temporary, target):
         remove(old)
         try:
@@ -188,7 +190,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
             except OSError:
                 os.replace(old, target)
                 raise
-    # It is in place: what cannot be tidied up is no failure, and the next replacement tries again.
+    # The new content is in place. Failing to remove leftovers is no error: the next replacement tries again.
     remove(temporary)
     remove(old)
 
@@ -203,11 +205,12 @@ def _replace_entries(temporary: Path, target: Path) -> None:
         moving.mkdir()
         for entry in entries(target):
             os.replace(entry, moving / entry.name)
+        # The turning point: from here on heal() removes new entries, before it only returns old ones.
         os.replace(moving, old_entries)
         for entry in entries(temporary):
             os.replace(entry, target / entry.name)
         temporary.rmdir()
-        os.replace(old_entries, target / WITHIN)  # from here on it is left over
+        os.replace(old_entries, target / WITHIN)  # from here on the old content is a leftover
     except OSError:
         _put_entries_back(target, temporary)
         raise
@@ -229,7 +232,7 @@ def _put_entries_back(target: Path, temporary: Path) -> None:
 
 
 def honour_umask(path: Path) -> None:
-    """Give a file that its writer has kept to its user (mode 0600, as temporary files are) the mode of any new file.
+    """Give a file of mode 0600, as temporary files have, the mode that the umask gives to new files.
 
     safetensors writes such files. Directories and files of other modes stay as they are.
     """
@@ -239,11 +242,12 @@ def honour_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Return this process's umask; where /proc lacks it, asking for it sets it for an instant."""
+    """Return this process's umask."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
+    # Without /proc it can only be read by setting it. 0o077, so that a file another thread creates meanwhile is private.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -261,6 +265,7 @@ def synchronise(path: Path) -> None:
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two names atomically (Linux: renameat2, man page renameat(2)); False where that is not possible."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    # glibc before 2.28, another libc, or not Linux.
     if renameat2 is None:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -1,4 +1,4 @@
-"""Digests of files, also while they are written, on their way to the disk."""
+"""Digests of files, also while they are being written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PIECE = 16 * 2**20
-"""Bytes that are sent to the disk at a time."""
+"""Bytes after which write-back to the disk is started."""
 
 
 class Hash(Protocol):
@@ -57,7 +57,7 @@ _sync = _sync_file_range()
 def begin_writing_back(descriptor: int, offset: int, count: int) -> None:
     """Start writing ``count`` bytes of an open file to the disk, without waiting.
 
-    File systems without such a call begin later. Errors show where the file is synchronised.
+    Without the system call, the kernel starts later. Errors are reported when the file is synchronised.
     """
     if _sync is not None:
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def begin_writing_back(descriptor: int, offset: int, count: int) -> None:
 
 
 class HashingWriter(io.BufferedWriter):
-    """A file written from front to back, which is digested and sent to the disk meanwhile.
+    """Sequential file writer that digests the data and starts its write-back meanwhile.
 
     Otherwise it would be read once more for its digest, and ``fsync`` at its end would take as long again as writing it.
 
@@ -93,6 +93,7 @@ class HashingWriter(io.BufferedWriter):
         Raises:
             OSError: it cannot be written.
         """
+        # As bytes: len() of a memoryview counts items, which may be larger.
         data = memoryview(buffer).cast("B")
         for start in range(0, len(data), PIECE):
             piece = data[start : start + PIECE]
@@ -125,6 +126,7 @@ class HashingWriter(io.BufferedWriter):
         return self._hash.hexdigest()
 
     def _send(self) -> None:
+        # The kernel can only write back what has left Python's buffer.
         self.flush()
         begin_writing_back(self.fileno(), self._flushed, self.size - self._flushed)
         self._flushed = self.size

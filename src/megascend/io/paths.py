@@ -1,4 +1,4 @@
-"""Where files are: the cache, what links lead to, mount points, whether a directory can be written."""
+"""Resolve paths: the cache, targets of links, mount points, and whether a directory can be written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE_GIB = 50
 def cache_folder() -> Path:
     """Return the folder of caches: ``MEGASCEND_CACHE``, else megascend's folder in ``XDG_CACHE_HOME``, else in ``~/.cache``.
 
-    A home that cannot be written to counts as none (:func:`megascend.surroundings.home`).
+    A home directory that cannot be written to is not used (:func:`megascend.surroundings.home`).
     """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
@@ -48,21 +48,22 @@ def cache_limit() -> int:
 
 
 def real(path: Path) -> Path:
-    """Return the absolute path without links, also if links lead back to themselves, where pathlib raises."""
+    """Return the absolute path without links; cyclic links, for which pathlib raises, are left in it."""
     return Path(os.path.realpath(path))
 
 
 def followed(path: Path) -> Path:
-    """Return the absolute path of what ``path`` leads to if it is a link, which may be missing; else of ``path`` itself.
+    """Return the absolute path of the target if ``path`` is a link (the target may be missing), else of ``path`` itself.
 
-    What replaces ``path`` is to be renamed to this: renamed to a link, it would take the link's place.
+    A replacement of ``path`` is renamed to this path: renaming it to ``path`` would replace the link.
 
     Raises:
-        OSError: links lead back to themselves (ELOOP).
+        OSError: the links are cyclic (ELOOP).
     """
     path = path.absolute()
     if path.is_symlink():
         with contextlib.suppress(FileNotFoundError):
+            # Raises ELOOP for cyclic links, which realpath() would return unresolved.
             path.stat()
     elif path.name not in ("", ".."):
         return path
@@ -70,33 +71,36 @@ def followed(path: Path) -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, unless it is there. Links are followed, to directories that are missing too.
+    """Create a directory and its parents, unless it exists. Links to missing directories are followed, too.
 
     Raises:
-        OSError: it cannot be made, or something else is there.
+        OSError: it cannot be created, or is not a directory.
     """
+    # mkdir() of a dangling link fails with EEXIST.
     real(path).mkdir(parents=True, exist_ok=True)
 
 
 def is_mount_point(path: Path) -> bool:
-    """Check whether a file system, or a part of one (a bind mount), is mounted at ``path``, which cannot be renamed then."""
+    """Check whether ``path`` is a mount point, bind mounts included, which cannot be renamed."""
     if os.path.ismount(path):
         return True
     try:
+        # os.path.ismount() compares devices, so it misses a bind mount from the same file system.
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return False
+    # Field 5 is the mount point, with spaces and such as octal escapes (proc_pid_mountinfo(5)).
     points = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines)
     return str(real(path)) in points
 
 
 def stays(path: Path) -> bool:
-    """Check whether ``path`` is a link or a mount point, which is emptied or followed where other directories are replaced."""
+    """Check whether ``path`` is a link or a mount point: such a directory is kept, and its content replaced."""
     return path.is_symlink() or is_mount_point(path)
 
 
 def remove(path: Path) -> None:
-    """Remove whatever is at ``path``, a link itself and nothing behind it; what cannot be removed stays."""
+    """Remove a file, link (not its target) or directory, as far as possible; errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -105,14 +109,14 @@ def remove(path: Path) -> None:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Return why no file can be written to a directory, which may be missing; None if one can. Leaves nothing behind."""
+    """Return why no file can be written to a directory, which may be missing; None if one can. Removes what it creates."""
     missing: list[Path] = []
     try:
         there = directory = followed(directory)
         while not os.path.lexists(there):
             missing.append(there)
             there = followed(there.parent)
-    except OSError as error:  # links that lead back to themselves
+    except OSError as error:  # cyclic links
         return f"{directory}: {error.strerror or error}"
     if not there.is_dir():
         return f"{there} is not a directory"
@@ -121,6 +125,7 @@ def why_not_writable(directory: Path) -> str | None:
         for path in reversed(missing):
             path.mkdir()
             created.append(path)
+        # Tried, not derived from permission bits: those say nothing of read-only mounts, quotas, ACLs and NFS root squashing.
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:

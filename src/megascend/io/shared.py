@@ -1,4 +1,4 @@
-"""Files that several processes want and one of them makes: locks, caches, and what is removed from them."""
+"""Files that several processes need and one of them makes: locks, caches, and the removal of old entries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IN_USE_S = 3600.0
 
 
 def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOUT_S) -> Path:
-    """Return ``path``, after making it if it is missing. Nobody sees it half made, and other processes wait for it.
+    """Return ``path``, after making it if it is missing. It appears complete, and other processes wait for it.
 
     Args:
         path: a file or a directory.
-        make: writes the path that it is given, a new one in ``path``'s directory, which is then renamed.
+        make: writes a file or directory to the path it receives, which is then renamed to ``path``.
 
     Returns:
         ``path``.
@@ -35,11 +35,13 @@ def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOU
     Raises:
         TimeoutError: another process has been making it for ``timeout_s``.
     """
-    with contextlib.suppress(OSError):  # for prune; a folder that is shared may be another user's
+    # Marks the use, for prune(); another user's entry in a shared folder cannot be marked.
+    with contextlib.suppress(OSError):
         os.utime(path)
     if path.exists():
         return path
     with locked(path, timeout_s):
+        # Again: another process may have made it while this one waited for the lock.
         if not path.exists():
             replace(path, make)
     return path
@@ -52,7 +54,7 @@ def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
     them until it ends.
 
     Args:
-        keep: stays in any case.
+        keep: entry that is never removed.
 
     Returns:
         The removed entries.
@@ -64,10 +66,11 @@ def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
     for path in sorted(entries, key=entries.__getitem__):
         if total <= limit:
             break
-        used = _last_use(path)  # again: another process may have used it meanwhile, or removed it
+        used = _last_use(path)  # read again: another process may have used or removed it meanwhile
         if path == keep or used is None or time.time() - used < IN_USE_S:
             continue
-        trash = path.with_name(f".{path.name}-removed")  # nobody sees it half removed
+        # Renamed first, so that no process reads a partly removed entry.
+        trash = path.with_name(f".{path.name}-removed")
         with contextlib.suppress(OSError):
             os.replace(path, trash)
             shutil.rmtree(trash) if trash.is_dir() else trash.unlink()
@@ -77,7 +80,7 @@ def prune(folder: Path, limit: int, keep: Path) -> list[Path]:
 
 
 def _last_use(path: Path) -> float | None:
-    """Return when :func:`cached` was last asked for a path; None if there is none."""
+    """Return the time of the last :func:`cached` call for a path; None if the path is missing."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -85,7 +88,7 @@ def _last_use(path: Path) -> float | None:
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
-    """Put what ``make`` writes in the place of ``path``; for use within :func:`locked`."""
+    """Replace ``path`` by the output of ``make``; for use within :func:`locked`."""
     path = followed(path)
     make_directory(path.parent)
     for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
@@ -93,7 +96,7 @@ def replace(path: Path, make: Callable[[Path], object]) -> None:
         newest = max(
             (used for part in (left, *left.rglob("*")) if (used := _last_use(part)) is not None), default=math.inf
         )
-        if time.time() - newest > IN_USE_S:  # of a process that was killed
+        if time.time() - newest > IN_USE_S:  # left by a process that was killed
             remove(left)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
@@ -112,7 +115,7 @@ def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside it: locks stay when all is done
+    locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside `path`: lock files remain
     locks.mkdir(exist_ok=True)
     lock = FileLock(locks / f"{key}.lock", timeout=timeout_s)
     try:

@@ -10,7 +10,7 @@ from megascend.platforms.npu import explain_torch_npu_failure
 
 __all__ = ["PLATFORMS", "MemoryFigures", "Platform", "choose"]
 
-# "auto" tries them in this order.
+# "auto" tries them in this order: accelerators first, since the CPU is always available.
 PLATFORMS = {
     "npu": "megascend.platforms.npu:NpuPlatform",
     "cuda": "megascend.platforms.cuda:CudaPlatform",

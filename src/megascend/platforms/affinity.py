@@ -13,6 +13,7 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+# sched_setaffinity(0) would bind the calling thread only: each thread has to be bound by its id.
 THREADS = Path("/proc/self/task")
 
 
@@ -62,12 +63,14 @@ def choose_node(
     distributed evenly over the nodes, in order.
     """
     usable = {node: frozenset(cpus & allowed) for node, cpus in sorted(nodes.items()) if cpus & allowed}
+    # A container or a launcher may have restricted the process to one node already.
     if len(usable) < 2:
         return "all CPUs that this process may use are of one NUMA node" if usable else "the kernel shows no NUMA nodes"
     if not 0 <= local_rank < local_size:
         return f"local rank {local_rank} is out of range for {local_size} processes on this host"
     if device_node in usable:
         return NodeCpus(device_node, usable[device_node])
+    # Consecutive ranks share a node, as consecutive devices do on most hosts.
     node = list(usable)[local_rank * len(usable) // local_size]
     return NodeCpus(node, usable[node])
 

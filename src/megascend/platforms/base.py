@@ -74,6 +74,7 @@ class Platform(ABC):
         """Raise PlatformError unless products of fp32 matrices are fp32. Called if precision fp32 is configured."""
         return
 
+    # Before the groups: NCCL and HCCL read their environment variables when a communicator is created.
     def limit_collectives(self, timeout_s: float) -> list[str]:
         """Set the run's timeout in the libraries below torch, before groups are created; return one line for every change."""
         return []

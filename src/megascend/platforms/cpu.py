@@ -43,6 +43,7 @@ class CpuPlatform(Platform):
 
         import psutil
 
+        # ru_maxrss is in kibibytes on Linux.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return MemoryFigures(psutil.Process().memory_info().rss, peak, psutil.virtual_memory().total)
 

@@ -19,6 +19,7 @@ from megascend.platforms.base import MemoryFigures, Platform
 
 # Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {
+    # Matched as parts of the device's name, in this order.
     "H200": 989e12,
     "H100": 989e12,
     "H800": 989e12,
@@ -89,6 +90,7 @@ class CudaPlatform(Platform):
     def room(self) -> int:
         import torch
 
+        # Memory that the allocator has reserved counts as free: this process can reuse it, and the driver cannot see inside.
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved()
 
@@ -134,6 +136,7 @@ def first_products(local_rank: int) -> None:
     with contextlib.suppress(RuntimeError):  # reported where the device is first needed
         if local_rank >= torch.cuda.device_count():
             return
+        # cuBLAS loads kernels by dtype, so each precision is warmed up.
         for dtype in (torch.bfloat16, torch.float32):
             matrix = torch.ones(16, 16, dtype=dtype, device=torch.device("cuda", local_rank))
             torch.mm(matrix, matrix)
@@ -149,6 +152,7 @@ def configure_tf32(tf32: bool, environment: MutableMapping[str, str]) -> list[st
     """Set the precision of fp32 products for this process; return one line for every change."""
     value = environment.get(TF32_VARIABLE)
     if value is not None:
+        # "0" forbids TF32 to every caller; any other value leaves it to the caller.
         if (value == "0") is tf32:
             raise ConfigError(f"tf32={tf32} contradicts {TF32_VARIABLE}={value} in the environment: change one of them")
         return []
@@ -172,6 +176,7 @@ def relative_error() -> float:
     layer = Linear(size, size, bias=False, params_dtype=torch.float32, device="cuda")
     with torch.no_grad():
         torch.nn.init.normal_(layer.weight, generator=generator)
+        # In float64, which TF32 does not affect.
         exact = rows.double() @ layer.weight.double().t()
         return float((layer(rows).double() - exact).norm() / exact.norm())
 

@@ -129,6 +129,7 @@ def choose_hccl_port(environment: Any) -> list[str]:
     By default HCCL listens on 16 ports from 60000, where two jobs of one host collide. All ranks of a job derive the same
     base port from the rendezvous address, which differs between jobs of one host.
     """
+    # Either variable is the user's own choice of ports.
     if any(name in environment for name in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")):
         return []
     port = hccl_base_port(environment)
@@ -143,6 +144,7 @@ def hccl_base_port(environment: Mapping[str, str]) -> int:
         slot = os.getpid()
     else:
         job = environment.get("MASTER_ADDR", "") + environment.get("TORCHELASTIC_RUN_ID", "")
+        # crc32, not hash(): Python randomizes hash() for strings per process, and all ranks must agree.
         slot = zlib.crc32(job.encode()) + int(environment["MASTER_PORT"])
     return FIRST_PORT + slot % slots * HCCL_PORTS
 

@@ -128,7 +128,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
     while running:
         if groups.rank == 0:
             worker.join(POLL_S)
-        running = broadcast_object(worker.is_alive(), "world", groups, what="the self-check")
+        running = broadcast_object(worker.is_alive(), "world", groups, purpose="the self-check")
     return from_rank_0(result, groups, "the self-check")
 
 

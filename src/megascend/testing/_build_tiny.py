@@ -17,6 +17,7 @@ def build(path: str, config: dict[str, Any], seed: int) -> None:
         AutoModelForTokenClassification,
     )
 
+    # Several test workers build models at once.
     torch.set_num_threads(1)
     loaders: dict[str, Any] = {
         "SequenceClassification": AutoModelForSequenceClassification,

@@ -67,7 +67,7 @@ def run_rank(
     parent: int,
     release: int,
 ) -> NoReturn:
-    """Be rank ``files.rank``: run ``call``, leave its outcome in a file, wait for the others, exit. Never returns.
+    """Run ``call`` as rank ``files.rank``, write its outcome to a file, wait for the other ranks, exit. Never returns.
 
     Args:
         backend: of the default group to create, or None to leave that to ``call``.
@@ -77,13 +77,14 @@ def run_rank(
     """
     try:
         die_with_parent(parent)
-        gc.freeze()  # what the parent left to collect may own threads (process groups), which a fork does not copy
-        os.setpgid(0, 0)  # so that whatever this rank starts can be ended together with it
+        gc.freeze()  # garbage of the parent may own threads (process groups), which a fork does not copy: never collect it here
+        os.setpgid(0, 0)  # a process group of its own, so that it can be killed together with everything it starts
         _capture_output(files.output)
         with open(files.stack, "w", encoding="utf-8") as stack:
             faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             outcome = _outcome_of(call, files, world_size, backend, timeout_s)
+            # By a rename: the parent reads the file as soon as it exists.
             with replacing(files.outcome) as fresh:
                 fresh.write_bytes(pickle.dumps(outcome))
             sys.stdout.flush()
@@ -106,6 +107,7 @@ def _outcome_of(
         at = time.monotonic()
         try:
             pickled = pickle.dumps(error)
+            # Some exceptions can be pickled and not be loaded again, because their constructor takes other arguments.
             pickle.loads(pickled)
         except Exception:  # noqa: BLE001  an exception that cannot travel: its traceback does
             pickled = b""
@@ -113,6 +115,7 @@ def _outcome_of(
 
 
 def _set_environment(files: RankFiles, world_size: int) -> None:
+    # Of a launcher around the tests: torch would connect to its store.
     for stale in ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(stale, None)
     os.environ.update(
@@ -127,7 +130,7 @@ def _set_environment(files: RankFiles, world_size: int) -> None:
 
 
 def _show_messages() -> None:
-    """Let what this rank logs be part of its output, whatever its parent does with messages of its own."""
+    """Write this rank's log messages to its output, independent of the parent's handlers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RankFormatter())
@@ -138,6 +141,7 @@ def _set_up_torch(files: RankFiles, world_size: int, backend: str | None, timeou
     import torch
     import torch.distributed as dist
 
+    # Ranks share the machine's cores.
     torch.set_num_threads(1)
     if backend is not None:
         dist.init_process_group(
@@ -152,6 +156,7 @@ def _set_up_torch(files: RankFiles, world_size: int, backend: str | None, timeou
 def _capture_output(path: Path) -> None:
     """Send this process's output, Python's and C++'s, to ``path``."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # On the descriptors, not only sys.stdout: libraries in C++ write there directly.
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -76,6 +76,7 @@ def copy_or_make(
         warnings.warn(f"{entry.parent} cannot be written ({error}): {name} is made again by every run", stacklevel=2)
         make(target)
         return
+    # Held while copying too: another process could drop the entry.
     with exclusive(entry):
         if _copied(entry, target):
             return
@@ -108,6 +109,7 @@ def _environment() -> list[str]:
     import torch
 
     versions = [f"{package} {metadata.version(package)}" for package in PACKAGES]
+    # The instruction set decides the order of summation, and so the last bits of a reference.
     return [*versions, platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
 
 
@@ -139,6 +141,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _drop_oldest(entries: Path) -> None:
     with exclusive(entries):
+        # os.utime() in _copied() marks each use.
         by_age = [(entry.stat().st_mtime, entry) for entry in entries.iterdir() if not entry.name.startswith(".")]
         room = LIMIT_BYTES
         for _, entry in sorted(by_age, reverse=True):

@@ -1,7 +1,7 @@
 """Run a function on N real ranks of this machine: forked processes, real collectives, and a deadline.
 
-The ranks are forked from the running process, so whatever is imported already (torch, Megatron: seconds) is paid for
-once, and the function may be a closure. Meeting through a file store, they need no port.
+The ranks are forked from the running process, so that imports (torch, Megatron: seconds) happen once, and the function may be a
+closure. They connect through a file store and need no port.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def run_distributed(
     _check_forkable(world_size)
     with tempfile.TemporaryDirectory(prefix="megascend-ranks-") as folder:
         ranks = [Rank(RankFiles(Path(folder), rank)) for rank in range(world_size)]
+        # Ranks block in reading it and exit together, when the parent closes its end.
         release_read, release_write = os.pipe()
         try:
             for rank in ranks:
@@ -84,6 +85,7 @@ def run_distributed(
             lost = [rank for rank in ranks if rank.files.rank in expect_lost]
             _wait(staying, lost, time.monotonic() + timeout_s, timeout_s)
             _let_exit(lost, GRACE_S)
+            # Lets the ranks exit, while their results are unpickled.
             os.close(release_write)
             release_write = -1
             results: list[Any] = [
@@ -127,6 +129,7 @@ class Rank:
     def look(self) -> None:
         """Take note of an outcome file, and of the end of the process."""
         if self.status is None:
+            # WNOWAIT leaves a zombie: its id stays reserved until the process group has been killed.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
                 self._reap()
@@ -218,13 +221,14 @@ def _fork(
     release: tuple[int, int],
 ) -> int:
     parent = os.getpid()
+    # Buffered output would be written once by the parent and once by each rank.
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12+: a fork of a process with threads
         pid = os.fork()
     if pid == 0:
-        gc.freeze()  # half a million objects of imports: a collection would look at, and so copy, the pages of all of them
+        gc.freeze()  # otherwise a collection would write to, and so copy, the pages of half a million objects of imports
         os.close(release[1])
         run_rank(call, files, world_size, backend, timeout_s, parent, release[0])
     return pid
@@ -269,7 +273,7 @@ def _failure(ranks: list[Rank]) -> DistributedTestError:
 def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
     hanging = [rank for rank in ranks if rank.outcome is None]
     for rank in hanging:
-        os.kill(rank.pid, signal.SIGUSR1)  # not reaped yet, so the id is still this rank's
+        os.kill(rank.pid, signal.SIGUSR1)  # not reaped yet, so the id still belongs to this rank
     until, previous = time.monotonic() + STACK_S, []
     while time.monotonic() < until:
         sizes = [rank.files.stack.stat().st_size if rank.files.stack.exists() else 0 for rank in hanging]
@@ -285,10 +289,11 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
 
 
 def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
-    """Give finished ranks a moment to exit by themselves; one that has begun to, or is being killed, gets all it needs."""
+    """Give finished ranks a moment to exit by themselves; ranks that have started to exit get more time."""
     start = time.monotonic()
     while staying := [rank.pid for rank in ranks if rank.status is None]:
         left = start + timeout_s - time.monotonic()
+        # Freeing the memory of a rank can take seconds on a busy machine; killing it then would count as a failure.
         if left < -EXIT_S or (left < 0 and not any(map(_exits, staying))):
             return
         for rank in ranks:
@@ -297,9 +302,10 @@ def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
 
 
 def _exits(pid: int) -> bool:
-    """Check whether a process has ended but for what the kernel still does about it."""
+    """Check whether the kernel is already cleaning up a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return False
+    # After the last ")": the command in field 2 may contain spaces and parentheses. Field 9 has the flags (proc_pid_stat(5)).
     return bool(int(stat.rpartition(")")[2].split()[6]) & PF_EXITING)

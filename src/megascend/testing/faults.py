@@ -73,6 +73,7 @@ def flip_byte(path: str | Path, offset: int | None = None) -> int:
         value = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([value ^ 0xFF]))
+    # Damage on a disk does not change times either; a cache keyed by them must not notice.
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return offset
 
@@ -136,6 +137,7 @@ def _mounted_in_namespace(script: str, folder: Path, why_not_directly: str) -> I
         "--mount",
         "sh",
         "-c",
+        # cat keeps the namespace alive until its standard input is closed, which a death of this process does too.
         f"{script} && echo ready && exec cat",
         "sh",
     ]

@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM
 
 
 def main(job_path: str, result_path: str) -> None:
+    # One thread: the order of summation, and so the last bits, must not depend on the machine's load.
     torch.set_num_threads(1)
     with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
     dtype = getattr(torch, job.get("dtype", "float32"))
-    # Grouped products of experts are not there in 64 bits.
+    # torch has no grouped matrix products in float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     stored = torch.float32 if dtype == torch.bfloat16 else dtype
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -101,6 +102,7 @@ def train(
         before: called before each step with its number and the optimizer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # As Megatron-Core: no weight decay on biases and norms.
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -118,6 +120,7 @@ def train(
         if job["aux_loss"]:
             total = loss + job["aux_loss"] * router_losses(model, samples, job)
         total.backward()
+        # An infinite limit only measures the norm.
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"] or float("inf"))))
         losses.append(float(loss.detach()))
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Is a layout right? Train the same tiny model with megascend and with Hugging Face + torch AdamW, and compare.
+"""Prove a parallel layout: train the same tiny model with megascend and with Hugging Face + torch AdamW, and compare.
 
 The reference is :mod:`megascend.testing.hf_reference`, run in a process of its own: it shares no code with megascend, and
 mcore-bridge changes transformers in the process that builds its models.
@@ -38,6 +38,7 @@ class Reported(Protocol):
 
 T = TypeVar("T", bound=Reported)
 
+# Odd and even lengths, none of them equal, so that padding and packing differ.
 LENGTHS = (20, 33, 9, 28, 17, 40, 25, 12)
 PROMPT = 3
 STEPS = int(os.environ.get("MEGASCEND_PARITY_STEPS", "10"))

@@ -81,6 +81,7 @@ class ProgramServer:
             subprocess.TimeoutExpired: the program took longer; it is killed.
         """
         text = program.read_text(encoding="utf-8") if isinstance(program, Path) else program
+        # One request at a time: the protocol has no numbers to match answers with.
         with self._lock, tempfile.TemporaryDirectory(prefix="megascend-program-") as folder:
             files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
             files[0].write_text(stdin, encoding="utf-8")
@@ -106,6 +107,7 @@ class ProgramServer:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+        # In a fork of the caller only the pipes are closed: the process belongs to the parent.
         if self._owner == os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -126,7 +128,7 @@ class ProgramServer:
                     raise subprocess.TimeoutExpired("a reference program", timeout_s)
             answer = process.stdout.readline()
         finally:
-            if not answer:  # it is busy still, or dead
+            if not answer:  # still busy, or dead
                 self.close()
         if not answer:
             raise RuntimeError("the process that forks reference programs has ended")
@@ -136,6 +138,7 @@ class ProgramServer:
         at_start = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
         if self._process is None or self._owner != os.getpid() or self._environment != at_start:
             self.close()
+            # Registered anew, so that it runs once, and in the process that started the server.
             atexit.unregister(self.close)
             atexit.register(self.close)
             self._owner, self._environment = os.getpid(), at_start
@@ -145,6 +148,7 @@ class ProgramServer:
                 stdout=subprocess.PIPE,
                 text=True,
                 env=dict(environment),
+                # A group of its own: close() kills the running program with it, and Ctrl-C does not reach it twice.
                 start_new_session=True,
                 encoding="utf-8",
                 errors="replace",

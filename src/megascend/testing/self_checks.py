@@ -1,4 +1,4 @@
-"""The self-checks of many small models in one process, so that tests which build backends find them made."""
+"""Run the self-checks of many small models in one process, so that tests which build backends find the verdicts cached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def slice_of(config: dict[str, Any], longest: int = 512) -> Slice:
     """Return the slice that a backend of a model with this ``config.json`` would be checked with."""
     from transformers import AutoConfig
 
-    # transformers changes what it is given: rope_scaling, for one
+    # A copy: transformers modifies its arguments, for example rope_scaling.
     full = json.loads(AutoConfig.for_model(**copy.deepcopy(config)).to_json_string(use_diff=False))
     return slice_model(config, full, longest, window_in_force=False)
 

@@ -64,6 +64,7 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "intermediate_size": 128,
+        # A multiple of 64, so that usual tensor parallel sizes divide it without padding.
         "vocab_size": 320,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
@@ -149,6 +150,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     if path.exists() and any(path.iterdir()) and not (path / MARKER).exists():
         raise ConfigError(f"{path} holds files that are no tiny checkpoint; give write_tiny_checkpoint a new directory")
     with exclusive(path):
+        # Again under the lock: another process may have written it meanwhile.
         if not _holds(path, recipe):
             modules = [outside.transformers] if outside is not None and outside.transformers else []
             replace(path, lambda fresh: _build(fresh, recipe, modules))

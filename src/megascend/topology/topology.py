@@ -20,6 +20,7 @@ from megascend.config import ContextAlgorithm, Parallel
 from megascend.errors import ProcessGroupError, TopologyError
 from megascend.huggingface.info import ModelShape
 
+# Fastest axis first, as in Megatron's order string.
 ATTENTION_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
 
@@ -91,6 +92,7 @@ class Topology:
         coordinates: dict[str, int] = {}
         for axes in (ATTENTION_AXES, EXPERT_AXES):
             rest = rank  # mixed radix, fastest axis first; both grids give the same pipeline coordinate
+            # Raises for an unknown axis.
             for axis in axes:
                 rest, coordinates[axis] = divmod(rest, self.size(axis))
         return Coordinates(rank=rank, **coordinates)
@@ -149,8 +151,10 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
     Without ``model`` only model-independent requirements are checked, and the model counts as a mixture of experts
     if ``parallel`` sets an expert axis.
     """
+    # A guess, so that layouts can be checked without a checkpoint.
     is_moe = model.is_moe if model else parallel.expert > 1 or parallel.expert_tensor is not None
     expert_tensor = parallel.expert_tensor or parallel.tensor
+    # The grid first: messages about the model assume that the sizes are possible at all.
     check_grid(parallel, expert_tensor, world_size)
     if model:
         check_model(parallel, expert_tensor, model)
@@ -216,6 +220,7 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
             f"start {_nearby(world_size, attention)} processes (--nproc), or lower one of them"
         )
     experts = expert_tensor * p.expert * p.pipeline
+    # A second check, because the expert grid divides the same world by other sizes.
     if world_size % experts:
         raise TopologyError(
             f"world size {world_size} is not a multiple of parallel.expert_tensor={expert_tensor} x "
@@ -314,9 +319,11 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pipeline",),
     "cp": ("context",),
     "dp": ("data",),
+    # Ranks that hold the same dense weights: gradients are reduced over them.
     "dp_cp": ("data", "context"),
     "tp_cp": ("tensor", "context"),
     "tp_dp_cp": ("tensor", "data", "context"),
+    # Model parallel: the ranks that hold one replica of the dense weights.
     "mp": ("tensor", "pipeline"),
     "ep": ("expert",),
     "etp": ("expert_tensor",),
@@ -338,6 +345,7 @@ def rank_lists(topology: Topology, names: Iterable[str] = tuple(GROUP_AXES)) -> 
     names_by_ranks: dict[tuple[int, ...], str] = {}
     for name in names:
         for ranks in topology.groups(*axes_of(name)):
+            # Groups of one rank need no communicator.
             if len(ranks) > 1:
                 names_by_ranks.setdefault(tuple(ranks), name)
     return names_by_ranks

@@ -58,6 +58,7 @@ def route(topology: Topology, rank: int, receivers: Collection[int], *, expert: 
     receiving = set(receivers)
     return Route(
         tuple(across),
+        # A peer needs the shard if anybody in its tensor parallel group receives: the whole group assembles for that rank.
         tuple(peer for peer in across if receiving.intersection(topology.group_of(peer, part_axis))),
         tuple(peer for peer in across if peer in receiving),
         tuple(parts),

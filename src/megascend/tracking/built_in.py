@@ -33,8 +33,10 @@ class TensorBoard:
 
         settings: dict[str, Any] = {"log_dir": str(run.folder.parent / "tensorboard")}
         if run.resumed_after:
+            # Steps that were logged after the checkpoint are computed again, and would appear twice.
             settings["purge_step"] = run.resumed_after + 1
         self._writer = SummaryWriter(**settings | dict(run.options))
+        # The text would otherwise be added once for each resume.
         if not run.resumed_after:
             self._writer.add_text("config", code_block(json.dumps(run.config, indent=2)))
 
@@ -61,9 +63,11 @@ class Wandb:
         import wandb  # type: ignore[reportMissingImports]
 
         settings: dict[str, Any] = {"name": run.name, "dir": str(run.folder), "config": dict(run.config)}
+        # An argument would override the variable.
         if "WANDB_PROJECT" not in os.environ:
             settings["project"] = PROJECT
         if run.run_id is not None:
+            # "allow": a run that was deleted on the server is created again, instead of failing.
             settings |= {"id": run.run_id, "resume": "allow"}
         # W&B would wrap the terminal and garble the progress bar.
         settings["settings"] = wandb.Settings(console="off")
@@ -149,19 +153,23 @@ class Mlflow:
 
         options: dict[str, Any] = {"experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)} | dict(run.options)
         name = options.pop("experiment")
+        # The client, not mlflow.start_run(), which sets a global active run that the user's own code may use.
         self._client, self._metric = MlflowClient(**options), Metric
         if run.run_id is not None:
             self.run_id: str | None = run.run_id
+            # A stopped run was marked KILLED or FAILED.
             self._client.update_run(run.run_id, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self.run_id = self._client.create_run(number, run_name=run.name).info.run_id
         parameters = [Param(key, str(value)) for key, value in flattened(run.config).items()]
+        # The server refuses larger batches.
         for start in range(0, len(parameters), MLFLOW_BATCH):
             self._client.log_batch(self.run_id, params=parameters[start : start + MLFLOW_BATCH])
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        # MLflow takes milliseconds.
         now = int(time.time() * 1000)
         self._client.log_batch(self.run_id, [self._metric(key, value, now, step) for key, value in figures.items()])
 

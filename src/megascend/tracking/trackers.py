@@ -42,6 +42,7 @@ class Trackers:
         self._options, self._output, self._config = options, output, config
         self._folder = output / FOLDER
         self._resumed_after, self._on_failure = resumed_after, on_failure
+        # Trackers open on threads of their own, and all write to one file of ids.
         self._ids_lock = threading.Lock()
         self._trackers: list[BackgroundTracker] | None = None
 
@@ -50,6 +51,7 @@ class Trackers:
         figures = {
             f"train/{key}": float(value)
             for key, value in row.items()
+            # Trackers draw NaN as a gap or fail on it; metrics.jsonl has it as null.
             if key != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
         for tracker in self._opened():
@@ -72,6 +74,7 @@ class Trackers:
         if self._trackers is None and not self._options:
             self._trackers = []
         if self._trackers is None:
+            # Only a resumed run continues the old one; with --overwrite the file may be of an earlier run.
             run_ids = read_run_ids(self._folder) if self._resumed_after else {}
             self._trackers = []
             try:
@@ -140,6 +143,7 @@ class BackgroundTracker:
         self._lost = 0
         self._failure_reported = False
         self._outcome: RunOutcome = "failed"
+        # A daemon: a tracker that hangs in the network must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -156,6 +160,7 @@ class BackgroundTracker:
         self._outcome = outcome
         deadline = time.monotonic() + timeout_s
         try:
+            # The end of the queue: records before it are still logged.
             self._waiting.put(None, timeout=timeout_s)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         except queue.Full:
@@ -179,6 +184,7 @@ class BackgroundTracker:
         try:
             tracker = self._open(self._run)
             self._opened(self.name, tracker.run_id)
+        # SystemExit too: a package may call sys.exit(), for example when it cannot log in.
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever its package raises, training continues
             self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost=0)
         while (record := self._waiting.get()) is not None:

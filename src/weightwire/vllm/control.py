@@ -27,7 +27,7 @@ from weightwire.lease import Lease
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
-from weightwire.vllm.generation import Adapter
+from weightwire.vllm.generation import LoadedAdapter
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Control:
         self._lapse: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._locations: list[dict[str, Any]] | None = None
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
         self.not_serving: str | None = None
         """Reason why the engine must not answer; None if it may."""
@@ -70,7 +70,7 @@ class Control:
         """Return the active version; 0 before the first update."""
         return self._versions.get(target, 0)
 
-    def adapter(self, name: str | None) -> Adapter | None:
+    def adapter(self, name: str | None) -> LoadedAdapter | None:
         """Return the active version of an adapter; None for None.
 
         Raises:
@@ -298,7 +298,7 @@ class Control:
 
     async def _activate_adapter(self, name: str, version: int, path: str) -> None:
         self._adapters_loaded += 1
-        adapter = Adapter(name, version, self._adapters_loaded, path)
+        adapter = LoadedAdapter(name, version, self._adapters_loaded, path)
         try:
             await self._engine.add_lora(adapter.request())
         except Exception as error:

@@ -13,7 +13,7 @@ from weightwire.vllm import contract
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoadedAdapter:
     """One version of an adapter. Each has its own number and name in vLLM, so that no cache mixes versions."""
 
     name: str
@@ -33,7 +33,7 @@ async def generate(
     prompt: Sequence[int],
     sampling: Sampling,
     n: int,
-    adapter: Adapter | None,
+    adapter: LoadedAdapter | None,
     version: Callable[[], int],
 ) -> list[Completion]:
     """Sample responses.
@@ -63,7 +63,7 @@ async def generate(
     return [_completion(output, before, after, adapter) for output in final.outputs]
 
 
-async def logprobs(engine: Any, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
+async def logprobs(engine: Any, tokens: Sequence[int], adapter: LoadedAdapter | None) -> list[float]:
     """Return log p(token | preceding tokens) of all tokens but the first, at temperature 1."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -73,7 +73,7 @@ async def logprobs(engine: Any, tokens: Sequence[int], adapter: Adapter | None) 
     return [row[token].logprob for token, row in zip(tokens[1:], rows, strict=True)]
 
 
-async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: Adapter | None) -> Any:
+async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: LoadedAdapter | None) -> Any:
     """Return the finished output. If the caller is cancelled, so is the request."""
     final, request = None, f"weightwire-{uuid.uuid4().hex}"
     lora = None if adapter is None else adapter.request()
@@ -87,7 +87,7 @@ async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: Adapte
     return final
 
 
-def _completion(output: Any, before: int, after: int, adapter: Adapter | None) -> Completion:
+def _completion(output: Any, before: int, after: int, adapter: LoadedAdapter | None) -> Completion:
     first, last = (before, after) if adapter is not None else contract.first_and_last_version(output, before, after)
     tokens = tuple(output.token_ids)
     logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs, strict=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from megascend.errors import EngineError
 from megascend.rollout.controller.client import ControllerClient
-from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.controller import Controller, ControllerLimits
 from megascend.rollout.controller.messages import AUDIENCE, new_id, write_call
 from megascend.rollout.controller.ownership import Timer
 from megascend.rollout.controller.server import ControllerServer
@@ -197,7 +197,9 @@ class BlockingClient(Blocking):
 class Served:
     """A controller served on a thread, with access to its state."""
 
-    def __init__(self, clock: ManualClock | None = None, controller: Limits | None = None, **options: Any) -> None:
+    def __init__(
+        self, clock: ManualClock | None = None, controller: ControllerLimits | None = None, **options: Any
+    ) -> None:
         self.thread = LoopThread("served controller")
         self.engines = [NotingEngine("one"), NotingEngine("two")]
         self.key = Key(KEY)

@@ -20,7 +20,7 @@ from megascend.errors import (
     LeaseLapsedError,
     MessageError,
 )
-from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.controller import Controller, ControllerLimits
 from megascend.rollout.controller.engines import RESUME_AGAIN_S, RESUME_ATTEMPTS
 from megascend.rollout.controller.ownership import Claim
 
@@ -31,7 +31,7 @@ class World:
     def __init__(self, **limits: float) -> None:
         self.clock = ManualClock()
         self.engines = self.first, self.second = NotingEngine("one"), NotingEngine("two", receivers=2)
-        self.controller = Controller(list(self.engines), limits=Limits(**limits), clock=self.clock)  # type: ignore[arg-type]
+        self.controller = Controller(list(self.engines), limits=ControllerLimits(**limits), clock=self.clock)  # type: ignore[arg-type]
 
     async def update(self, claim: Claim, name: str, timeout_s: float = 60) -> None:
         """Run a complete update of all three members."""

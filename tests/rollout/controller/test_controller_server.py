@@ -27,7 +27,7 @@ from megascend.errors import (
 from megascend.rollout import connections
 from megascend.rollout.controller import server
 from megascend.rollout.controller.client import ControllerClient, ControllerEngine
-from megascend.rollout.controller.controller import Controller, Limits
+from megascend.rollout.controller.controller import Controller, ControllerLimits
 from megascend.rollout.controller.messages import BEARER, new_id, write_call
 from megascend.rollout.controller.server import ControllerServer, HttpLimits
 from weightwire.auth import ANSWER_HEADER, sign
@@ -284,7 +284,10 @@ def test_sizes_are_bounded() -> None:
 
 
 def test_a_claim_on_too_many_names_and_too_many_calls_are_refused() -> None:
-    with Served(max_replies=3, controller=Limits(max_tasks=2)) as served, served.client(timeout_s=2.0) as client:
+    with (
+        Served(max_replies=3, controller=ControllerLimits(max_tasks=2)) as served,
+        served.client(timeout_s=2.0) as client,
+    ):
         client.expect(["a", "b"], deadline_s=60)
         with pytest.raises(ControllerBusyError, match="2 rollouts are in flight"):
             client.expect(["c"], deadline_s=60)

@@ -13,7 +13,7 @@ from megascend.app.rl.engines import stop_tokens
 from megascend.batch.losses import resolve
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
-from megascend.data.samples import Limits
+from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
@@ -72,7 +72,7 @@ def check_objective(objective: Objective) -> None:
 
 
 def read_and_check(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits
+    config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits
 ) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str]:
     """Return the prompts that are learned from, those of evaluations, with file and line, and a digest of the former's tokens."""
     stop_tokens(tokenizer, config.rollout.stop)
@@ -99,7 +99,7 @@ def _check_prompt(
     source: str,
     config: RlConfig,
     tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
+    limits: SampleLimits,
     findings: Findings,
 ) -> list[int]:
     """Return a prompt's tokens; DataError if there are none, or too many."""

@@ -55,7 +55,7 @@ class RouterLoss:
     def begin(self, batches: Sequence[MicroBatch]) -> None:
         """Set the loss's weight for a call's micro batches, of which dummies do not count. Collective."""
         count = sum(not batch.dummy for batch in batches)
-        total = all_reduce_numbers([float(count)], "dp", self._groups, what="micro batches")[0]
+        total = all_reduce_numbers([float(count)], "dp", self._groups, purpose="micro batches")[0]
         # Gradients are averaged over all ranks: the world size turns that into a sum.
         self._weight = self._coefficient * self._groups.topology.world_size / max(total, 1.0)
 

@@ -84,7 +84,7 @@ class Routers:
             yield
             return
         topology = self._groups.topology
-        total = all_reduce_numbers([float(micro_batches)], "dp", self._groups, what="micro batches")[0]
+        total = all_reduce_numbers([float(micro_batches)], "dp", self._groups, purpose="micro batches")[0]
         # The mean over the micro batches of all ranks; DDP divides the sum of gradients by DP x CP.
         self._weight = self._moe.aux_loss_coefficient * topology.data * topology.context / max(total, 1.0)
         self._active = True

@@ -51,6 +51,7 @@ class MegascendBackend(AbstractBackend):
 
     def __init__(self, base_model: str, config: BackendConfig) -> None:
         self.config = config
+        # Read by SkyRL's engine, so it has to exist, but megascend reports per request.
         self.metrics = types.EngineMetrics()
         self.settings: ServeConfig = settings_of(base_model, config)
         self._ranks = Ranks(self.settings)
@@ -69,7 +70,9 @@ class MegascendBackend(AbstractBackend):
         targets = self._ranks.base.targets(
             attention=lora_config.train_attn, mlp=lora_config.train_mlp, output=lora_config.train_unembed
         )
+        # SkyRL's seed is any integer; the modulus makes it a non-negative one that fits into 64 bits.
         lora = Lora(rank=lora_config.rank, alpha=lora_config.alpha, targets=targets, seed=lora_config.seed % 2**62)
+        # Not the model id: SkyRL's is free text, and names of adapters are restricted (megascend.lora.registry).
         adapter = f"m{self._created_count}"
         self._run_one(lambda number: Create(number, adapter, lora))
         self._created_count += 1
@@ -80,6 +83,7 @@ class MegascendBackend(AbstractBackend):
 
     def delete_model(self, model_id: str) -> None:
         adapter = self._adapters.pop(model_id)
+        # The sampler's copy of the adapter occupies a slot of its own.
         if self._samplers.pop(model_id, None) is not None:
             self._run_one(lambda number: Remove(number, f"{adapter}-sampler"))
         self._run_one(lambda number: Remove(number, adapter))
@@ -118,6 +122,7 @@ class MegascendBackend(AbstractBackend):
             try:
                 valid.append(pass_of(batch, index))
             except (ConfigError, DataError) as error:
+                # Only this request fails: SkyRL puts requests of several clients into one batch.
                 results[request] = _failed(error)
         outcomes = self._ranks.run([partial(command, request_pass) for request_pass in valid])
         for request_pass, outcome in zip(valid, outcomes, strict=True):
@@ -125,6 +130,7 @@ class MegascendBackend(AbstractBackend):
                 results[request_pass.request] = _failed(outcome.error)
                 continue
             outputs = request_pass.outputs(logprobs(outcome.value))
+            # Tinker's names: the client merges metrics of several requests by the reduction after the colon.
             total = sum(sum(output["elementwise_loss"]["data"]) for output in outputs)
             metrics = {"loss:sum": total, "models_in_batch:max": float(outcome.batch_adapters)}
             results[request_pass.request] = types.ForwardBackwardOutput(
@@ -146,6 +152,7 @@ class MegascendBackend(AbstractBackend):
     # --- checkpoints ---
 
     def save_checkpoint(self, output_path: Any, model_id: str) -> None:
+        # SkyRL's helper: the folder becomes a tar archive at output_path, which may be in cloud storage.
         with pack_and_upload(output_path) as folder:
             self._save(model_id, folder, optimizer=True)
 
@@ -172,6 +179,7 @@ class MegascendBackend(AbstractBackend):
     def _sample_from(self, model_id: str, folder: Path, checkpoint: str) -> None:
         name, path = f"{self._adapters[model_id]}-sampler", str(folder / "adapter")
         if model_id in self._samplers:
+            # Without the optimizer: a sampler is never trained.
             self._run_one(lambda number: Load(number, name, path, False))
         else:
             self._run_one(lambda number: Create(number, name, None, path, False))
@@ -184,6 +192,7 @@ class MegascendBackend(AbstractBackend):
         results: dict[str, types.SampleOutput | types.ErrorResponse] = {}
         names: list[str] = []
         commands: list[Callable[[int], Command]] = []
+        # Newer SkyRL versions append fields to the tuple; those are ignored here and read in sample_request_of().
         for index, (request, model_id, start, *_) in enumerate(prepared_batch.request_batch_slices):
             try:
                 adapter = self._sampler(model_id, prepared_batch.all_checkpoint_paths[start])
@@ -199,6 +208,7 @@ class MegascendBackend(AbstractBackend):
 
     def _sampler(self, model_id: str, path: str) -> str | None:
         """Return the adapter to sample from, after loading the checkpoint if another one is loaded."""
+        # SkyRL's form of a request to the base model.
         if not model_id or not path:
             return None
         if self._samplers.get(model_id) != path:

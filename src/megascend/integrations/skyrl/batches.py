@@ -51,8 +51,10 @@ def pass_of(batch: Any, number: int) -> Pass:
 
 def _datum(batch: Any, index: int, loss: Loss) -> Datum:
     inputs: dict[str, np.ndarray] = {"target_tokens": np.array(batch.all_targets[index], np.int64)}
+    # SkyRL fills fields that the client left out with empty lists.
     if batch.all_token_weights[index]:
         inputs["weights"] = np.array(batch.all_token_weights[index], np.float32)
+    # A cross entropy has neither; SkyRL's lists are then empty and must not be read as fields of length 0.
     if loss.requires:
         inputs["logprobs"] = np.array(batch.all_sampling_logprobs[index], np.float32)
         inputs["advantages"] = np.array(batch.all_advantages[index], np.float32)
@@ -77,6 +79,7 @@ def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleReq
     Raises:
         DataError: images.
     """
+    # The number of top prompt log-probabilities is the last field, and only some SkyRL versions have it.
     _, _, start, end, prompt_logprobs, *more = batch.request_batch_slices[number]
     skyrl_params = batch.all_sampling_params[start]
     params = SamplingParams(
@@ -85,12 +88,14 @@ def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleReq
         top_p=skyrl_params.top_p,
         top_k=skyrl_params.top_k,
         seed=skyrl_params.seed,
+        # One tuple for ids and strings, as in the Tinker API.
         stop=(*(skyrl_params.stop_tokens or ()), *(skyrl_params.stop_strings or ())),
     )
     return SampleRequest(
         prompt=tokens_of(batch.all_model_inputs[start]),
         params=params,
         adapter=adapter,
+        # SkyRL repeats the prompt once per sample; megascend takes it once, with the count.
         num_samples=end - start,
         prompt_logprobs=bool(prompt_logprobs),
         topk_prompt_logprobs=more[0] if more else 0,

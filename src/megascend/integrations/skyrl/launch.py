@@ -36,6 +36,7 @@ def engine_command(config: Any, arguments: list[str]) -> list[str]:
         arguments: the same as options.
     """
     ranks = BackendConfig(**config.backend_config).ranks
+    # --standalone: a free port of this host, so that two servers do not collide on torchrun's default.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return [sys.executable, *torchrun, "-m", MODULE, ENGINE, *arguments]
 
@@ -49,6 +50,7 @@ def take_class_paths() -> None:
     builtin = engine.get_backend_classes
 
     def get_backend_classes(backend_name: str, use_ray: bool = False) -> tuple[Any, Any]:
+        # SkyRL's own backends have plain names without a colon.
         return backend_classes(backend_name) if ":" in backend_name else builtin(backend_name, use_ray=use_ray)
 
     patch(engine, "get_backend_classes", get_backend_classes, "takes a class path, too")
@@ -66,6 +68,7 @@ def run_server(arguments: list[str]) -> None:
     def command(parent_cmd: list[str], engine_config: Any) -> list[str]:
         return engine_command(engine_config, skyrl_config.config_to_argv(engine_config))
 
+    # SkyRL starts its engine by `uv run` in a new environment, which would have no megascend.
     patch(api, "_build_uv_run_cmd_engine", command, "starts megascend's ranks instead of uv")
     parser = argparse.ArgumentParser(prog="SkyRL's Tinker server on megascend")
     skyrl_config.add_model(parser, skyrl_config.EngineConfig)
@@ -83,6 +86,7 @@ def run_engine(arguments: list[str]) -> None:
     """Run SkyRL's engine on rank 0, and the work loop on other ranks."""
     import os
 
+    # SkyRL's engine polls its database and must run once; the other ranks follow rank 0's commands.
     if os.environ.get("RANK", "0") == "0":
         take_class_paths()
         from skyrl.tinker import engine
@@ -100,6 +104,7 @@ def settings_from(arguments: list[str]) -> ServeConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)  # otherwise --backend would parse as --backend-config
     parser.add_argument("--base-model")
     parser.add_argument("--backend-config", type=json.loads, default={})
+    # The rest are SkyRL's options, which only rank 0 needs.
     options, _ = parser.parse_known_args(arguments)
     return settings_of(options.base_model, BackendConfig(**options.backend_config))
 

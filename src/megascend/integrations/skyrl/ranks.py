@@ -28,14 +28,17 @@ class Ranks:
 
     def __init__(self, settings: ServeConfig) -> None:
         self._settings = settings
+        # No waiting for further requests: SkyRL has already collected a batch.
         self._inbox = Inbox(0.0, settings.batch_tokens)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Outcome]] = {}
         self._count = 0
         self._ended: BaseException | None = None
         ready: Future[ServedModel] = Future()
+        # A daemon, because SkyRL never closes its backend: its process has to end without this thread.
         self._thread = threading.Thread(target=self._work, args=(ready,), name="megascend", daemon=True)
         self._thread.start()
+        # The model is built on the thread that runs the commands, which stays its only user.
         self.base = ready.result()
 
     def run(self, commands: Sequence[Callable[[int], Command]]) -> list[Outcome]:
@@ -47,6 +50,7 @@ class Ranks:
         Raises:
             ProcessGroupError: the ranks have ended.
         """
+        # Numbers are assigned and submitted under one lock, so that commands reach the inbox in the order of their numbers.
         with self._lock:
             if self._ended is not None:
                 raise ProcessGroupError(f"megascend's ranks have ended: {self._ended}")
@@ -74,6 +78,7 @@ class Ranks:
                 work(backend, self._settings.batch_tokens, self._inbox, self._report, generate)
             self._end(ProcessGroupError("it was closed"))
         except BaseException as error:  # noqa: BLE001  reported to every waiter
+            # Failed while building: the constructor is still waiting, and raises this.
             if not ready.done():
                 ready.set_exception(error)
             self._end(error)
@@ -90,6 +95,7 @@ class Ranks:
             waiting, self._waiting = self._waiting, {}
         why = error if isinstance(error, MegascendError) else ProcessGroupError(f"the ranks have ended: {error!r}")
         for number, future in waiting.items():
+            # A result, not an exception: a request that fails is answered, and run() returns the others' outcomes.
             future.set_result(Outcome(number, error=why))
 
 

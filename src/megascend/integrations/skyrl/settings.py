@@ -16,7 +16,9 @@ NAME = "megascend.integrations.skyrl.backend:MegascendBackend"
 class BackendConfig(BaseModel, extra="forbid"):
     """Settings of :class:`~megascend.integrations.skyrl.backend.MegascendBackend`."""
 
-    max_lora_adapters: int = Field(32, ge=1, description="models at a time; one in sampling takes a place, too")
+    max_lora_adapters: int = Field(
+        32, ge=1, description="models at a time; a model that is sampled from takes a second slot"
+    )
     max_lora_rank: int = Field(32, ge=1, description="largest LoRA rank")
     engine: str = Field("megatron", description="megatron, fsdp or single")
     ranks: int = Field(1, ge=1, description="processes on this host, started by torchrun")
@@ -39,6 +41,7 @@ def settings_of(base_model: str, config: BackendConfig) -> ServeConfig:
         batching=config.batching,
         timeout_s=config.timeout_s,
         max_models=config.max_lora_adapters,
+        # Every model may be sampled from at the same time.
         max_samplers=config.max_lora_adapters,
         max_rank=config.max_lora_rank,
         batch_tokens=config.batch_tokens,

@@ -18,8 +18,9 @@ from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 
 POSITION = "verl_place"
-"""Extra field of every token: its position in its sequence from 1 on (padding has 0). Exact in float32 below 2**24."""
+"""Extra field of every token: its position in its sequence, from 1; padding has 0. Exact in float32 below 2**24."""
 
+# Flags that verl writes into a batch. Ignoring one would train something else without an error.
 REFUSED = {
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
     "distillation_use_topk": "distillation by the teacher's likeliest tokens is not supported",
@@ -39,6 +40,7 @@ def check(data: TensorDict) -> None:
         )
     if "multi_modal_inputs" in data and any(data["multi_modal_inputs"]):
         raise DataError("verl's batch has images or other multi_modal_inputs: only text is supported")
+    # A number, or a tensor with one per sequence.
     temperature = torch.as_tensor(tensordict_utils.get(data, "temperature", default=1.0), dtype=torch.float32)
     if bool((temperature != 1.0).any()):
         raise DataError(
@@ -60,9 +62,8 @@ class Batch:
 
     def __init__(self, data: TensorDict) -> None:
         on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for _, value in data.items())
-        self.data: TensorDict = (
-            data.cpu() if on_device else data
-        )  # verl hands over batches of the host, before anything runs
+        # verl passes host batches; a caller that passes one on the device pays for one copy here, not one per micro batch.
+        self.data: TensorDict = data.cpu() if on_device else data
         check(self.data)
         self._unbound: dict[str, Sequence[Tensor]] = {}
         self.lengths: list[int] = self.data["input_ids"].offsets().diff().tolist()
@@ -73,11 +74,13 @@ class Batch:
         Args:
             weights: target weights per sequence; default: 1, because verl's losses apply their masks themselves.
         """
+        # One tensor each, which all sequences slice, instead of two small ones per sequence.
         longest = max(self.lengths)
         positions, unit_weights = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
         return [
             Sample(
                 input_ids=ids,
+                # The last position has no target: its log-probability is of the first token, and verl's masks exclude it.
                 target_ids=ids.roll(-1),
                 weights=unit_weights[: len(ids)] if weights is None else weights[row],
                 extra={POSITION: positions[: len(ids)]},
@@ -95,6 +98,7 @@ class Batch:
             max_tokens = tensordict_utils.get(self.data, "max_token_len_per_gpu")
             if max_tokens is None:
                 raise DataError("verl's batch has use_dynamic_bsz=True and no max_token_len_per_gpu")
+            # verl's limit is per device, and context parallelism splits a sequence over several.
             return int(max_tokens) * context_parallel
         rows = tensordict_utils.get(self.data, "micro_batch_size_per_gpu")
         if rows is None:
@@ -116,6 +120,7 @@ class Batch:
         Equivalent to verl's ``index_select_tensor_dict``, which unbinds every nested tensor again for each micro batch.
         """
         index = torch.tensor(rows)
+        # Shared by fields of equal lengths: torch treats nested tensors with the same offsets object as of the same shape.
         offsets: dict[tuple[int, ...], Tensor] = {}  # most fields have the lengths of the tokens
         fields = {}
         for name, value in self.data.items():
@@ -140,6 +145,7 @@ class Batch:
 
 def _ragged_dim(tensor: Tensor) -> int:
     """Return the ragged dimension of a jagged tensor's parts."""
+    # Private, but torch has no public way to ask. unbind() removes the batch dimension, hence - 1.
     return getattr(tensor, "_ragged_idx", 1) - 1
 
 

@@ -21,9 +21,11 @@ REPEATED = "cpu:gloo,cpu:gloo"
 def register() -> None:
     """Register the platform with verl, and patch torch to accept verl's backend string for it."""
     PlatformRegistry.register(platform="cpu")(VerlCpuPlatform)
+    # Read now, so that the patch calls whatever is installed at registration.
     init = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        # The same meaning: tensors on the CPU, over Gloo.
         return init("gloo" if backend == REPEATED else backend, *args, **kwargs)
 
     patch(dist, "init_process_group", init_process_group, f"takes verl's {REPEATED!r} for 'gloo'")
@@ -33,6 +35,7 @@ class _CpuModule(ModuleType):
     """``torch.cpu`` completed to verl's device module interface. Memory is the process's, as there is no allocator to query."""
 
     def __getattr__(self, name: str) -> Any:
+        # Only called for names that are not defined here.
         return getattr(torch.cpu, name)
 
     def device_count(self) -> int:
@@ -57,6 +60,7 @@ class _CpuModule(ModuleType):
 
     def max_memory_allocated(self, device: Any = None) -> int:
         """Return the process's peak memory in bytes."""
+        # Linux reports kibibytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
@@ -139,6 +143,7 @@ class VerlCpuPlatform(PlatformBase):
         """Return Ray's GPU resource, the only one that verl counts; on a CPU its number is configured as that of ranks."""
         return "GPU"
 
+    # Variables that keep Ray from hiding accelerators from its workers; a CPU is not hidden.
     def ray_noset_envvars(self) -> list[str]:
         return []
 

@@ -75,6 +75,7 @@ class MegascendEngine(BaseEngine):
             get_device_name(),
         )
         self._model_dir = Path(model_config.local_path)
+        # Before any weights are read: only the headers of the checkpoint's files.
         self._head: HeadKind = critic_head(self._model_dir) if self.settings.value_model else "lm"
         info = inspect_checkpoint(self._model_dir, self._head)
         self._topology = plan(self.settings.parallel, dist.get_world_size(), info.shape)
@@ -95,12 +96,14 @@ class MegascendEngine(BaseEngine):
         """
         if self._backend is not None:
             self._backend.close()
+        # After the close above: reloading this engine's own model is allowed.
         _require_own_process()
         settings = self.settings
         if settings.lora is not None:
             adapters = Adapters(max_count=1, max_rank=settings.lora.rank, targets=settings.lora.targets)
         else:
-            adapters = Adapters(max_count=1, max_rank=1) if settings.forward_only else None  # frozen: no optimizer
+            # Frozen: an unused adapter slot, because a backend with adapters has no optimizer for the model itself.
+            adapters = Adapters(max_count=1, max_rank=1) if settings.forward_only else None
         self._backend = MegatronBackend(
             self._model_dir,
             parallel=settings.parallel,
@@ -120,6 +123,7 @@ class MegascendEngine(BaseEngine):
         self._rates = None if settings.forward_only else Rates(self.optimizer_config)
         if self._backend.rank == 0:
             head = "" if self._head == "lm" else f", {CRITICS[self._head]}"
+            # Printed, not logged: verl falls back to its own engine silently, and this line is how a user can tell.
             print(f"verl's engine is megascend: {self._topology}, {settings.precision}{head}", flush=True)
 
     @property
@@ -142,9 +146,11 @@ class MegascendEngine(BaseEngine):
         return self._topology.data
 
     def get_data_parallel_group(self) -> Any:
+        # Without context parallel ranks: verl splits a batch by sequences, and those ranks share sequences.
         return self.backend.groups.device_group("dp")
 
     def is_mp_src_rank_with_outputs(self) -> bool:
+        # verl collects outputs and metrics from these ranks only, one of each data parallel rank.
         coordinates = self._coordinates
         return (
             coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == self._topology.pipeline - 1
@@ -172,6 +178,7 @@ class MegascendEngine(BaseEngine):
         Raises:
             ConfigError: on cuda and npu, model or optimizer are to move to the host.
         """
+        # verl's base class checks the combination of arguments.
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device != get_device_name() and (model or optimizer or grad):
             raise ConfigError(
@@ -188,6 +195,7 @@ class MegascendEngine(BaseEngine):
         """Take a step; return the gradient norm before clipping, which is not finite if the step was skipped."""
         if self._rates is None:
             raise ConfigError("optimizer_step of an engine with forward_only=True")
+        # verl owns the schedule: the backend's own rate is never used.
         result = self.backend.optimizer_step(lr=self._rates.now)
         if result.skipped:
             log.warning(
@@ -208,6 +216,7 @@ class MegascendEngine(BaseEngine):
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         """Train on a batch. Losses are read after the step, which waits for its norm anyway, so the host synchronizes once."""
+        # As verl's own train_batch does: a batch that was serialized loses the ragged dimension of this field.
         maybe_fix_3d_position_ids(data)
         self.optimizer_zero_grad()
         collected = self._run(data, loss_function, forward_only=False)
@@ -226,6 +235,7 @@ class MegascendEngine(BaseEngine):
         is_critic = self.settings.value_model
         entropy = not is_critic and bool(tensordict_utils.get(batch.data, "calculate_entropy", default=False))
         fusable = not (forward_only or is_critic or entropy)
+        # Decided per rank, by its own sequences; _agree() below makes all ranks take the same path.
         weights = losses.cross_entropy_weights(batch, loss_function) if fusable else None
         tokens, cross_entropy = self._agree(batch, weights is not None)
         adapter = ADAPTER if self.settings.lora is not None and self._adapter_on else None
@@ -241,6 +251,7 @@ class MegascendEngine(BaseEngine):
         else:
             loss_input = "values" if is_critic else "logprobs"
             backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, loss_input))
+        # Started before the optimizer step, and read after it, so the copy does not stall the device.
         loss.collected.send()
         return loss.collected
 
@@ -285,8 +296,11 @@ class MegascendEngine(BaseEngine):
             cross_entropy,
         )
         gathered = gather_objects(local, "world", backend.groups, "verl's batch")
+        # By data parallel rank: tensor, context and pipeline ranks report the same sequences again.
         tokens = sum({data: tokens for data, tokens, _, _ in gathered}.values())
+        # The same budget on all ranks, or they would run different numbers of micro batches.
         backend.set_micro_batch_tokens(max(budget for _, _, budget, _ in gathered))
+        # verl's losses divide by batch_num_tokens and multiply by dp_size; its own engine sets them, too.
         batch.set_engine_values(sp_size=self._topology.context, batch_num_tokens=tokens, dp_size=self._topology.data)
         return tokens, tokens > 0 and all(flag for _, _, _, flag in gathered)
 
@@ -307,6 +321,7 @@ class MegascendEngine(BaseEngine):
             return self.backend.named_weights(ADAPTER), None
         from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
 
+        # In the form that verl's rollout passes on to vLLM.
         config = build_peft_config_for_vllm(self.model_config.lora)
         return self.backend.named_weights(ADAPTER if base_sync_done else None, alone=base_sync_done), config
 
@@ -328,6 +343,7 @@ class MegascendEngine(BaseEngine):
         """Save model, optimizer, schedule and random state to ``local_path/megascend``, and an ``hf_model`` beside it."""
         _refuse_remote(hdfs_path)
         backend, directory = self.backend, Path(local_path)
+        # On rank 0 only, with the error on all ranks: the directory is shared.
         backend.from_rank_0(lambda: directory.mkdir(parents=True, exist_ok=True))
         progress = {"global_step": global_step, "scheduler_steps": self._rates.steps if self._rates else 0}
         backend.save(directory / STATE, progress=progress, wait=not self.settings.async_save)
@@ -340,6 +356,7 @@ class MegascendEngine(BaseEngine):
     def _surplus(self, directory: Path, limit: int | None) -> list[Path]:
         """Record a checkpoint; return the oldest ones beyond ``limit``, to be deleted, as verl's engines do."""
         self._saved = [*(path for path in self._saved if path != directory), directory]
+        # None, 0 and negative numbers keep all, as in verl's own checkpoint managers.
         if not limit or limit < 0:
             return []
         surplus, self._saved = self._saved[:-limit], self._saved[-limit:]
@@ -354,6 +371,7 @@ class MegascendEngine(BaseEngine):
         if not self.settings.forward_only:
             self._rates = Rates(self.optimizer_config)
             if progress["scheduler_steps"]:
+                # Recomputed from the settings, not restored: see use_checkpoint_opt_param_scheduler in the table.
                 self._rates.advance(progress["scheduler_steps"])
 
 
@@ -370,9 +388,8 @@ class Rates:
     """
 
     def __init__(self, optimizer_config: Any) -> None:
-        self.param_groups: list[dict[str, Any]] = [
-            {"lr": 0.0, "weight_decay": 0.0}
-        ]  # the scheduler writes into this stand-in for an optimizer
+        # Megatron's scheduler takes an optimizer and writes into its parameter groups; this object stands in for one.
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0}]
         self.steps = 0
         self._scheduler = get_megatron_optimizer_param_scheduler(self, optimizer_config)
 
@@ -411,6 +428,7 @@ class _TrainMode(BaseEngineCtx):
     """Context of train mode, which discards gradients at its end."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        # Also after an error: half a batch's gradients must not count towards the next step.
         if self.zero_grad_on_exit or exc_type is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(exc_type, exc_val, exc_tb)

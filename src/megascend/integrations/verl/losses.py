@@ -41,6 +41,7 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     verl shifts the concatenated mask of a micro batch, so an unmasked first token trains the last position of the preceding
     sequence, whichever that is. Such batches are left to verl's function.
     """
+    # verl passes partial(sft_loss, config=...); any other argument could change the loss.
     settings = function.keywords if isinstance(function, partial) and not function.args else {}
     inner = function.func if isinstance(function, partial) and settings.keys() <= {"config"} else function
     mask = batch.data["loss_mask"]
@@ -48,8 +49,10 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     if inner is not sft_loss or pad_mode != DatasetPadMode.NO_PADDING or not mask.is_nested:
         return None
     masks = mask.values().float()
+    # A first token with a mask (see above), or weights that are no cross entropy's.
     if bool(masks[mask.offsets()[:-1]].any()) or not bool(((masks >= 0) & masks.isfinite()).all()):
         return None
+    # verl masks tokens; weights here belong to the position that predicts the token.
     return [row_mask.roll(-1) for row_mask in masks.split(batch.lengths)]
 
 
@@ -112,6 +115,7 @@ class Collected:
             self.send()
         numbers = [] if self._copy is None else self._copy.read().tolist()
         losses, differences = numbers[: len(self._losses)], numbers[len(self._losses) :]
+        # `not all(<=)`, so that a NaN counts as a difference.
         if not all(difference <= LARGEST_DIFFERENCE for difference in differences):
             raise LossFunctionError(
                 f"verl's sft_loss has another gradient than the mean of -log_prob over loss_mask (by {max(differences):g} times "
@@ -119,6 +123,7 @@ class Collected:
             )
         outputs = {}
         for name, rows in self._outputs.items():
+            # Micro batches need not hold the sequences in verl's order.
             ordered = [rows[row] for row in sorted(rows)]
             outputs[name] = nested(torch.cat(ordered), [len(tensor) for tensor in ordered])
         return {"model_output": outputs, "loss": losses, "metrics": self.metrics}
@@ -173,6 +178,7 @@ class BatchLoss:
     def _cross_entropy(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
         evaluated, (gradient,) = self._evaluate([logprobs], inputs)
         verl_gradient = gradient * (self._tokens / self._parallel)
+        # verl's gradient of a token should be -weight: the sum is the difference. Compared on the device, read with the losses.
         self.collected.add(evaluated, (verl_gradient + inputs.weights).abs().max())
         return -logprobs
 
@@ -183,6 +189,7 @@ class BatchLoss:
         indices = self._token_indices(rows, length, inputs)
         full = [self._full_sequences(tensor, indices, length, inputs) for tensor in tensors]
         evaluated = self._call(rows, dict(zip(self._outputs, full, strict=False)))
+        # A loss may be constant, for example when every token is masked.
         depends = evaluated.loss.requires_grad
         parts = torch.autograd.grad(evaluated.loss, full, allow_unused=True) if depends else [None] * len(full)
         gradients = [
@@ -205,8 +212,10 @@ class BatchLoss:
         """Scatter values to all tokens of the micro batch in verl's order, [length], as a leaf that requires gradients."""
         # one more slot, which takes all padding
         full = values.new_zeros(length + 1).index_copy_(0, indices, values.detach())[:length]
+        # Each context parallel rank has some tokens of each sequence, and verl's loss needs all of them.
         if self._context > 1:
             full = inputs.reduce_context(full)
+        # A leaf: autograd stops here, and the gradient is carried over to the model's own tensors by _values().
         return full.detach().requires_grad_()
 
     def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> Evaluated:
@@ -215,6 +224,7 @@ class BatchLoss:
         data = self._batch.rows(rows, self._device)
         offsets = data["input_ids"].offsets()
         nested_outputs = {name: nested(tensor, lengths, offsets) for name, tensor in outputs.items()}
+        # By keyword, as verl's engines call it: verl binds config with partial().
         loss, metrics = self._function(model_output=nested_outputs, data=data, dp_group=self._group)
         return Evaluated(
             rows, {name: tensor.detach().split(lengths) for name, tensor in outputs.items()}, loss, metrics

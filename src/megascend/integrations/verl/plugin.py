@@ -32,8 +32,9 @@ def install() -> None:
         from megascend.integrations.verl.cpu_platform import register
 
         register()
+    # Now, during the import of verl, which imports Megatron-Core later and must find the process prepared.
     megascend.bootstrap("cpu" if on_cpu else "auto", engine="megatron")
-    # verl loads plugins while it is imported itself, before its registries exist.
+    # verl loads plug-ins while it is being imported itself, before its registries exist: register when each module is there.
     after_import("verl.workers.engine", _register_engine)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)
@@ -48,6 +49,7 @@ def _register_adapter() -> None:
     """Add the adapter to verl's table directly: verl has no function to register one."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
+    # A class path, as in verl's own entries.
     _ROLLOUT_REGISTRY[ROLLOUT, "async"] = "megascend.integrations.verl.rollout.ServerAdapter"
 
 
@@ -71,6 +73,7 @@ def _register_trainer() -> None:
 if is_selected():
     try:
         install()
+    # verl would log the exception at debug level and train with its own engine.
     except Exception as error:
         traceback.print_exc()
         print(f"VERL_ENGINE_VENDOR={VENDOR}: the engine cannot be used: {error}", file=sys.stderr, flush=True)

@@ -82,19 +82,23 @@ class Replica(replica.RolloutReplica):
         settings = settings_of(self.config)
         model: HFModelConfig = omega_conf_to_dataclass(self.model_config, HFModelConfig)
         first = self.workers[0]
+        # The actor runs where the first rank is: weights then travel within the host.
         node = await first.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
         server = (
             ray.remote(RolloutServer)
             .options(
                 name=actor_name(self.replica_rank),
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+                # Ray's default of 1000 for async actors would queue requests of large batches.
                 max_concurrency=self.max_concurrency,
+                # verl's placement groups have reserved the CPUs already; another request could wait for ever.
                 num_cpus=0,
             )
             .remote(settings, model.local_path, self.replica_rank, stop_tokens(model))
         )
         self.servers = [server]
         self._server_handle = server
+        # verl uses it as a key only, so the engine's name will do.
         self._server_address = await server.start.remote()
 
 
@@ -108,6 +112,7 @@ class ServerAdapter(base.BaseRollout):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
         self._settings = settings_of(self.config)
+        # As verl's own adapters do: consecutive ranks share a replica.
         replica_index, replica_worker = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
         self.replica_rank = replica_index if replica_rank == -1 else replica_rank
         self.is_leader_rank = replica_worker == 0
@@ -140,15 +145,19 @@ class ServerAdapter(base.BaseRollout):
             )
         dtype = getattr(torch, DTYPES[self._settings.precision])
         tensors: dict[str, Tensor] = {}
+        # Every rank iterates, because the trainer gathers each tensor in a collective; only the first rank keeps them.
         async for name, tensor in ensure_async_iterator(weights):
             if self.is_leader_rank:
+                # copy=True: on a CPU the tensor may be a buffer or parameter that the trainer changes later.
                 tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
         if self.is_leader_rank:
+            # On a thread: push() blocks until the update is complete, and this event loop must keep answering Ray.
             await asyncio.to_thread(self._send, tensors, global_steps)
 
     def _send(self, tensors: dict[str, Tensor], global_steps: int | None) -> None:
         server = ray.get_actor(actor_name(self.replica_rank))
         if self._delivery is None:
+            # Created at the first update, and kept for later ones.
             self._delivery = Delivery(
                 transport="gloo",
                 device=torch.device("cpu"),
@@ -171,4 +180,5 @@ class _ActorsEngine(RemoteEngine):
         try:
             return await asyncio.wrap_future(self._server.call_engine.remote(call, arguments).future())
         except RayTaskError as error:
+            # Ray wraps what an actor raises; callers expect the original error.
             raise error.cause from None

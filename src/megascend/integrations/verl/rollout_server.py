@@ -27,6 +27,7 @@ from weightwire.vllm.contract import STAGING
 START_S = 900.0
 """Deadline of vLLM's start, in seconds."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# verl sends all of them with each request, also at their neutral values.
 FIXED = {"top_p": (1.0,), "top_k": (-1, 0), "repetition_penalty": (1.0,), "min_p": (0.0,)}
 """Sampling parameters that are accepted with these values only."""
 SUPPORTED = {*FIXED, "temperature", "logprobs", "max_tokens", "max_new_tokens", "stop_token_ids", "ignore_eos", "seed"}
@@ -75,16 +76,19 @@ class RolloutServer:
         return LocalEngine(
             self._model,
             name=f"local engine {self._replica}",
+            # This actor is a process of its own already.
             own_process=False,
             timeout_s=settings.timeout_s,
             control_timeout_s=settings.timeout_s,
             precision=settings.precision,
+            # Replicas with one seed would sample the same responses to the same prompt.
             seed=settings.seed + self._replica,
             rows=settings.rows,
         )
 
     async def _vllm(self, python: str) -> VllmEngine:
         settings = self._settings
+        # mkdtemp makes it readable by this user alone; the key in it authorizes weight updates.
         folder = Path(tempfile.mkdtemp(prefix=f"megascend-vllm-{self._replica}-"))
         key = write_key(folder / "key")
         self._process = VllmProcess(
@@ -139,8 +143,10 @@ class RolloutServer:
         return TokenOutput(
             token_ids=list(response.tokens),
             log_probs=list(response.logprobs) if sampling_params.get("logprobs") else None,
+            # verl only distinguishes completed from aborted; a response cut at its maximum length counts as completed.
             stop_reason="completed",
             num_preempted=0,
+            # First and last weights: a response may begin before an update and end after it.
             extra_fields={"global_steps": steps[1], "min_global_steps": steps[0], "max_global_steps": steps[1]},
         )
 
@@ -158,6 +164,7 @@ class RolloutServer:
             raise EngineError(
                 f"a prompt of {prompt} tokens leaves no room: sequences have at most {settings.max_model_len}"
             )
+        # Either name, as in verl's vLLM server.
         max_tokens = params.get("max_tokens", params.get("max_new_tokens", settings.response_length))
         stop = () if params.get("ignore_eos", settings.ignore_eos) else self._stop
         return Sampling(
@@ -171,6 +178,7 @@ class RolloutServer:
 
     def announce(self, global_steps: int | None) -> int:
         """Return the number of the next weight version, and record its ``global_steps``."""
+        # Not the trainer's step, which may be None.
         version = max(self._steps) + 1
         self._steps[version] = global_steps
         return version

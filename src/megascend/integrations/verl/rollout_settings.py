@@ -37,6 +37,7 @@ ROLLOUT: dict[str, Rule] = {
     "prompt_length": mapped("longest sequence, with response_length"),
     "response_length": mapped("longest response"),
     "dtype": mapped("of the engine's weights; float32 for log-probabilities that equal the trainer's to rounding"),
+    # verl fills these in by default, so a value does not mean that the user asked for it.
     "gpu_memory_utilization": _OPTIONS,
     "standalone_gpu_memory_utilization": no_effect("of standalone rollouts"),
     "ignore_eos": mapped("sampling of each request"),
@@ -106,6 +107,7 @@ OWN_SETTINGS: dict[str, Rule] = {
     "timeout_s": mapped("deadline of a request, and of each step of an update"),
 }  # fmt: skip
 
+# Sections that are refused only when their switch is on; verl's defaults contain them switched off.
 _OFF = {"prometheus": "enable", "mtp": "enable", "qat": "enable", "disaggregation": "enabled"}
 
 

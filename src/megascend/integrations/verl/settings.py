@@ -82,6 +82,7 @@ def translate(
     Raises:
         ConfigError: settings that are unsupported or have no rule; the message names all of them.
     """
+    # All problems are collected, so that a user sees them in one error.
     optimizer, checkpoint = optimizer or {}, checkpoint or {}
     problems = [*_problems(model, engine, optimizer, checkpoint), *_offload(engine, platform)]
     if problems:
@@ -115,6 +116,7 @@ def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> 
     problems = []
     for name in values:
         rule, value = rules.get(name), _plain(values[name])
+        # Most likely a setting of a newer verl: ignoring it could change the training silently.
         if rule is None:
             problems.append(f"{prefix}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
         elif rule.only is not None and value not in rule.only:
@@ -157,6 +159,7 @@ def _problems(
                 f"checkpoint.{name}={sorted(contents)}: a checkpoint is whole: it must be model, optimizer and extra, with or "
                 "without hf_model"
             )
+    # verl's engine.dtype cannot be fp32, so params_dtype takes precedence.
     dtype = _part(engine, "override_transformer_config").get("params_dtype") or engine.get("dtype", "bfloat16")
     if str(dtype).removeprefix("torch.") not in PRECISIONS:
         yield f"engine.override_transformer_config.params_dtype={dtype!r}: it must be one of {', '.join(PRECISIONS)}"
@@ -178,6 +181,7 @@ def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Convert lists and dictionaries, such as OmegaConf's, to Python's."""
+    # By name: this module imports neither OmegaConf nor verl.
     if isinstance(value, Mapping) and type(value).__name__ in ("dict", "DictConfig"):
         return dict(value)
     return list(value) if type(value).__name__ in ("tuple", "ListConfig") else value
@@ -192,6 +196,7 @@ def _parallel(engine: Mapping[str, Any]) -> Parallel:
         context=engine.get("context_parallel_size", 1),
         expert=engine.get("expert_model_parallel_size", 1),
         expert_tensor=engine.get("expert_tensor_parallel_size"),
+        # verl's default is True for any size; None lets megascend decide where there is no tensor parallelism.
         sequence=bool(engine.get("sequence_parallel", True)) if tensor > 1 else None,
     )
 
@@ -229,6 +234,7 @@ def _moe(transformer: Mapping[str, Any]) -> Moe:
     if transformer.get("moe_router_load_balancing_type") == "none":
         coefficient = 0.0
     return Moe(
+        # Megatron's formula, as in verl's own engine; megascend's other one is transformers'.
         aux_loss="megatron" if coefficient else "none",
         aux_loss_coefficient=coefficient,
         bias_update_rate=transformer.get("moe_router_bias_update_rate") or 0.0,

@@ -42,6 +42,7 @@ def only(*values: Any, why: str) -> Rule:
 
 
 READ_BY_VERL = no_effect("verl reads it itself")
+# Hydra's _target_ key.
 SHAPE = "verl's names of Hydra"
 BY_BATCH = mapped("token budget of a micro batch, read from each batch, into which verl writes it")
 MUON = no_effect("of Muon, which optimizer: adam does not run")

@@ -37,6 +37,7 @@ class _SharedPool(RayResourcePool):
 
     def __init__(self, pool: RayResourcePool) -> None:
         super().__init__(
+            # The same shape as the other pool: verl reads from it how many ranks go to which node.
             process_on_nodes=pool.store,
             use_gpu=pool.use_gpu,
             name_prefix=pool.name_prefix,
@@ -45,6 +46,7 @@ class _SharedPool(RayResourcePool):
         self._owner = pool
 
     def get_placement_groups(self, *arguments: Any, **named: Any) -> list[Any]:
+        # No new placement group: Ray would wait for devices that the owner has reserved.
         return self._owner.get_placement_groups(*arguments, **named)
 
 
@@ -72,13 +74,16 @@ class SeparateRolesTrainer(PPOTrainerSync):
             Role.ActorRolloutRef in self.mapping and self.config.actor_rollout_ref.actor.strategy == ENGINE
         )
         if self._separate_reference:
+            # ActorRolloutRef would build the reference into the actor's process.
             worker = self.role_worker_mapping.pop(Role.ActorRolloutRef)
             pool = self.mapping.pop(Role.ActorRolloutRef)
             self.role_worker_mapping[Role.ActorRollout] = worker
             self.mapping[Role.ActorRollout] = self.mapping[Role.RefPolicy] = pool
             self._share(Role.RefPolicy, shared)
         manager, reward = self.resource_pool_manager, self.config.reward.reward_model
+        # Each group takes a share of a bundle; with too few shares Ray waits for ever for the last group.
         groups = 1 + len(shared) + bool(reward.enable and not reward.enable_resource_pool)
+        # Replaced before verl calls create_resource_pool().
         self.resource_pool_manager = _Pools(
             resource_pool_spec=manager.resource_pool_spec,
             mapping=manager.mapping,

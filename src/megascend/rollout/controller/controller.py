@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ControllerLimits:
     """Bounds of a controller.
 
     Attributes:
@@ -54,11 +54,15 @@ class Controller:
     """
 
     def __init__(
-        self, engines: Sequence[InferenceEngine] = (), *, limits: Limits | None = None, clock: Clock | None = None
+        self,
+        engines: Sequence[InferenceEngine] = (),
+        *,
+        limits: ControllerLimits | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.instance = secrets.token_hex(8)
         """Unique id of this controller: one that replaces it has another."""
-        self.limits = limits or Limits()
+        self.limits = limits or ControllerLimits()
         self._clock = clock or LoopClock()
         self._names = [engine.name for engine in engines]
         self._ownership = Ownership(self._names, self.limits.max_lease_s)

@@ -66,7 +66,7 @@ class Engines:
 
 
 @dataclass
-class _Update:
+class _OpenUpdate:
     """Open update of one claim.
 
     Attributes:
@@ -83,7 +83,7 @@ class Updates:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._updates: dict[str, _Update] = {}  # by claim
+        self._updates: dict[str, _OpenUpdate] = {}  # by claim
         self._members: dict[str, dict[str, int]] = {}  # claim -> engine -> members of a group
 
     async def members(self, claim: Claim) -> dict[str, int]:
@@ -112,7 +112,7 @@ class Updates:
         async def begin(engine: InferenceEngine) -> None:
             await engine.begin_update(replace(offer, first=firsts[engine.name], workers=members[engine.name]))
 
-        self._updates[claim.id] = _Update(offer.update, set(claim.engines))
+        self._updates[claim.id] = _OpenUpdate(offer.update, set(claim.engines))
         await self._engines.each(claim.engines, "begin_update", begin)
 
     async def verify(self, claim: Claim, seal: Seal, timeout_s: float) -> None:
@@ -158,7 +158,7 @@ class Updates:
         """Forget a claim that has ended."""
         self._members.pop(claim.id, None)
 
-    def _open(self, claim: Claim, name: str) -> _Update:
+    def _open(self, claim: Claim, name: str) -> _OpenUpdate:
         update = self._updates.get(claim.id)
         if update is None or update.name != name:
             current = "none is open" if update is None else f"{update.name!r} is open"

@@ -27,7 +27,7 @@ SomeNames = Annotated[list[Name], Field(min_length=1, max_length=MAX_NAMES)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
-class Service(BaseModel):
+class ControllerCall(BaseModel):
     """A call of the controller, with its arguments.
 
     Attributes:
@@ -42,21 +42,21 @@ class Service(BaseModel):
         raise NotImplementedError
 
 
-class Hello(Service):
+class Hello(ControllerCall):
     once = False
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         return {}
 
 
-class Status(Service):
+class Status(ControllerCall):
     once = False
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         return controller.status()
 
 
-class ClaimEngines(Service):
+class ClaimEngines(ControllerCall):
     owner: Name
     engines: Names | None = None
     lease_s: Seconds
@@ -66,7 +66,7 @@ class ClaimEngines(Service):
         return _claimed(await controller.claim(self.owner, self.engines, lease_s=self.lease_s, wait_s=self.wait_s))
 
 
-class ClaimService(Service):
+class ClaimService(ControllerCall):
     """A call that needs a claim."""
 
     claim: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -86,7 +86,7 @@ class Release(ClaimService):
         return {}
 
 
-class Expect(Service):
+class Expect(ControllerCall):
     rollouts: SomeNames
     deadline_s: Seconds
 
@@ -95,7 +95,7 @@ class Expect(Service):
         return {}
 
 
-class Complete(Service):
+class Complete(ControllerCall):
     rollout: Name
     result: dict[str, Any]
 
@@ -104,7 +104,7 @@ class Complete(Service):
         return {}
 
 
-class Fail(Service):
+class Fail(ControllerCall):
     rollout: Name
     reason: Annotated[str, Field(max_length=4000)]
 
@@ -113,7 +113,7 @@ class Fail(Service):
         return {}
 
 
-class Wait(Service):
+class Wait(ControllerCall):
     rollouts: SomeNames
     timeout_s: Seconds
     once = False
@@ -125,7 +125,7 @@ class Wait(Service):
         return {"results": results, "failures": failures}
 
 
-class Forget(Service):
+class Forget(ControllerCall):
     rollouts: Names
     once = False
 
@@ -138,7 +138,7 @@ def _claimed(claim: Claim) -> dict[str, Any]:
     return {"claim": claim.id, "engines": list(claim.engines), "lease_s": claim.lease_s}
 
 
-SERVICES: dict[str, type[Service]] = {
+SERVICES: dict[str, type[ControllerCall]] = {
     "hello": Hello,
     "status": Status,
     "claim": ClaimEngines,
