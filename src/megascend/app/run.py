@@ -17,7 +17,6 @@ import psutil
 from megascend.app.ahead import SelfCheckAhead, compiling_kernels
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
-from megascend.app.lasting_output import LastingOutput
 from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.resume import begin, belongs, check_start
@@ -29,6 +28,7 @@ from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface.files import copy_tokenizer, read_config
+from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import stays, why_not_writable
 from megascend.tracking.trackers import Trackers
 
@@ -400,20 +400,21 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
     Args:
         overwrite: an earlier run's results will be removed.
     """
-    from megascend.lora.adapter_io import check_target
-
-    def check_adapter() -> None:
-        path = config.output / "adapter"
-        gone = overwrite and not stays(path)
-        if not gone:
-            check_target(path)
-        if problem := why_not_writable(config.output if gone else path):
-            raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
-
     if config.lora is None and (config.export or config.checkpoint.hf):
         backend.check_export(config.output / "hf", replaces=overwrite)
     elif config.lora is not None and config.export:
-        backend.from_rank_0(check_adapter)
+        backend.from_rank_0(lambda: check_adapter_path(config.output / "adapter", overwrite))
+
+
+def check_adapter_path(path: Path, overwrite: bool) -> None:
+    """Raise CheckpointError if a run's adapter cannot be written to ``path``."""
+    from megascend.lora.adapter_io import check_target
+
+    gone = overwrite and not stays(path)
+    if not gone:
+        check_target(path)
+    if problem := why_not_writable(path.parent if gone else path):
+        raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
 
 def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:

@@ -72,7 +72,7 @@ def train(
     model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
     that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files stay as they
     are until this run has done its first step, and are removed then. Signals (:mod:`megascend.app.stop_signals`) end a run after
-    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.app.lasting_output`) ends none.
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.io.lasting_output`) ends none.
 
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from

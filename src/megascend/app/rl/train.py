@@ -137,6 +137,11 @@ class ReinforcementLearning(Training[RlConfig]):
         self._prompts, self._held_out, self._digest = read_and_check(config, plan.tokenizer, plan.limits)
         return config
 
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        """Number of prompts that are learned from, and of those of evaluations; after :meth:`prepare`."""
+        return len(self._prompts), len(self._held_out)
+
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
         from megascend.app.rl.engines import make_engines
