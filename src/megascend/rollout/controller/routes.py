@@ -27,7 +27,7 @@ SomeNames = Annotated[list[Name], Field(min_length=1, max_length=MAX_NAMES)]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
-class Service(BaseModel):
+class ControllerCall(BaseModel):
     """A call of the controller, with its arguments.
 
     Attributes:
@@ -42,21 +42,21 @@ class Service(BaseModel):
         raise NotImplementedError
 
 
-class Hello(Service):
+class Hello(ControllerCall):
     once = False
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         return {}
 
 
-class Status(Service):
+class Status(ControllerCall):
     once = False
 
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         return controller.status()
 
 
-class ClaimEngines(Service):
+class ClaimEngines(ControllerCall):
     owner: Name
     engines: Names | None = None
     lease_s: Seconds
@@ -66,13 +66,13 @@ class ClaimEngines(Service):
         return _claimed(await controller.claim(self.owner, self.engines, lease_s=self.lease_s, wait_s=self.wait_s))
 
 
-class ClaimService(Service):
+class ClaimedCall(ControllerCall):
     """A call that needs a claim."""
 
     claim: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Renew(ClaimService):
+class Renew(ClaimedCall):
     lease_s: Seconds
     once = False
 
@@ -80,13 +80,13 @@ class Renew(ClaimService):
         return _claimed(controller.renew(self.claim, self.lease_s))
 
 
-class Release(ClaimService):
+class Release(ClaimedCall):
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         await controller.release(self.claim)
         return {}
 
 
-class Expect(Service):
+class Expect(ControllerCall):
     rollouts: SomeNames
     deadline_s: Seconds
 
@@ -95,7 +95,7 @@ class Expect(Service):
         return {}
 
 
-class Complete(Service):
+class Complete(ControllerCall):
     rollout: Name
     result: dict[str, Any]
 
@@ -104,7 +104,7 @@ class Complete(Service):
         return {}
 
 
-class Fail(Service):
+class Fail(ControllerCall):
     rollout: Name
     reason: Annotated[str, Field(max_length=4000)]
 
@@ -113,7 +113,7 @@ class Fail(Service):
         return {}
 
 
-class Wait(Service):
+class Wait(ControllerCall):
     rollouts: SomeNames
     timeout_s: Seconds
     once = False
@@ -125,7 +125,7 @@ class Wait(Service):
         return {"results": results, "failures": failures}
 
 
-class Forget(Service):
+class Forget(ControllerCall):
     rollouts: Names
     once = False
 
@@ -138,7 +138,7 @@ def _claimed(claim: Claim) -> dict[str, Any]:
     return {"claim": claim.id, "engines": list(claim.engines), "lease_s": claim.lease_s}
 
 
-SERVICES: dict[str, type[Service]] = {
+CONTROLLER_CALLS: dict[str, type[ControllerCall]] = {
     "hello": Hello,
     "status": Status,
     "claim": ClaimEngines,
@@ -151,7 +151,7 @@ SERVICES: dict[str, type[Service]] = {
     "rollouts/forget": Forget,
 }
 """Calls of the controller, in addition to those of an engine (:data:`weightwire.remote_engine.CALLS`), which need a claim."""
-ROUTES = tuple(PREFIX + name for name in (*SERVICES, *CALLS))
+ROUTES = tuple(PREFIX + name for name in (*CONTROLLER_CALLS, *CALLS))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ReadCall:
     """A call with validated arguments.
 
     Attributes:
-        once: as of :class:`Service`.
+        once: as of :class:`ControllerCall`.
     """
 
     run: Callable[[Controller], Awaitable[dict[str, Any]]]
@@ -176,10 +176,10 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
     if target not in ROUTES:
         raise MessageError(f"there is no POST {target[:200]}; there is POST {', '.join(ROUTES)}")
     try:
-        if name in SERVICES:
-            service = SERVICES[name].model_validate(values)
+        if name in CONTROLLER_CALLS:
+            service = CONTROLLER_CALLS[name].model_validate(values)
             return ReadCall(lambda controller: service.run(controller, size), service.once)
-        claim = ClaimService.model_validate({"claim": values.get("claim")}).claim
+        claim = ClaimedCall.model_validate({"claim": values.get("claim")}).claim
         run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
