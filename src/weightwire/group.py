@@ -50,6 +50,7 @@ class Listener:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             server_socket = socket.socket(family, kind)
             server_socket.bind(address)
+            # Many members may connect at once; connections beyond the backlog are dropped and retried.
             server_socket.listen(1024)
         except OSError as error:
             raise TransportError(f"cannot listen on {host!r}: {error}") from error
@@ -74,6 +75,8 @@ class Listener:
             raise GroupError("the listener is closed")
         if not 2 <= len(members) <= MOST_MEMBERS:
             raise GroupError(f"a group has a sender and 1 to {MOST_MEMBERS - 1} receivers, not {len(members)} members")
+        # A name is never used twice, even by two listeners of one trainer: a member of an old update must not join a
+        # new one.
         self._count += 1
         name = f"update-{self._count}-{uuid.uuid4().hex}"
         self._store.set(f"{name}/members", json.dumps(list(members)))
@@ -304,6 +307,7 @@ def join(
         if isinstance(error, WireError):
             raise
         raise _unreachable(host, port, error) from error
+    # The store is not authenticated: its content is checked like any other input.
     if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
         raise GroupError(f"group {name!r:.120} has no list of members")
     if not 0 <= rank < len(members):
@@ -313,6 +317,7 @@ def join(
         group.meet(deadline, given_up)
     except RuntimeError as error:
         if isinstance(error, WireError):
+            # The others wait for this member, and would otherwise learn of it at their own deadline.
             group.fail(str(error))
             raise
         raise _unreachable(host, port, error) from error
@@ -325,6 +330,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
     Raises:
         TransportError: nobody answers there.
     """
+    # Several attempts: one that fails may only have waited for DNS (see ATTEMPT_S).
     deadline, limit = time.monotonic() + max(timeout_s, 5 * ATTEMPT_S), timedelta(seconds=ATTEMPT_S)
     failure: RuntimeError | None = None
     while failure is None or time.monotonic() < deadline:
@@ -340,6 +346,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
             failure = error
     else:
         raise _unreachable(host, port, failure) from failure
+    # Attempts to connect and requests have different deadlines, and torch has one setting for both.
     store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
     return store
 

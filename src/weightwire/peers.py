@@ -62,6 +62,7 @@ class Records:
 
     def __init__(self, store: Store, group: str) -> None:
         self._store, self._group = store, group
+        # Two threads in one request would read each other's answers.
         self._lock = threading.Lock()
 
     def get(self, name: str) -> str | None:
@@ -214,6 +215,7 @@ class Peers:
 
     def halted(self) -> dict[int, str]:
         """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
+        # Processes of other machines have no state here, and are left out.
         peers = ((rank, identity) for rank, identity in self.identities.items() if rank != self.rank)
         states = {rank: identity.state() for rank, identity in peers if not self.has_left(rank)}
         return {rank: state for rank, state in states.items() if state is not None}
