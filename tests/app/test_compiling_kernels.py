@@ -28,8 +28,8 @@ from megascend.testing.tiny_models import write_tiny_checkpoint
 @pytest.fixture(autouse=True)
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where Triton's cache is; its version is asked for, and it need not be here."""
-    version = ahead.metadata.version
-    monkeypatch.setattr(ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
+    version = compile_ahead.metadata.version
+    monkeypatch.setattr(compile_ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     (tmp_path / "triton").mkdir()
     return tmp_path / "triton"
@@ -99,7 +99,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Processes that were started; this one stands in for CUDA's driver, which ``CDLL(None)`` finds, and theirs do not."""
     found: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(ahead, "DRIVER", None)
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
     monkeypatch.setattr(
         ahead.subprocess, "Popen", lambda *given, **options: found.append(popen(*given, **options)) or found[-1]
     )
@@ -190,11 +190,11 @@ def test_nothing_is_started_where_it_is_of_no_use(tmp_path, started, triton, mon
     begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
     Path(job_of(plan(tmp_path)).done).touch()
     begin()
-    monkeypatch.setattr(ahead, "DRIVER", "libnosuchdriver.so.1")
+    monkeypatch.setattr(compile_ahead, "DRIVER", "libnosuchdriver.so.1")
     begin(precision="fp32")
-    monkeypatch.setattr(ahead, "DRIVER", None)
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
     with monkeypatch.context() as broken:
-        broken.setattr(ahead.metadata, "version", missing)
+        broken.setattr(compile_ahead.metadata, "version", missing)
         begin(precision="fp32")
     assert started == []
     begin(precision="fp32")
