@@ -179,9 +179,11 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
         if name in CONTROLLER_CALLS:
             service = CONTROLLER_CALLS[name].model_validate(values)
             return ReadCall(lambda controller: service.run(controller, size), service.once)
+        # An engine's calls are parsed by weightwire; the claim is this controller's own.
         claim = ClaimedCall.model_validate({"claim": values.get("claim")}).claim
         run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
     except ValidationError as error:
+        # Without the input: it may hold prompts, and the message goes to a log.
         problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
         raise MessageError(f"arguments: {text}") from None

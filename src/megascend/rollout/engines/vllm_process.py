@@ -91,6 +91,7 @@ class VllmProcess:
 
     def _start(self) -> GuardedProcess:
         self.port = self._port or _free_port()
+        # Emptied: with a second start on another port, the first one's error must not be found again.
         with self._log.open("wb") as output:
             return GuardedProcess(
                 [*self._command, "--port", str(self.port)], output=output, environment=self._variables
@@ -112,6 +113,7 @@ class VllmProcess:
 
     def check(self) -> None:
         """Raise EngineLostError, with the first error in the log and its end, if the server has ended."""
+        # Looked at by whoever waits: nobody else notices that a server has ended.
         if (code := self._process.poll()) is not None:
             text = self._log.read_text(errors="replace", encoding="utf-8")
             end, cause = text[-TAIL:], first_error(text)
@@ -131,6 +133,7 @@ class VllmProcess:
             try:
                 self.check()
             except EngineLostError:
+                # Only a port that was chosen here may be replaced: the user's own is part of the setup.
                 if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
                     raise
                 self._guarded.release()
@@ -144,6 +147,7 @@ class VllmProcess:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """End the server and all its processes; those that do not end are killed. May be called twice."""
+        # The group: vLLM's workers would survive their server.
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -199,6 +203,7 @@ def engine_environment(python: str | Path, environment: Mapping[str, str] | None
     """
     dropped = {*TRAINER_VARIABLES, *(() if Path(python).absolute() == Path(sys.executable) else INTERPRETER_VARIABLES)}
     inherited = child_environment(environment)
+    # Not imported: a process without Ray should not load it for this.
     return ray_address(sys.modules.get("ray")) | {
         name: value for name, value in inherited.items() if name not in dropped
     }
