@@ -173,6 +173,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         return need is None or need.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
+    # A dry run measures nothing: the estimate takes the place of trials.
     if budget == AUTO:
         budget = predicted(longest, largest_useful(config, samples, layout, topology), fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
@@ -256,6 +257,7 @@ def plan_steps(
     steps = min(config.steps, PLANNED)
     most = largest = largest_samples = longest = total = padded = 0
     idle = packed = False
+    # The run's own stream: these are its very batches.
     for batch in islice(samples.batches(config, objective), steps):
         members = objective.members(batch)
         batch_lengths = [lengths[index] for index, _ in members]
