@@ -26,7 +26,7 @@ from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
 from megascend.topology.topology import Topology
 
-SHOWN = 3
+EXAMPLES = 3
 """Samples that are shown, or pairs of them."""
 PLANNED = 50
 """Steps that are planned."""
@@ -51,7 +51,7 @@ class DryRun:
         learned, held_out: statistics of the samples; the latter None without a validation set.
         remarks: what was left out of the data, cut or not read.
         epochs: how often the steps go through the data.
-        shown: the first samples of the first step.
+        examples: the first samples of the first step.
         free_disk: bytes, where the output is to be.
         disk_warning: None if there is room for what the run will write.
         memory: what a rank will need; None for an engine from outside.
@@ -68,7 +68,7 @@ class DryRun:
     remarks: tuple[str, ...]
     epochs: float
     steps: StepPlan
-    shown: list[ShownSample]
+    examples: list[ShownSample]
     free_disk: int
     disk_warning: str | None
     memory: Estimate | None
@@ -188,7 +188,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     def decode(ids: Sequence[int]) -> str:
         return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def shown(index: int, pair: int | None) -> ShownSample:
+    def example(index: int, pair: int | None) -> ShownSample:
         sample = samples.learned[index]
         side = "chosen" if sample.chosen else "rejected"
         name = f"sample {index + 1}" if pair is None else f"pair {pair + 1}, {side}"
@@ -204,7 +204,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         remarks=samples.remarks,
         epochs=config.steps * config.data.global_batch_size / objective.units(samples.learned),
         steps=steps,
-        shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
+        examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.learned.has_pairs else 1)]],
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
         memory=memory(config),

@@ -56,7 +56,7 @@ class EventLog:
         self._failed = False
         # Errors of an earlier attempt stand in the same folder; the time tells them apart.
         self._since = round(time.time(), 3)
-        self._kept: BaseException | None = None
+        self._recorded: BaseException | None = None
 
     def start(self, *, wait: bool = False, **values: Any) -> None:
         """Note that this run begins; from now on the directory is its own. On every rank.
@@ -92,8 +92,8 @@ class EventLog:
             yield
         except BaseException as error:
             # Blocks are nested, and the innermost one knows the step.
-            if error is not self._kept:
-                self._kept = error
+            if error is not self._recorded:
+                self._recorded = error
                 self.error(error, step())
             raise
 

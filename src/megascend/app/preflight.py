@@ -179,10 +179,13 @@ def check_paths(config: TrainerConfig, overwrite: bool) -> None:
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
     for setting, path in {"model": config.model, **read}.items():
-        places = {real(path), path.absolute()}  # a link itself is removed, too, and what a run has put behind its own
+        locations = {
+            real(path),
+            path.absolute(),
+        }  # a link itself is removed, too, and what a run has put behind its own
         for name in RUN_FILES if overwrite else ():
             cleared = (output / name, config.output.absolute() / name, real(output / name))
-            if any(place.is_relative_to(above) for place in places for above in cleared):
+            if any(location.is_relative_to(above) for location in locations for above in cleared):
                 raise ConfigError(
                     f"{setting}: {path} is one of the files of an earlier run in output: {config.output}, which --overwrite "
                     "removes: choose another output, or copy it first"

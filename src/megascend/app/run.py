@@ -383,8 +383,8 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
     # These two are not fields of the run file under their names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
-    known = backends.settings_of(config.engine)
-    return {name: value for name, value in settings.items() if name in known or value != defaults[name]}
+    accepted = backends.settings_of(config.engine)
+    return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:
@@ -423,10 +423,10 @@ def check_adapter_path(path: Path, overwrite: bool) -> None:
     """Raise CheckpointError if a run's adapter cannot be written to ``path``."""
     from megascend.lora.adapter_io import check_target
 
-    gone = overwrite and not stays(path)
-    if not gone:
+    removed = overwrite and not stays(path)
+    if not removed:
         check_target(path)
-    if problem := why_not_writable(path.parent if gone else path):
+    if problem := why_not_writable(path.parent if removed else path):
         raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
 

@@ -54,7 +54,7 @@ class TokenBudget:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._wanted = config.batching.micro_batch_tokens == AUTO
+        self._is_auto = config.batching.micro_batch_tokens == AUTO
         self.tokens: int | None = None
         self._layout = ""
 
@@ -78,7 +78,7 @@ class TokenBudget:
         Args:
             saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
         """
-        if not self._wanted:
+        if not self._is_auto:
             return
         self._layout = _layout_of(config, backend)
         # The same batches as before: another budget would sum in another order.

@@ -97,7 +97,7 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
     yield from (f"          {line}" for line in dry.remarks)
     yield ""
     yield f"the first samples of step 1, as the model sees them: {style.legend}"
-    for sample in dry.shown:
+    for sample in dry.examples:
         yield from sample_text(sample, style)
 
 
