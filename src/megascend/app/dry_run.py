@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -96,15 +96,18 @@ class RlDryRun:
 
 def prepare(
     training: Training[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
-) -> World[AnyConfig]:
+) -> tuple[World[AnyConfig], AnyConfig]:
     """Begin a run as its first rank would, up to the point where ranks communicate and the model is built.
 
-    Prepares this process for the run's engine. ``training`` has its data afterwards, and the plan of the result the completed
-    settings. Writes nothing but the samples in the cache folder, where the run finds them.
+    Prepares this process for the run's engine; ``training`` has its data afterwards. Writes nothing but the samples in the cache
+    folder, where the run finds them.
 
     Args:
         plan: of :func:`megascend.app.preflight.preflight`.
         resume: what the run would resume from, which says the date that its chat template is given.
+
+    Returns:
+        The context, and the completed settings.
 
     Raises:
         MegascendError: what a real run would raise before its first step.
@@ -119,7 +122,8 @@ def prepare(
         plan = check_run(config, plan.world_size, overwrite, plugins_to_come=False)
         training.check(config, launch)
     runtime = bootstrap(config)
-    config = training.prepare(World(plan, launch, runtime, resume))
+    world = World(plan, launch, runtime, resume)
+    config = training.prepare(world)
     settings = backend_settings(training.model_config(config))
     targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
     if config.lora is not None and targets:
@@ -132,7 +136,7 @@ def prepare(
         )
     elif config.lora is not None and config.export:
         check_adapter_path(config.output / "adapter", overwrite)
-    return World(replace(plan, config=config), launch, runtime, resume)
+    return world, config
 
 
 def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
@@ -140,8 +144,8 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     from megascend.app.rl.train import ReinforcementLearning
 
     training = ReinforcementLearning()
-    world = prepare(training, plan, overwrite, resume)
-    config, info = world.plan.config, world.plan.info
+    world, config = prepare(training, plan, overwrite, resume)
+    info = world.plan.info
     prompts, held_out = training.prompt_counts
     return RlDryRun(
         config=config,
@@ -158,9 +162,9 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
 def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
     """Check what can be known of a run of ``train`` in one process; see :func:`prepare`."""
     training = SupervisedTraining()
-    world = prepare(training, plan, overwrite, resume)
+    world, config = prepare(training, plan, overwrite, resume)
     plan, runtime = world.plan, world.runtime
-    config, info, topology, layout = plan.config, plan.info, plan.topology, plan.layout
+    info, topology, layout = plan.info, plan.topology, plan.layout
     samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
     hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
