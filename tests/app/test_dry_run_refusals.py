@@ -156,5 +156,5 @@ def rl_lines(folder: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    task, folder = sys.argv[1], Path(sys.argv[2])
-    print(json.dumps(rl_lines(folder) if task == "rl" else both_refusals(task, folder)))
+    task, directory = sys.argv[1], Path(sys.argv[2])
+    print(json.dumps(rl_lines(directory) if task == "rl" else both_refusals(task, directory)))
