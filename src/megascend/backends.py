@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megascend.distributed.engine_groups import GroupFactory
     from megascend.engines.base import Engine
     from megascend.engines.megatron.graphed_steps import GraphReport
+    from megascend.huggingface.info import ModelInfo
     from megascend.selfcheck.process import Worker
     from megascend.topology.topology import Topology
 
@@ -84,12 +85,20 @@ def make_backend(engine: str, **settings: Any) -> Backend:
     return _backend_of(engine)(**settings)
 
 
-def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path, **settings: Any) -> None:
-    """Run the checks that a backend's constructor makes before ranks communicate. For external engines: of setting names only.
+def check_backend(
+    engine: str, runtime: Runtime, topology: Topology, info: ModelInfo, model: Path, **settings: Any
+) -> Sequence[str]:
+    """Run the checks that a backend's constructor makes before it reads weights, in one process and without process groups.
+
+    For external engines only the names of settings are checked. The self-check is not run.
 
     Args:
         runtime: this process, prepared for the engine.
+        info: of the checkpoint in ``model``.
         settings: arguments of the backend's constructor, without ``model``.
+
+    Returns:
+        The names of the layers that adapters could act on; empty without adapters, and for external engines.
 
     Raises:
         ConfigError, TopologyError, CheckpointError, VersionError: the engine does not support these settings.
@@ -101,6 +110,8 @@ def check_backend(engine: str, runtime: Runtime, topology: Topology, model: Path
         # The others, such as save_timeout_s, are settings of the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
+        return backend._check_model(spec, runtime, topology, info)
+    return []
 
 
 def _is_built_in(backend: Callable[..., Backend]) -> TypeIs[type[EngineBackend]]:
@@ -237,6 +248,11 @@ class EngineBackend(Backend):
         """Raise, before ranks communicate, if the engine does not support ``spec``."""
 
     @classmethod
+    @abstractmethod
+    def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
+        """Raise, without building the model, what building it would raise; return the names of adapter targets."""
+
+    @classmethod
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory | None:
         """Prepare the process for the engine, and return the factory of its process groups; None: plain torch groups."""
         return None
@@ -270,6 +286,12 @@ class MegatronBackend(EngineBackend):
         from megascend.engines.megatron.build import check_architecture
 
         check_architecture(spec.model)
+
+    @classmethod
+    def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
+        from megascend.engines.megatron.engine import check_model
+
+        return check_model(spec, runtime, topology, info)
 
     @classmethod
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory:
@@ -334,6 +356,12 @@ class SingleBackend(EngineBackend):
         check_settings(spec)
 
     @classmethod
+    def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
+        from megascend.engines.single.engine import check_model
+
+        return check_model(spec, info)
+
+    @classmethod
     def _build(cls, spec: EngineSpec, context: EngineContext, worker: Worker | None) -> Engine:
         from megascend.engines.single.engine import SingleEngine
 
@@ -367,6 +395,12 @@ class FsdpBackend(EngineBackend):
         sharding.mesh_ranks(topology.world_size, spec.fsdp.replicate, topology.expert)
         npu = runtime.platform.name == "npu"
         check_settings(spec, topology, npu=npu)
+
+    @classmethod
+    def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
+        from megascend.engines.fsdp.engine import check_model
+
+        return check_model(spec, info, topology, runtime.platform.name)
 
     @classmethod
     def _prepare(cls, spec: EngineSpec, runtime: Runtime) -> GroupFactory:

@@ -22,6 +22,7 @@ class LargeBodyError(WireError):
 def target_of(scope: Scope) -> str:
     """Return the path and query of a request, as in its first line."""
     query = scope.get("query_string", b"").decode("latin-1")
+    # The caller signs the bytes of the first line, before percent-decoding.
     target = scope.get("raw_path", scope["path"].encode()).decode("latin-1").split("?", 1)[0]
     return target + (f"?{query}" if query else "")
 
@@ -33,6 +34,7 @@ def check_head(verifier: Verifier, scope: Scope) -> Grant:
         AuthError: it is not signed with our key, too old, or a replay.
     """
     headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+    # Servers differ in which of two headers they take.
     if len(headers) > 1:
         raise AuthError("the request has more than one Authorization header")
     return verifier.check_head(scope["method"], target_of(scope), headers[0] if headers else None)
@@ -57,6 +59,7 @@ async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise WireError("the caller is gone")
+        # Counted as it arrives: Content-Length may be missing, or wrong.
         body += message.get("body", b"")
         if len(body) > most_bytes:
             raise LargeBodyError(f"a body of more than {most_bytes} bytes")
@@ -71,6 +74,7 @@ async def unless_gone(work: asyncio.Future[Any], receive: Receive) -> Any:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # The server reports a disconnect only to an application that is receiving.
     watch = asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -84,6 +84,7 @@ def sign(
     Raises:
         ValueError: method, target or audience cannot be part of a request's first line.
     """
+    # The signed text joins its fields by line breaks, so none may contain one.
     if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):
         raise ValueError(f"cannot sign method {method!r}, target {target!r}, audience {audience!r}")
     timestamp, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
@@ -104,6 +105,7 @@ def check_answer(key: Key, nonce: str, status: int, body: bytes, signature: str 
     """
     if signature is None:
         raise AuthError(f"the answer (status {status}) is not signed: it does not come from a holder of the key")
+    # The nonce ties the answer to this request: an old answer of the same server does not fit.
     expected = _answer_mac(key, nonce, status, body)
     if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace")):
         raise AuthError(
@@ -154,6 +156,7 @@ class Verifier:
         """
         if authorization is None:
             raise AuthError("the request is not signed: it has no Authorization header")
+        # compare_digest: the time of a comparison must not tell how many characters are right.
         if self._token is not None and authorization.startswith("Bearer "):
             if not hmac.compare_digest(authorization[7:].encode("utf-8", "replace"), self._token.encode()):
                 raise AuthError("the bearer token is not ours")
@@ -167,6 +170,7 @@ class Verifier:
             raise AuthError(
                 "the signature is wrong: another key, another audience, or the request was changed on its way"
             )
+        # After the signature: only callers with the key may fill the set of nonces.
         self._check_time(int(timestamp) / 1000, nonce)
         return Grant(nonce, digest)
 
@@ -198,6 +202,7 @@ class _Nonces:
 
     def add(self, nonce: str, expires: float, now: float) -> None:
         with self._lock:
+            # Expired nonces cannot be replayed: their time is outside the window.
             while self._heap and self._heap[0][0] < now:
                 self._forgotten_until, old = heapq.heappop(self._heap)
                 self._active.discard(old)
@@ -205,6 +210,7 @@ class _Nonces:
                 raise AuthError("this request is a replay: its nonce was used before")
             if expires <= self._forgotten_until:  # our clock was set back: this nonce may be one that expired
                 raise AuthError("signed at a time whose nonces have expired here: our clock was set back")
+            # Refused instead of forgetting one that could still be replayed.
             if len(self._active) >= self.limit:
                 raise AuthBusyError(f"{self.limit} requests arrived within the window; retry later")
             self._active.add(nonce)

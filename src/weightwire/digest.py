@@ -66,8 +66,10 @@ def _multilinear64(data: Tensor) -> Pending:
     length = data.numel()
     sums = _tile_sums(data)
     while len(sums) > 1:
+        # Hashed again, not added up: a plain sum would not notice tiles that have changed places.
         sums = _tile_sums(sums.view(torch.uint8))
     value = _start_copy_to_host(sums.sum())
+    # The length: zeros at the end, with which the last tile is padded, would not change the sum.
     return lambda: f"{(value() + length * _LENGTH_KEY) % 2**64:016x}"
 
 
@@ -114,9 +116,11 @@ def _start_copy_to_host(value: Tensor) -> Callable[[], int]:
         return lambda: int(value)
     module, device = torch.get_device_module(value.device), value.device
     if device.type == "cuda":
+        # A copy to pageable memory would wait for the device.
         page_locked = torch.empty((), dtype=torch.int64, pin_memory=True)
         value = page_locked.copy_(value, non_blocking=True)
     copied = module.Event()
+    # An event instead of a wait: digests of all buckets are read at the end.
     copied.record(module.current_stream(device))
 
     def read() -> int:

@@ -44,6 +44,7 @@ async def call_all(
     Returns:
         Results and errors by engine name; every engine is in one of the two.
     """
+    # return_exceptions: one engine's failure must not cancel the calls of the others, whose state would be unknown.
     results: list[Any] = await asyncio.gather(
         *(within(timeout_s, call(engine)) for engine in engines), return_exceptions=True
     )
@@ -52,6 +53,7 @@ async def call_all(
     for engine, result in zip(engines, results, strict=True):
         if isinstance(result, Exception):
             failed[engine.name] = result
+        # A cancellation is the caller's, and no engine's error.
         elif isinstance(result, BaseException):
             raise result
         else:
@@ -76,6 +78,7 @@ class LoopThread:
         Raises:
             RuntimeError: the thread was closed.
         """
+        # A coroutine that is never awaited would warn at its collection.
         if not self._thread.is_alive():
             work.close()
             raise RuntimeError(f"the event loop of {self._thread.name} is closed")
@@ -94,6 +97,7 @@ class LoopThread:
         """Cancel running coroutines and end the thread. May be called twice."""
         if self._thread.is_alive():
             self.run(_cancel_tasks())
+            # Methods of a loop may be called from its own thread only; this one excepted.
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
@@ -111,4 +115,5 @@ async def _cancel_tasks() -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=CANCEL_S)
+    # An asynchronous generator that was not exhausted may hold a connection open.
     await asyncio.get_running_loop().shutdown_asyncgens()

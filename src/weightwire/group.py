@@ -2,7 +2,8 @@
 
 A :class:`Listener` is a torch store on a port chosen by the system. It announces groups; the members learn the address and the
 name of their group out of band (an authenticated request to an engine). Members may join in any order, and a name is used once.
-Every member writes a heartbeat with its progress to the store, so that an error can name the member at fault.
+Every member writes a heartbeat with its progress to the store (:mod:`weightwire.peers`), so that an error can name the member
+at fault.
 
 The store is not authenticated: it binds to one address, loopback by default, and what must not be forged (manifest, digests)
 does not go through it.
@@ -10,7 +11,6 @@ does not go through it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
@@ -18,27 +18,18 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
 from weightwire.liveness import Identity
+from weightwire.peers import STORE_S, Peers, Records
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""Interval of a member's heartbeats, in seconds."""
-SILENCE_S = 30.0
-"""A member without a heartbeat for this long counts as gone, in seconds."""
 EXPLAIN_S = 3.0
 """Longest time that :meth:`Group.explain` waits for evidence of the member at fault, in seconds."""
-STORE_S = 5.0
-"""Deadline of one request to the store, in seconds."""
-PROBE_S = 1.0
-"""Deadline of a connection that only tests whether the listener's port is open, in seconds."""
 ATTEMPT_S = 6.0
 """Deadline of one attempt to connect to the store: torch looks up every address's name in DNS, which may take 5 s."""
 MOST_MEMBERS = 4096
@@ -59,6 +50,7 @@ class Listener:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             server_socket = socket.socket(family, kind)
             server_socket.bind(address)
+            # Many members may connect at once; connections beyond the backlog are dropped and retried.
             server_socket.listen(1024)
         except OSError as error:
             raise TransportError(f"cannot listen on {host!r}: {error}") from error
@@ -83,6 +75,8 @@ class Listener:
             raise GroupError("the listener is closed")
         if not 2 <= len(members) <= MOST_MEMBERS:
             raise GroupError(f"a group has a sender and 1 to {MOST_MEMBERS - 1} receivers, not {len(members)} members")
+        # A name is never used twice, even by two listeners of one trainer: a member of an old update must not join a
+        # new one.
         self._count += 1
         name = f"update-{self._count}-{uuid.uuid4().hex}"
         self._store.set(f"{name}/members", json.dumps(list(members)))
@@ -91,51 +85,6 @@ class Listener:
     def close(self) -> None:
         """Stop listening. Open groups lose their store."""
         self._store = None
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Last record of another member; ``changed`` is the time of its last change (``time.monotonic()``)."""
-
-    beat: int
-    progress: int
-    left: bool
-    changed: float
-
-
-class Records:
-    """Records of one group in the store, all of them texts. No call waits for a record to appear.
-
-    A lock serialises the calls: the watcher's thread uses the same connection as the caller's.
-
-    Raises, in any method:
-        RuntimeError: the store does not answer.
-    """
-
-    def __init__(self, store: Store, group: str) -> None:
-        self._store, self._group = store, group
-        self._lock = threading.Lock()
-
-    def get(self, name: str) -> str | None:
-        """Return a record; None if it does not exist yet."""
-        key = f"{self._group}/{name}"
-        with self._lock:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def put(self, name: str, text: str) -> None:
-        """Write a record."""
-        with self._lock:
-            self._store.set(f"{self._group}/{name}", text)
-
-    def put_once(self, name: str, text: str) -> None:
-        """Write a record unless it exists."""
-        with self._lock:
-            self._store.compare_set(f"{self._group}/{name}", "", text)
-
-    def count(self, name: str) -> int:
-        """Increment a counter that all members share, and return it."""
-        with self._lock:
-            return self._store.add(f"{self._group}/{name}", 1)
 
 
 class Group:
@@ -152,16 +101,7 @@ class Group:
         self.name, self.rank, self.members = name, rank, tuple(members)
         self.host, self.port = host, port
         self._records = Records(store, name)
-        self._identities: dict[int, Identity] = {}
-        # The sender watches every receiver. Receivers watch the sender alone, which reports what it knows of the others.
-        self._watched = range(1, len(members)) if rank == 0 else range(1)
-        self._heartbeats: dict[int, Heartbeat] = {}
-        self._lost: PeerLostError | None = None
-        self._at_fault = True  # False if the member that reported a failure only waited for another one
-        self._progress, self._beat, self._left = 0, 0, False
-        self._unanswered = 0.0
-        self._ended = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._peers = Peers(self._records, name, rank, members, host, port)
 
     @property
     def size(self) -> int:
@@ -171,13 +111,11 @@ class Group:
     @property
     def identities(self) -> tuple[Identity, ...]:
         """Return the members' processes, by rank."""
-        return tuple(self._identities[rank] for rank in range(self.size))
+        return tuple(self._peers.identities[rank] for rank in range(self.size))
 
     def member(self, rank: int) -> str:
         """Return a member's name for messages, with its process if that is known."""
-        role = "the sender" if rank == 0 else f"receiver {rank}"
-        process = f", {self._identities[rank]}" if rank in self._identities else ""
-        return f"{role} ({self.members[rank]}{process})"
+        return self._peers.describe(rank)
 
     def store(self, purpose: str, timeout_s: float) -> Store:
         """Open a store private to this group and ``purpose``, over a new connection, with ``timeout_s`` as its deadline.
@@ -189,21 +127,22 @@ class Group:
 
     def progress(self, buckets: int) -> None:
         """Set the number of buckets that this member has finished; the next heartbeat reports it."""
-        self._progress = buckets
+        self._peers.progress = buckets
 
     def progress_of(self, rank: int) -> int:
         """Return the number of buckets that another member had finished at its last heartbeat."""
-        last = self._heartbeats.get(rank)
-        return 0 if last is None else last.progress
+        return self._peers.progress_of(rank)
 
     def check(self) -> None:
         """Raise PeerLostError if a member is known to have failed or gone. Reads only local state."""
-        if self._lost is not None:
-            raise PeerLostError(str(self._lost))
+        if (lost := self._peers.lost) is not None:
+            raise PeerLostError(str(lost))  # a new one: an exception raised twice would collect both tracebacks
 
     def abandon(self, reason: str) -> None:
         """Make :meth:`check` raise on this member, which ends a wait in another thread."""
-        self._lost = self._lost or PeerLostError(f"given up: {reason}")
+        self._peers.lost = self._peers.lost or PeerLostError(f"given up: {reason}")
+
+    # --- events ---
 
     def acknowledge(self, event: str) -> None:
         """Report an event that other members wait for."""
@@ -220,6 +159,7 @@ class Group:
             PeerLostError: a member is lost.
             TransportError: the store does not answer.
         """
+        # Polled: the store's own wait could not be ended when a member is lost.
         deadline, pause = time.monotonic() + timeout_s, 0.0005
         missing = list(range(1, self.size))
         while True:
@@ -236,6 +176,8 @@ class Group:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
+    # --- failures ---
+
     def fail(self, reason: str, *, at_fault: bool = True) -> None:
         """Report to all members that this one has failed. The first report of a group counts.
 
@@ -244,6 +186,7 @@ class Group:
         """
         text = json.dumps([self.rank, reason[:2000], int(at_fault)])
         try:
+            # Once: the first failure is the cause, and those after it are its consequences on other members.
             self._records.put_once("failure", text)
         except RuntimeError as error:
             log.debug("%s could not report its failure: %s", self.member(self.rank), error)
@@ -256,87 +199,50 @@ class Group:
         Args:
             activity: of this member: ``"sending bucket 3 of 12"``.
         """
-        prefix = f"{self.member(self.rank)}, {activity}"
-        deadline = time.monotonic() + EXPLAIN_S
-        beats = {rank: self._heartbeats[rank].beat for rank in self._watched if rank in self._heartbeats}
-        while time.monotonic() < deadline and not self._halted():
-            self._look()
-            if self._lost is not None and self._at_fault:
-                return PeerLostError(f"{prefix}: {self._lost}")
+        peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
+        deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
+        while time.monotonic() < deadline and not peers.halted():
+            peers.look()
+            if peers.lost is not None and peers.at_fault:
+                return PeerLostError(f"{prefix}: {peers.lost}")
             # Two heartbeats on, since the first may have been under way before the error.
-            if beats and all(self._has_left(rank) or self._heartbeats[rank].beat > beats[rank] + 1 for rank in beats):
+            beats = peers.beats()
+            if before and all(peers.has_left(rank) or beats[rank] > before[rank] + 1 for rank in before):
                 break
-            self._ended.wait(0.05)
-        silent = {rank for rank in beats if self._heartbeats[rank].beat == beats[rank] and not self._has_left(rank)}
-        halted = self._halted()
-        state = self._describe()
+            peers.ended.wait(0.05)
+        beats, halted, state = peers.beats(), peers.halted(), peers.report()
+        silent = {rank for rank in before if beats[rank] == before[rank] and not peers.has_left(rank)}
         if halted or silent:
             phrases = {"ended": "is gone: its process has ended", "stopped": "is stopped"}
             reasons = [f"{self.member(rank)} {phrases[process]}" for rank, process in halted.items()]
             reasons += [f"{self.member(rank)} sends no heartbeats" for rank in sorted(silent - halted.keys())]
             kind = DeadlineError if isinstance(error, DeadlineError) else PeerLostError
             return kind(f"{prefix}: {', '.join(reasons)} ({error}); {state}")
-        if self._lost is not None:
-            return PeerLostError(f"{prefix}: {self._lost}; {state}")
+        if peers.lost is not None:
+            return PeerLostError(f"{prefix}: {peers.lost}; {state}")
         return type(error)(f"{prefix}: {error}; {state}")
 
-    def _has_left(self, rank: int) -> bool:
-        """Check whether a member has closed the group, so that the end of its process means nothing."""
-        last = self._heartbeats.get(rank)
-        return last is not None and last.left
-
-    def _halted(self) -> dict[int, str]:
-        """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
-        peers = ((rank, identity) for rank, identity in self._identities.items() if rank != self.rank)
-        states = {rank: identity.state() for rank, identity in peers if not self._has_left(rank)}
-        return {rank: state for rank, state in states.items() if state is not None}
-
-    def _describe(self) -> str:
-        """Describe the progress of the watched members, and the age of their heartbeats."""
-        parts, now = [], time.monotonic()
-        for rank in self._watched:
-            last = self._heartbeats.get(rank)
-            if last is None:
-                parts.append(f"{self.member(rank)} has sent no heartbeat")
-            else:
-                age = "has left" if last.left else f"last heard of {max(0.0, now - last.changed):.1f} s ago"
-                parts.append(f"{self.member(rank)} has done {last.progress} buckets, {age}")
-        return "; ".join(parts)
-
-    def close(self) -> None:
-        """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
-        if self._ended.is_set():
-            return
-        self._left = True
-        self._ended.set()
-        if self._watcher is not None:
-            self._watcher.join(STORE_S + BEAT_S)
-        try:
-            self._beat_once()
-            if self.rank == 0:
-                self._records.put("ended", "1")
-        except RuntimeError as error:
-            log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
-
-    # --- joining ---
+    # --- joining and leaving ---
 
     def meet(self, deadline: float, given_up: threading.Event | None = None) -> None:
         """Claim this member's rank, and wait until all members have claimed theirs. Called by :func:`join`."""
+        peers = self._peers
         if self._records.get("ended") is not None:
             raise GroupError(f"group {self.name} has ended; names are used once")
+        # A counter, not a flag: two members that claim a rank at the same time must not both find it free.
         if self._records.count(f"claims/{self.rank}") != 1:
             raise GroupError(
                 f"the rank of {self.member(self.rank)} in group {self.name} is taken: it was assigned twice, or the group is "
                 "used again"
             )
-        self._records.put(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
+        peers.announce()
         pause = 0.002
-        while missing := [rank for rank in range(self.size) if not self._has_joined(rank)]:
-            if (failure := self._failure()) is not None:
+        while missing := [rank for rank in range(self.size) if not peers.has_joined(rank)]:
+            if (failure := peers.failure()) is not None:
                 # The same error as on the member whose deadline passed first, but for those that have joined since.
                 late = [rank for rank in self._reported_missing() if rank in missing]
                 raise self._join_timeout(late) if late else failure
-            for rank, identity in self._identities.items():
+            for rank, identity in peers.identities.items():
                 if rank != self.rank and identity.state() == "ended":
                     raise PeerLostError(f"{self.member(rank)} has ended before the group was complete")
             if given_up is not None and given_up.is_set():
@@ -346,10 +252,9 @@ class Group:
                 raise self._join_timeout(missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
-        if self._reported_missing() and (failure := self._failure()) is not None:
+        if self._reported_missing() and (failure := peers.failure()) is not None:
             raise failure  # the last member joined too late: the others have given up
-        self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self.name}", daemon=True)
-        self._watcher.start()
+        peers.start()
 
     def _join_timeout(self, ranks: list[int]) -> DeadlineError:
         names = ", ".join(map(self.member, ranks))
@@ -363,102 +268,16 @@ class Group:
         ranks = [] if text is None else json.loads(text)
         return ranks if isinstance(ranks, list) else []
 
-    def _has_joined(self, rank: int) -> bool:
-        if rank in self._identities:
-            return True
-        text = self._records.get(f"here/{rank}")
-        if text is not None:
-            self._identities[rank] = Identity(*_fields(text, (str, str, int, int)))
-        return text is not None
-
-    # --- watching ---
-
-    def _watch(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            try:
-                self._beat += 1
-                self._beat_once()
-                self._look()
-            except RuntimeError as error:
-                log.debug("%s: %s", self.member(self.rank), error)
-                self._note_silent_store(error)
-            if self._lost is not None:
-                return
-
-    def _beat_once(self) -> None:
-        self._records.put(f"alive/{self.rank}", json.dumps([self._beat, self._progress, int(self._left)]))
-
-    def _look(self) -> None:
-        """Set ``_lost`` if a member has failed or gone. An ended process is seen at once, silence after :data:`SILENCE_S`."""
-        if self._lost is not None:
+    def close(self) -> None:
+        """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
+        if self._peers.ended.is_set():
             return
-        for rank, process in self._halted().items():
-            if process == "ended":
-                # Its last record may say that it has left; a store that does not answer cannot tell.
-                with contextlib.suppress(RuntimeError):
-                    self._read_heartbeat(rank, time.monotonic())
-                    if self._has_left(rank):
-                        continue
-                self._lost = PeerLostError(f"{self.member(rank)} is gone: it has ended{self._progress_note(rank)}")
-                return
         try:
-            self._lost = self._failure()
-            now = time.monotonic()
-            for rank in self._watched:
-                self._read_heartbeat(rank, now)
-            self._unanswered = 0.0
+            self._peers.leave()
+            if self.rank == 0:
+                self._records.put("ended", "1")
         except RuntimeError as error:
-            self._note_silent_store(error)
-            return
-        for rank in self._watched:
-            last = self._heartbeats[rank]
-            if self._lost is None and not last.left and now - last.changed > SILENCE_S:
-                process = self._identities[rank].state()
-                symptom = f"is {process}" if process else "sends no heartbeats"
-                self._lost = PeerLostError(
-                    f"{self.member(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
-                )
-
-    def _read_heartbeat(self, rank: int, now: float) -> None:
-        text = self._records.get(f"alive/{rank}")
-        beat, progress, left = (0, 0, 0) if text is None else _fields(text, (int, int, int))
-        last = self._heartbeats.get(rank)
-        if last is None or (last.beat, last.progress, last.left) != (beat, progress, bool(left)):
-            self._heartbeats[rank] = Heartbeat(beat, progress, bool(left), now)
-
-    def _note_silent_store(self, error: RuntimeError) -> None:
-        """Set ``_lost`` if the sender, whose process holds the store, has ended or no longer listens."""
-        now = time.monotonic()
-        self._unanswered = self._unanswered or now
-        sender = self._identities.get(0)
-        state = None if sender is None else sender.state()
-        if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
-            reason = f"its process has {state}" if state else "its store does not answer"
-            self._lost = PeerLostError(f"{self.member(0)} is gone: {reason} ({str(error)[:200]})")
-
-    def _listening(self) -> bool:
-        """Return False if the listener's machine refuses connections to its port."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=PROBE_S).close()
-        except (ConnectionRefusedError, ConnectionResetError):
-            return False
-        except OSError:  # slow, or unreachable for the moment
-            return True
-        return True
-
-    def _progress_note(self, rank: int) -> str:
-        last = self._heartbeats.get(rank)
-        return "" if last is None or rank == 0 else f"; it had done {last.progress} buckets"
-
-    def _failure(self) -> PeerLostError | None:
-        text = self._records.get("failure")
-        if text is None:
-            return None
-        rank, reason, at_fault = _fields(text, (int, str, int))
-        if rank == self.rank or not 0 <= rank < self.size:
-            return None
-        self._at_fault = bool(at_fault)
-        return PeerLostError(f"{self.member(rank)} has failed: {reason}")
+            log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
 
 
 def join(
@@ -488,6 +307,7 @@ def join(
         if isinstance(error, WireError):
             raise
         raise _unreachable(host, port, error) from error
+    # The store is not authenticated: its content is checked like any other input.
     if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
         raise GroupError(f"group {name!r:.120} has no list of members")
     if not 0 <= rank < len(members):
@@ -497,6 +317,7 @@ def join(
         group.meet(deadline, given_up)
     except RuntimeError as error:
         if isinstance(error, WireError):
+            # The others wait for this member, and would otherwise learn of it at their own deadline.
             group.fail(str(error))
             raise
         raise _unreachable(host, port, error) from error
@@ -509,6 +330,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
     Raises:
         TransportError: nobody answers there.
     """
+    # Several attempts: one that fails may only have waited for DNS (see ATTEMPT_S).
     deadline, limit = time.monotonic() + max(timeout_s, 5 * ATTEMPT_S), timedelta(seconds=ATTEMPT_S)
     failure: RuntimeError | None = None
     while failure is None or time.monotonic() < deadline:
@@ -524,6 +346,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
             failure = error
     else:
         raise _unreachable(host, port, failure) from failure
+    # Attempts to connect and requests have different deadlines, and torch has one setting for both.
     store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
     return store
 
@@ -531,11 +354,3 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 def _unreachable(host: str, port: int, error: Exception) -> TransportError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return TransportError(f"no store answers at {host}:{port}: the sender is gone, or not reachable ({reason})")
-
-
-def _fields(text: str, kinds: Sequence[type]) -> Any:
-    """Parse a record: a JSON list of values of these types."""
-    values = json.loads(text)
-    if not isinstance(values, list) or [type(value) for value in values] != list(kinds):
-        raise TransportError(f"the store holds {text!r:.80}, which is not a record of a member")
-    return values

@@ -31,6 +31,7 @@ class Key:
     __slots__ = ("_secret",)
 
     def __init__(self, text: str) -> None:
+        # Files end with a line break.
         text = text.strip()
         if not SHORTEST <= len(text) <= LONGEST:
             raise SecretKeyError(
@@ -99,6 +100,7 @@ def read_key(path: str | Path) -> Key:
     except OSError as error:
         raise SecretKeyError(f"the key's file {path} cannot be read: {error.strerror}") from error
     with stream:
+        # Of the open file: the path may be replaced between a check and the read.
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise SecretKeyError(f"the key's file {path} is not a regular file")
@@ -108,6 +110,7 @@ def read_key(path: str | Path) -> Key:
             )
         if mode := stat.S_IMODE(status.st_mode) & 0o077:
             raise SecretKeyError(f"the key's file {path} is open to others (mode bits {mode:03o}): chmod 600 {path}")
+        # A bound: the path may be of something large.
         content = stream.read(LONGEST + 64)
     try:
         return Key(content.decode("ascii"))
@@ -129,6 +132,7 @@ def write_key(path: str | Path) -> Key:
         FileExistsError: the file exists; a key in use is not replaced.
     """
     text = generate_key()
+    # The mode is set at the creation: a chmod afterwards would leave the key readable for a moment.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(text + "\n")

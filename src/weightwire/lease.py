@@ -22,6 +22,7 @@ class Lease:
     def renew(self, now: float, lease_s: float | None = None) -> None:
         """Extend the lease to ``lease_s`` (default: its own length) from now; it never becomes shorter."""
         self.lease_s = self.lease_s if lease_s is None else lease_s
+        # A late or reordered call with a short lease must not end a longer one.
         self.until = max(self.until, now + self.lease_s)
 
     def left_s(self, now: float) -> float:

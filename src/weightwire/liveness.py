@@ -39,6 +39,7 @@ class Identity:
 
     def state(self) -> str | None:
         """Return ``ended`` or ``stopped``; None if the process runs or cannot be checked from here."""
+        # Another pid namespace has other processes under the same numbers.
         if not self.space or self.space != _space() or self.started < 0:
             return None
         try:
@@ -47,6 +48,8 @@ class Identity:
             return "ended"
         except OSError:
             return None
+        # A zombie (Z) has ended, although its number is still taken; another start time means that the number was
+        # reused.
         if int(fields[19]) != self.started or fields[0] in "ZX":
             return "ended"
         return "stopped" if fields[0] in "Tt" else None
@@ -70,6 +73,7 @@ def _space() -> str:
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: the first is the state, the 20th the start time."""
+    # The name is in parentheses and may itself contain spaces and parentheses: fields are counted from the last one.
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 

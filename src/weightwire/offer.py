@@ -50,6 +50,7 @@ class Offer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # In the constructor, not in from_json: the trainer learns of its mistake before a request.
         for name in ("update", "owner", "host", "transport"):
             _check_text(getattr(self, name), f"offer: {name}")
         _check_integer(self.port, 1, 65535, "offer: port")
@@ -99,6 +100,7 @@ class Offer:
         fields = dict(exactly(fields, (*names, "manifest"), "offer"))
         fields["manifest"] = Manifest.from_json(fields["manifest"])
         try:
+            # Options are free-form, so their size is the only bound on what a transport may be handed.
             size = len(json.dumps(fields["options"], allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ManifestError(f"offer: options are not valid JSON: {error}") from None
@@ -158,6 +160,7 @@ def _check_protocol(data: Any, label: str) -> dict[str, Any]:
     """Return a copy of ``data`` without its protocol version, which must be ours."""
     if not isinstance(data, dict):
         raise ManifestError(f"{label}: a mapping was expected, not {type(data).__name__}")
+    # First of all: with another protocol, every other field may mean something else.
     protocol = data.get("protocol")
     if type(protocol) is not int or protocol != PROTOCOL:  # True and 1.0 are equal to 1
         raise ManifestError(
@@ -172,6 +175,7 @@ def _check_text(value: Any, label: str) -> None:
 
 
 def _check_integer(value: Any, least: int, most: int, label: str) -> None:
+    # bool is a subclass of int.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ManifestError(f"{label} is {value!r:.80}, not a number from {least} to {most}")
 

@@ -59,9 +59,11 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
     for index, start in enumerate(range(0, total, bucket_bytes)):
         stop = min(start + bucket_bytes, total)
         pieces = []
+        # The last tensor that starts at or before the bucket. Of several with one start, all but the last are empty.
         tensor = bisect_right(starts, start) - 1
         while tensor < len(specs) and starts[tensor] < stop:
             first, last = max(starts[tensor], start), min(starts[tensor + 1], stop)
+            # Empty tensors have no piece.
             if last > first:
                 pieces.append(Piece(tensor, first - starts[tensor], first - start, last - first))
             tensor += 1

@@ -159,21 +159,27 @@ class Receiver:
         """
         with self._lock:
             self._require_none_open(offer)
+            # The trainer repeats an offer whose answer was lost on the way; a second thread would join the group
+            # twice.
             if self._update is not None and self._update.offer.update == offer.update:
                 if self._update.state in _OPEN:
                     return
                 raise UpdateError(f"{self.name}: {self._update} is {self._update.state}; a new one needs a new name")
             update = _Update(offer, worker, None)
             offer.rank(worker)
+            # Checked before memory is allocated: an offer that is refused must cost the engine nothing.
             self._require_newer(offer.manifest)
             self._require_possible(offer)
             try:
+                # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
+                # rest meanwhile.
                 update.staging = torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
             except (RuntimeError, MemoryError) as error:
                 raise UpdateError(
                     f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
                 ) from error
             self._update = update
+        # A daemon: an engine that ends must not wait for a trainer that no longer sends.
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
@@ -187,15 +193,18 @@ class Receiver:
             UpdateError: the update is unknown.
         """
         update = self._require_update(seal.update)
+        # A repeated call, whose first answer was lost.
         if update.state in (VERIFIED, COMMITTED):
             return
         try:
+            # Without the lock: drop() must be able to end this wait.
             if not update.arrived.wait(timeout_s):
                 raise DeadlineError(
                     f"{self.name}: {update} has not arrived within {timeout_s:g} s: {update.buckets} of "
                     f"{len(seal.digests)} buckets have"
                 )
             with self._lock:
+                # The receiving thread cannot raise in the caller; it leaves its error here.
                 if update.problem is not None:
                     raise update.problem
                 self._require_state(update, RECEIVE_DONE)
@@ -229,12 +238,15 @@ class Receiver:
             self._require_newer(update.manifest)
             update.state, update.restore, update.before = COMMITTING, restore, dict(self._versions)
             try:
+                # Loaders may only queue copies. An error on the device has to appear here, where it can still be
+                # undone.
                 load(self._tensors(update))
                 _synchronise(self._device)
             except BaseException as error:
                 raise self._undo(update, error) from error
             update.state, update.staging = COMMITTED, None
             self._versions[update.manifest.target] = update.manifest.version
+            # Only a complete model replaces a mixture of weights; an adapter lies on top of it.
             if update.manifest.adapter is None:
                 self.serving = True
 
@@ -247,6 +259,7 @@ class Receiver:
         """
         with self._lock:
             update = self._require_update(name)
+            # It failed here as well and was undone then: the caller reverts every worker of the engine.
             if update.state == DROPPED:
                 return
             self._require_state(update, COMMITTED)
@@ -265,6 +278,7 @@ class Receiver:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
         with self._lock:
             update = self._update
+            # The name: a late call of an earlier update must not end the one that is open now.
             if update is not None and update.offer.update == name and update.state in _OPEN:
                 self._drop(update, UpdateError(f"{self.name}: {update} was dropped: {reason}"))
 
@@ -279,6 +293,7 @@ class Receiver:
         update = self._update
         if update is None or update.state not in _OPEN or update.offer.update == offer.update:
             return
+        # The last owner may only be slow; the message says how long it has to be silent.
         age = time.monotonic() - update.touched
         if offer.owner != update.offer.owner:
             raise OwnerError(
@@ -296,6 +311,7 @@ class Receiver:
 
     def _require_possible(self, offer: Offer) -> None:
         manifest = offer.manifest
+        # An unknown digest or device would otherwise show only after the transfer.
         digest.require(manifest.digest)
         if self._device.type not in device_types(offer.transport):
             raise TransportError(
@@ -330,6 +346,7 @@ class Receiver:
         with self._lock:
             if update.state not in _OPEN:
                 return
+            # The first problem stays: those after it follow from it. The staging memory is freed at once.
             update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
             update.digests = []
         update.given_up.set()
@@ -338,6 +355,7 @@ class Receiver:
     def _undo(self, update: _Update, cause: BaseException) -> CommitError:
         """Restore the old weights if possible, and return the error to raise."""
         text = f"{self.name}: the commit of {update} failed: {type(cause).__name__}: {cause}"
+        # A failed commit leaves a mixture of versions. Only a restore that succeeds allows the engine to answer.
         error: CommitError
         if update.restore is None:
             error = NotServingError(f"{text}. It cannot be undone: this engine must not answer until a commit succeeds")
@@ -351,9 +369,11 @@ class Receiver:
                     f"{text}. Restoring the weights from before failed as well ({type(second).__name__}: {second}): this "
                     "engine must not answer until a commit succeeds"
                 )
+        # A revert follows a commit that has set the version.
         self._versions = dict(update.before)
         if isinstance(error, NotServingError):
             self.serving = False
+            # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
         update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
         update.given_up.set()
@@ -376,9 +396,11 @@ class Receiver:
         try:
             if self._device.type != "cpu":
                 module: Any = torch.get_device_module(self._device)
+                # The current device is a thread's own, and collectives of this thread use it.
                 module.set_device(self._device)
             _receive(self.name, update)
             with self._lock:
+                # It may have been dropped while the last bucket arrived.
                 if update.state == RECEIVING:
                     update.state, update.touched = RECEIVE_DONE, time.monotonic()
         except WireError as error:
@@ -394,9 +416,12 @@ class Receiver:
         while update.state in _OPEN:
             left = update.touched + lease - time.monotonic()
             if left > 0:
+                # At most a second: calls extend the lease meanwhile, and a commit ends the loop without this event.
                 update.given_up.wait(min(left, 1.0))
                 continue
             with self._lock:
+                # Not while receiving: the transfer has deadlines of its own. Checked again under the lock, which a
+                # call may have held to extend the lease.
                 if update.state in (RECEIVE_DONE, VERIFIED) and update.touched + lease <= time.monotonic():
                     reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
                     log.warning("%s", reason)
@@ -409,6 +434,7 @@ def _receive(name: str, update: _Update) -> None:
     assert staging is not None
     buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
     group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.given_up)
+    # Bound before the try block: creating the transport may fail, and the group must still be told.
     transport = None
     threading.Thread(
         target=_abandon_when_given_up, args=(update, group), name="weightwire-given-up", daemon=True
@@ -420,15 +446,19 @@ def _receive(name: str, update: _Update) -> None:
         works: list[tuple[Bucket, Work]] = []
         for bucket in buckets:
             works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
+            # Two, as Transport allows: the sender has two buffers.
             if len(works) == 2:
                 _finish(update, staging, *works.pop(0), group)
         for bucket, work in works:
             _finish(update, staging, bucket, work, group)
+        # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
     except TransportError as error:
         explained = group.explain(error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}")
+        # The transport failed, probably since another member did: the others shall look for that one.
         group.fail(str(error), at_fault=False)
         if transport is not None:
+            # Before close(): a transfer in flight would keep the staging memory in use.
             transport.abort()
         raise explained from error
     except BaseException as error:
@@ -442,6 +472,7 @@ def _receive(name: str, update: _Update) -> None:
 
 def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group: Any) -> None:
     work.wait(update.offer.timeout_s)
+    # Only begun: the device computes while the next bucket arrives. verify() collects the values.
     update.digests.append(digest.begin(update.manifest.digest, staging[bucket.start : bucket.stop]))
     update.buckets = bucket.index + 1
     update.touched = time.monotonic()
@@ -449,6 +480,7 @@ def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group:
 
 
 def _abandon_when_given_up(update: _Update, group: Any) -> None:
+    # Transports wait in calls of libraries that know no event; they poll the group's state instead.
     while not update.arrived.is_set():
         if update.given_up.wait(1.0):
             group.abandon("the update was dropped")
@@ -468,6 +500,7 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
     wrong = [index for index, value in enumerate(digests) if value != seal.digests[index]]
     if wrong:
         buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
+        # Tensors instead of bucket numbers: the trainer's author knows these names.
         names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise DigestError(

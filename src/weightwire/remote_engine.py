@@ -71,6 +71,7 @@ class RemoteEngine(InferenceEngine):
         await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
+        # The engine's own deadline has to pass first, so that its error arrives and not ours.
         await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
 
     async def commit(self, update: str) -> None:
@@ -139,6 +140,7 @@ class Arguments:
     def integer(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
         """Return an integer within bounds."""
         value = self.take(name, default)
+        # type() instead of isinstance: True is an int.
         if value is not default and (type(value) is not int or not least <= value <= most):
             raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {least} to {most}")
         return value

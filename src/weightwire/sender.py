@@ -104,6 +104,7 @@ class Sender:
             PeerLostError: a receiver ended or failed before the group was complete.
             GroupError, TransportError: the name was used before; the transport cannot work here.
         """
+        # The transport's preferred memory: NCCL reads the device's, Gloo the host's.
         bucket_device = torch.device(device_types(transport)[0] if device is None else device)
         group = join(listener.host, listener.port, name, 0, timeout_s)
         try:
@@ -128,6 +129,7 @@ class Sender:
         self._transport.close()
         self._group.close()
         self._buffers = []
+        # Works hold references to buffers.
         self._works.clear()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Seal:
@@ -141,14 +143,18 @@ class Sender:
         """
         try:
             self._send(weights)
+            # A send that completed locally may still be in a buffer of the network: only receivers know what has
+            # arrived.
             self._group.await_receivers(RECEIVED, self._timeout_s)
         except TransportError as error:
             activity = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
             explained = self._group.explain(error, activity)
+            # The broken connection is a consequence. Receivers shall look for its cause instead of naming the sender.
             self._group.fail(str(error), at_fault=False)
             self._transport.abort()
             raise explained from error
         except BaseException as error:
+            # The export itself failed: here the sender is at fault.
             text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
             self._group.fail(text)
             self._transport.abort()
@@ -166,10 +172,12 @@ class Sender:
         for bucket in self._buckets:
             buffer = self._free_buffer(bucket)
             for piece in bucket.pieces:
+                # A loop, not one step: empty tensors are in no bucket, but are part of the stream.
                 while index < piece.tensor:
                     del content  # the stream may reuse its memory for the next tensor
                     index, content = next(tensors)
                 source = content[piece.offset : piece.offset + piece.length]
+                # Asynchronous: a bucket's copies from the device are waited for once, before it is sent.
                 buffer[piece.position : piece.position + piece.length].copy_(source, non_blocking=True)
             source_device = content.device
             if bucket.index == len(self._buckets) - 1:
@@ -205,6 +213,7 @@ class Sender:
 
     def _free_buffer(self, bucket: Bucket) -> Tensor:
         """Return the buffer for a bucket, after its previous content has been sent."""
+        # Two buffers: one is filled while the transport reads the other.
         side = bucket.index % 2
         if len(self._buffers) <= side:
             size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
@@ -221,6 +230,8 @@ class Sender:
 
     def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
         # Tests of faults replace this method, and select the bucket.
+        # The transport uses streams of its own, and must not read before the copies have been made. With a GPU source
+        # and a CPU buffer the copy runs on the GPU's stream.
         for device in {buffer.device, source}:
             synchronise_stream(device)
         self._works.append(self._transport.send(buffer))

@@ -122,6 +122,7 @@ class StreamSender:
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         spec.check()
         data, offset = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
+        # An empty tensor is in no bucket's bytes, and still has to be announced by a header.
         if not spec.nbytes:
             self._parts.append(Part(spec, 0, 0))
         while offset < spec.nbytes:
@@ -132,6 +133,7 @@ class StreamSender:
             offset, self._filled = offset + length, self._filled + length
             if self._filled == buffer.numel():
                 self._send(last=False)
+        # The caller may overwrite its tensor as soon as this returns.
         if data.device.type != "cpu":
             getattr(torch, data.device.type).current_stream(data.device).synchronize()
 
@@ -146,11 +148,14 @@ class StreamSender:
 
     def _send(self, last: bool) -> None:
         data = self._buffers[self._index % 2][: self._filled]
+        # Before the wait for the previous bucket, so that it overlaps with its transfer.
         value = digest(DIGEST, data)  # waits for the device: the bucket is filled
         text = Header(self._version, self._index, last, value, tuple(self._parts)).to_bytes()
         self._wait()
         self._group.progress(self._index)
         self._sending = self._index
+        # Length and header are buckets of their own: a receiver must know the size of what it receives. Each is
+        # waited for, since transports have two transfers in flight at most.
         for small in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
             self._work = self._transport.send(torch.frombuffer(bytearray(small), dtype=torch.uint8).to(self._device))
             self._wait()
@@ -209,6 +214,7 @@ class StreamReceiver:
             if header.nbytes:
                 self._receive(data)
             value = digest(DIGEST, data)
+            # Compared before anything of the bucket is yielded: a consumer loads tensors at once.
             if value != header.digest:
                 names = ", ".join(part.tensor.name for part in header.parts[:4])
                 raise DigestError(
@@ -221,6 +227,7 @@ class StreamReceiver:
                 position += part.length
             self._index += 1
             self._group.progress(self._index)
+            # The sender says which bucket is the last: there is no manifest to count by.
             if header.last:
                 break
         if self._open is not None:
@@ -228,11 +235,13 @@ class StreamReceiver:
 
     def _next_header(self) -> Header:
         length = int.from_bytes(self._receive_bytes(LENGTH_BYTES), "little")
+        # Untrusted until verified: a damaged length must not allocate memory without bound.
         if not 0 < length <= MOST_HEADER_BYTES:
             raise ManifestError(f"{self._label()}: a header of {length} bytes; 1 to {MOST_HEADER_BYTES} are possible")
         header = Header.from_bytes(self._receive_bytes(length))
         if self._version is not None and header.version != self._version:
             raise VersionError(f"{self._label()}: version {self._version} was expected, and {header.version} arrived")
+        # A lost or repeated bucket would shift all bytes after it.
         if header.index != self._index or header.nbytes > self._buffer.numel():
             raise ManifestError(
                 f"{self._label()}: bucket {header.index} of {header.nbytes} bytes arrived; buckets here have "
@@ -244,6 +253,7 @@ class StreamReceiver:
         """Copy a part into its tensor; return the tensor if it is complete."""
         spec = part.tensor
         if self._open is None:
+            # A consumer could not tell which of two values is meant.
             if spec.name in self._names:
                 raise ManifestError(f"{self._label()}: {spec.name} comes twice")
             self._names.add(spec.name)
@@ -265,6 +275,7 @@ class StreamReceiver:
     def _receive_bytes(self, length: int) -> bytes:
         buffer = torch.empty(length, dtype=torch.uint8, device=self._device)
         self._receive(buffer)
+        # Through torch: the buffer may be on a device.
         content = bytearray(length)
         torch.frombuffer(content, dtype=torch.uint8).copy_(buffer)
         return bytes(content)

@@ -28,8 +28,8 @@ from megascend.testing.tiny_models import write_tiny_checkpoint
 @pytest.fixture(autouse=True)
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set Triton's cache folder and a fake version, so that Triton need not be installed."""
-    version = ahead.metadata.version
-    monkeypatch.setattr(ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
+    version = compile_ahead.metadata.version
+    monkeypatch.setattr(compile_ahead.metadata, "version", lambda name: "3.6.0" if name == "triton" else version(name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     (tmp_path / "triton").mkdir()
     return tmp_path / "triton"
@@ -99,9 +99,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Record the started processes. ``CDLL(None)`` stands in for CUDA's driver here, but not in those processes."""
     processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(ahead, "DRIVER", None)
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
     monkeypatch.setattr(
-        ahead.subprocess,
+        compile_ahead.subprocess,
         "Popen",
         lambda *arguments, **options: processes.append(popen(*arguments, **options)) or processes[-1],
     )
@@ -148,7 +148,7 @@ def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypa
     def full() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(ahead.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(compile_ahead.tempfile, "TemporaryFile", full)
     with compiling_kernels(plan(tmp_path), Launch()):
         pass
     assert started == []
@@ -160,9 +160,9 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
     popen_options: dict[str, Any] = {}
-    popen = ahead.subprocess.Popen
+    popen = compile_ahead.subprocess.Popen
     monkeypatch.setattr(
-        ahead.subprocess, "Popen", lambda command, **options: popen_options.update(options) or popen(command, **options)
+        compile_ahead.subprocess, "Popen", lambda command, **options: popen_options.update(options) or popen(command, **options)
     )
     run = plan(tmp_path)
     assert Path(job_of(run).done).parent == tmp_path / "triton"
@@ -175,8 +175,8 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
 def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
-    popen = ahead.subprocess.Popen
-    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
+    popen = compile_ahead.subprocess.Popen
+    monkeypatch.setattr(compile_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
     with compiling_kernels(plan(tmp_path), Launch()):
         assert started[0].poll() is None
     assert started[0].returncode == -9
@@ -192,11 +192,11 @@ def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monke
     begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
     Path(job_of(plan(tmp_path)).done).touch()
     begin()
-    monkeypatch.setattr(ahead, "DRIVER", "libnosuchdriver.so.1")
+    monkeypatch.setattr(compile_ahead, "DRIVER", "libnosuchdriver.so.1")
     begin(precision="fp32")
-    monkeypatch.setattr(ahead, "DRIVER", None)
+    monkeypatch.setattr(compile_ahead, "DRIVER", None)
     with monkeypatch.context() as broken:
-        broken.setattr(ahead.metadata, "version", missing)
+        broken.setattr(compile_ahead.metadata, "version", missing)
         begin(precision="fp32")
     assert started == []
     begin(precision="fp32")

@@ -65,6 +65,8 @@ class CheckpointPolicy:
             stop: this rank was told to stop after this step.
         """
         running = self._pending is not None and not self._pending.done
+        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of
+        # them acts.
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
             self._settle()
@@ -76,6 +78,7 @@ class CheckpointPolicy:
 
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint; without one of the last step, take it if checkpoints are taken at all."""
+        # A run that takes no checkpoints leaves none at its end either.
         if self._settings.every and self._ready() and self._last != step:
             self._save(step)
         self._settle()
@@ -102,9 +105,11 @@ class CheckpointPolicy:
         return f"{path} keeps what was trained: once this is mended, --resume auto exports it"
 
     def _save(self, step: int, *, hf: bool | None = None) -> None:
+        # The output directory may still hold an earlier run, which is removed before the first thing is kept.
         self._before()
         start = time.perf_counter()
         self._settle()
+        # Before the save: an error in it must not be taken for one of an earlier step.
         self._last, self._saved, self.problem = step, False, None
         try:
             self._pending = self._begin(step, self._settings.hf if hf is None else hf)
@@ -155,6 +160,7 @@ class CheckpointPolicy:
         self._pending, self._saved, self.problem = None, False, problem
         self._last = -1  # there is no checkpoint of that step: finish() tries once more
         self._event_log.event("save_failed", problem=problem)
+        # Raised on every rank: all of them come here with the same verdict.
         if self._settings.on_failure == "stop":
             raise CheckpointError(problem)
         if self._backend.rank == 0:

@@ -1,4 +1,4 @@
-"""What ``megascend train --dry-run`` finds out: a run as far as it goes without a process group, a model or a step."""
+"""Dry runs of ``train`` and ``rl``: a run as far as it goes without a process group, a model or a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
-from megascend.app.preflight import RunPlan, check_run, disk_warning, free_bytes
-from megascend.app.run import World, backend_settings, bootstrap
+from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning, free_bytes
+from megascend.app.run import ADAPTER, Training, World, backend_settings, bootstrap, check_adapter_path
 from megascend.app.run_samples import RunSamples
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
 from megascend.app.train import SupervisedTraining
@@ -17,6 +17,7 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
+from megascend.config.rl import RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
@@ -25,10 +26,11 @@ from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import Workload
 from megascend.topology.topology import Topology
 
-SHOWN = 3
+EXAMPLES = 3
 """Samples that are shown, or pairs of them."""
 PLANNED = 50
 """Steps that are planned."""
+TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class DryRun:
         learned, held_out: statistics of the samples; the latter None without a validation set.
         remarks: what was left out of the data, cut or not read.
         epochs: how often the steps go through the data.
-        shown: the first samples of the first step.
+        examples: the first samples of the first step.
         free_disk: bytes, where the output is to be.
         disk_warning: None if there is room for what the run will write.
         memory: what a rank will need; None for an engine from outside.
@@ -66,7 +68,7 @@ class DryRun:
     remarks: tuple[str, ...]
     epochs: float
     steps: StepPlan
-    shown: list[ShownSample]
+    examples: list[ShownSample]
     free_disk: int
     disk_warning: str | None
     memory: Estimate | None
@@ -74,29 +76,95 @@ class DryRun:
     device_memory: int
 
 
-def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRun:
-    """Check what can be known of a run in one process, as the first of its ranks would begin it.
+@dataclass(frozen=True)
+class RlDryRun:
+    """Plan of a run of ``rl`` that has not started.
 
-    Prepares this process for the run's engine. Writes nothing but the samples in the cache folder, where the run finds them.
+    Attributes:
+        prompts, held_out: how many are learned from, and evaluated with.
+    """
+
+    config: RlConfig
+    platform: str
+    topology: Topology
+    info: ModelInfo
+    prompts: int
+    held_out: int
+    free_disk: int
+    disk_warning: str | None
+
+
+def prepare(
+    training: Training[AnyConfig], plan: RunPlan[AnyConfig], overwrite: bool, resume: str | Path | None
+) -> tuple[World[AnyConfig], AnyConfig]:
+    """Begin a run as its first rank would, up to the point where ranks communicate and the model is built.
+
+    Prepares this process for the run's engine; ``training`` has its data afterwards. Writes nothing but the samples in the cache
+    folder, where the run finds them.
 
     Args:
         plan: of :func:`megascend.app.preflight.preflight`.
         resume: what the run would resume from, which says the date that its chat template is given.
 
+    Returns:
+        The context, and the completed settings.
+
     Raises:
-        MegascendError: what the ranks would raise before they meet.
+        MegascendError: what a real run would raise before its first step.
     """
     from megascend.backends import check_backend
+    from megascend.lora.registry import check_targets
+    from megascend.lora.target_modules import matches
 
-    config = plan.config
+    config, launch = plan.config, Launch.from_environment()
     import_plugins(config.plugins)
     if config.plugins:  # which may bring the architecture of the model
-        plan = check_run(config, plan.world_size, overwrite=False, plugins_to_come=False)
-    info, topology, layout = plan.info, plan.topology, plan.layout
+        plan = check_run(config, plan.world_size, overwrite, plugins_to_come=False)
+        training.check(config, launch)
     runtime = bootstrap(config)
-    check_backend(config.engine, runtime, topology, config.model, **backend_settings(config))
+    world = World(plan, launch, runtime, resume)
+    config = training.prepare(world)
+    settings = backend_settings(training.model_config(config))
+    targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
+    if config.lora is not None and targets:
+        check_targets(ADAPTER, config.lora, [name for name in targets if matches(name, config.lora.targets)])
+    if config.lora is None and (config.export or config.checkpoint.hf):
+        from megascend.engines.export import check_export_files
+
+        check_export_files(
+            config.model, config.output / "hf", TORCH_NAMES[config.precision], plan.info, replaces=overwrite
+        )
+    elif config.lora is not None and config.export:
+        check_adapter_path(config.output / "adapter", overwrite)
+    return world, config
+
+
+def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
+    """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`. No request goes to an engine."""
+    from megascend.app.rl.train import ReinforcementLearning
+
+    training = ReinforcementLearning()
+    world, config = prepare(training, plan, overwrite, resume)
+    info = world.plan.info
+    prompts, held_out = training.prompt_counts
+    return RlDryRun(
+        config=config,
+        platform=world.runtime.platform.name,
+        topology=world.plan.topology,
+        info=info,
+        prompts=prompts,
+        held_out=held_out,
+        free_disk=free_bytes(config.output),
+        disk_warning=disk_warning(config, info),
+    )
+
+
+def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
+    """Check what can be known of a run of ``train`` in one process; see :func:`prepare`."""
     training = SupervisedTraining()
-    config = training.prepare(World(plan, Launch.from_environment(), runtime, resume))
+    world, config = prepare(training, plan, overwrite, resume)
+    plan, runtime = world.plan, world.runtime
+    info, topology, layout = plan.info, plan.topology, plan.layout
     samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
     hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
@@ -109,6 +177,7 @@ def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRu
         return need is None or need.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
+    # A dry run measures nothing: the estimate takes the place of trials.
     if budget == AUTO:
         budget = predicted(longest, largest_useful(config, samples, layout, topology), fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
@@ -123,7 +192,7 @@ def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRu
     def decode(ids: Sequence[int]) -> str:
         return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def shown(index: int, pair: int | None) -> ShownSample:
+    def example(index: int, pair: int | None) -> ShownSample:
         sample = samples.learned[index]
         side = "chosen" if sample.chosen else "rejected"
         name = f"sample {index + 1}" if pair is None else f"pair {pair + 1}, {side}"
@@ -139,7 +208,7 @@ def dry_run(plan: RunPlan[RunConfig], resume: str | Path | None = None) -> DryRu
         remarks=samples.remarks,
         epochs=config.steps * config.data.global_batch_size / objective.units(samples.learned),
         steps=steps,
-        shown=[shown(index, pair) for index, pair in first[: SHOWN * (2 if samples.learned.has_pairs else 1)]],
+        examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.learned.has_pairs else 1)]],
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
         memory=memory(config),
@@ -192,6 +261,7 @@ def plan_steps(
     steps = min(config.steps, PLANNED)
     most = largest = largest_samples = longest = total = padded = 0
     idle = packed = False
+    # The run's own stream: these are its very batches.
     for batch in islice(samples.batches(config, objective), steps):
         members = objective.members(batch)
         batch_lengths = [lengths[index] for index, _ in members]

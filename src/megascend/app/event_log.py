@@ -54,8 +54,9 @@ class EventLog:
         self.active = active
         self.started = False
         self._failed = False
+        # Errors of an earlier attempt stand in the same folder; the time tells them apart.
         self._since = round(time.time(), 3)
-        self._kept: BaseException | None = None
+        self._recorded: BaseException | None = None
 
     def start(self, *, wait: bool = False, **values: Any) -> None:
         """Note that this run begins; from now on the directory is its own. On every rank.
@@ -65,6 +66,7 @@ class EventLog:
                 is not kept.
         """
         self.active = self.started = True
+        # Nothing may be written beside an earlier run's files before this run has done a step.
         self._waiting = [] if wait else None
         where = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
         self.event("start", **where, directory=os.getcwd(), **values)
@@ -79,6 +81,7 @@ class EventLog:
         """Add a line on rank 0; ``values`` are JSON, in which null stands for numbers that are not finite."""
         if self._launch.rank == 0:
             self._write(self._output / EVENTS, {"event": kind, **values})
+            # Output that is lost cannot report its own loss; the file can.
             for stream, problem in self._losses():
                 self._write(self._output / EVENTS, {"event": "output_lost", "stream": stream, "problem": problem})
 
@@ -88,8 +91,9 @@ class EventLog:
         try:
             yield
         except BaseException as error:
-            if error is not self._kept:
-                self._kept = error
+            # Blocks are nested, and the innermost one knows the step.
+            if error is not self._recorded:
+                self._recorded = error
                 self.error(error, step())
             raise
 
@@ -117,6 +121,7 @@ class EventLog:
         if not self.active:
             return
         stamp = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid()}
+        # One line, written at once: processes of several attempts append to the same file.
         line = json.dumps(finite(values | stamp | {"attempt": self._launch.attempt}), allow_nan=False) + "\n"
         if self._waiting is None:
             self._append(path, line)
@@ -157,6 +162,7 @@ def command(launch: Launch) -> list[str]:
         process = psutil.Process()
         above = process.parent()
         line = above.cmdline() if above is not None else []
+        # Under torchrun this process's own command line is not one that the user could type again.
         launched = launch.world_size > 1 or any("torchrun" in part or "torch.distributed.run" in part for part in line)
         return line if launched else process.cmdline()
     return []
@@ -165,6 +171,7 @@ def command(launch: Launch) -> list[str]:
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the objects of a JSON Lines file, and remarks on lines that cannot be read. A missing file has none."""
     try:
+        # A crash may have cut off a character.
         text = path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return [], []

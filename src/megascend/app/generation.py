@@ -73,6 +73,7 @@ class Answering:
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
         prompts = tuple(tuple(_tokens(prompt, template, tokenizer)) for prompt in settings.prompts)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
+            # Now: at its first turn, after hours, it would end the run.
             if len(tokens) + settings.max_tokens > limits.length:
                 raise ConfigError(
                     f"generation: the prompt {_title(prompt)!r:.60} has {len(tokens)} tokens and generation.max_tokens is "
@@ -80,6 +81,7 @@ class Answering:
                 )
         stops = tuple(sorted(stop_tokens(tokenizer, model, template)))
         sampling = tuple(
+            # The same seed at every turn: answers change with the model alone.
             SamplingParams(settings.max_tokens, settings.temperature, seed=settings.seed + number, stop=stops)
             for number in range(len(prompts))
         )
@@ -105,6 +107,7 @@ class Answering:
     def _answer(self, title: str, sequence: SampledSequence) -> PromptAnswer:
         ended = sequence.stop_reason == "stop"
         text = str(
+            # Without the token that ended the answer, which may be an ordinary one.
             self.tokenizer.decode(list(sequence.tokens[:-1] if ended else sequence.tokens), skip_special_tokens=True)
         )
         return PromptAnswer(title, text, len(sequence.tokens), "stop" if ended else "length")
@@ -119,6 +122,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatT
     except (OSError, ValueError, AttributeError):
         pass  # many models have none
     if template is not None:
+        # Models differ in what closes a turn, and few name it: the template is asked.
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         behind = template.rendering(turns).text.rpartition(PROBE)[2].lstrip()
         stops += [number for text, number in _special(tokenizer).items() if text and behind.startswith(text)]

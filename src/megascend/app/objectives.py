@@ -84,6 +84,7 @@ class Tokens:
             for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True):
                 total -= weighted_sum(logprobs, sample)
                 weight += float(sample.weights.double().sum())
+        # The mean over tokens, not over ranks: ranks have different numbers of them.
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
         return sum(totals) / sum(weights)
 
@@ -105,6 +106,7 @@ class Preferences:
 
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
+        # Each pair once: a run of several epochs draws it again.
         numbers = sorted(set(units))
         for start in range(0, len(numbers), batch):
             shard = backend.shard(self._pairs(samples, numbers[start : start + batch]))
@@ -113,6 +115,7 @@ class Preferences:
                 self._key(samples, sample): weighted_sum(logprobs, sample)
                 for sample, logprobs in zip(shard, reference, strict=True)
             }
+            # Every rank gets all sums: batches are divided anew in every step.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
@@ -152,6 +155,7 @@ class Preferences:
     def _pairs(samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
         pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
+            # A loss over wrong pairs would train without any sign of it.
             if chosen.pair != rejected.pair or not chosen.chosen or rejected.chosen:
                 raise DataError("samples of preference pairs are out of order")
         return pairs
@@ -164,4 +168,5 @@ class Preferences:
 def weighted_sum(logprobs: torch.Tensor, sample: Sample) -> float:
     """``sum(weight * logprob)`` over a sample, in float64."""
     weights = sample.weights.double()
+    # where, not a product: 0 times a log-probability of -inf is NaN.
     return float(torch.where(weights > 0, weights * logprobs.double().cpu(), 0.0).sum())

@@ -66,6 +66,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
     across = 2 if len(panels) <= 4 else 3
     lines = -(-len(panels) // across)
     figure = Figure(figsize=(5.2 * across if across == 2 else 4 * across, 3.4 * lines), layout="constrained")
+    # Not pyplot, which keeps figures in globals and may look for a display.
     FigureCanvasAgg(figure)
     drawn = figure.subplots(lines, across, squeeze=False).flatten()
     for axes in drawn[len(panels) :]:

@@ -179,10 +179,13 @@ def check_paths(config: TrainerConfig, overwrite: bool) -> None:
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
     for setting, path in {"model": config.model, **read}.items():
-        places = {real(path), path.absolute()}  # a link itself is removed, too, and what a run has put behind its own
+        locations = {
+            real(path),
+            path.absolute(),
+        }  # a link itself is removed, too, and what a run has put behind its own
         for name in RUN_FILES if overwrite else ():
             cleared = (output / name, config.output.absolute() / name, real(output / name))
-            if any(place.is_relative_to(above) for place in places for above in cleared):
+            if any(location.is_relative_to(above) for location in locations for above in cleared):
                 raise ConfigError(
                     f"{setting}: {path} is one of the files of an earlier run in output: {config.output}, which --overwrite "
                     "removes: choose another output, or copy it first"
@@ -209,6 +212,7 @@ def check_processes(platform: str, nproc: int) -> None:
             f"--nproc {nproc}: this process may use {cores} core{'s' if cores > 1 else ''}, and the limit is "
             f"{PROCESSES_PER_CORE} processes a core, {PROCESSES_PER_CORE * cores} in all: {advice}"
         )
+    # One process always has a device, and CPUs are counted above; neither needs torch.
     if nproc == 1 or platform == "cpu":
         return
     from megascend.platforms import choose
@@ -233,6 +237,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
     from megascend.app.run_samples import RunSamples
 
     with contextlib.suppress(CheckpointError):  # then what reading has found is all that can be said of the data
+        # Reading found problems. Encoding finds the others, so that all of them are reported at once.
         RunSamples.prepare(config, run_plan.tokenizer, run_plan.limits)
     problems = []
     for finding in findings:
@@ -263,6 +268,7 @@ def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
     """Return what is missing, in a sentence; None if there is room. What an earlier run has left counts as free."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
     required = disk_needed(config, info.parameter_count)
+    # What --overwrite will remove counts as room.
     free = free_bytes(config.output) + sum(path.stat().st_size for path in earlier)
     if required <= free:
         return None

@@ -66,6 +66,7 @@ class StepProfiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around a step. Local: ranks that record and ranks that do not meet as ever."""
+        # One step earlier, for the warm-up.
         if self._session is None and self._recorded and number >= self._recorded.start - 1:
             self._begin(number)
         if self._session is None:
@@ -97,10 +98,12 @@ class StepProfiler:
         """Forget what is being recorded."""
         session, self._session, self._recorded = self._session, None, range(0)
         if session is not None:
+            # stop() would write the trace of what is being given up.
             session.on_trace_ready = None
             session.stop()
 
     def _begin(self, number: int) -> None:
+        # The profiler's own set-up would be recorded as the first step's.
         warm_up = self._recorded.start - number
         self._seconds = 0.0
         self._session = self._platform.profiler(warm_up, len(self._recorded))

@@ -74,6 +74,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     if launch.rank == 0:
         if problem := why_not_writable(output):
             raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
+        # A start that was killed may have left an earlier run's files moved away; decide() must see them.
         restore(output)
     # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with. With several hosts it alone decides.
     first = not restarted(output, launch) if launch.rank == 0 else launch.attempt == 0 and not launch.several_hosts
@@ -206,7 +207,9 @@ def begin(
             do not share the output directory.
     """
     launch, output = backend.groups.launch, config.output
+    # Decided once: file systems of several hosts may show different states of one directory.
     start = backend.from_rank_0(lambda: decide(output, overwrite, resume, launch))
+    # Before the first file is written there.
     check_shared(backend, output)
 
     def earlier_files() -> tuple[tuple[str, ...], bool]:
@@ -234,6 +237,7 @@ def begin(
     changed = differences(saved, config)
     if changed and backend.rank == 0:
         print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)
+    # After the model was loaded: a checkpoint of another kind of run may have a fitting model.
     missing = [key for key in progress_keys if key not in progress]
     if missing:
         raise CheckpointError(
@@ -282,4 +286,5 @@ def _with_defaults(saved: dict[str, Any], kind: type[TrainerConfig]) -> dict[str
     try:
         return kind(**saved).model_dump(mode="json")
     except ConfigError:
+        # An older version's settings may not be valid any more, and are compared as they are.
         return {"engine": "megatron", "plugins": []} | saved

@@ -17,7 +17,6 @@ import psutil
 from megascend.app.ahead import SelfCheckAhead, compiling_kernels
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
-from megascend.app.lasting_output import LastingOutput
 from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.resume import begin, belongs, check_start
@@ -29,6 +28,7 @@ from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface.files import copy_tokenizer, read_config
+from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import stays, why_not_writable
 from megascend.tracking.trackers import Trackers
 
@@ -185,12 +185,15 @@ def run(
         check_start(config.output, overwrite, resume, launch)
     with ExitStack() as stack:
         # World
+        # Before anything is printed: a closed pipe must not end the run.
         output = LastingOutput()
         output.install()
         stack.callback(output.restore)
+        # An earlier run's event log is not this run's to write to.
         active = belongs(config.output, resume, launch)
         event_log = EventLog(config.output, launch, active=active, losses=output.losses)
         stack.enter_context(event_log.keeping_errors(lambda: 0))
+        # Before the checks: plug-ins register engines, trackers and architectures.
         import_plugins(config.plugins)
         if plan is None or config.plugins:  # which may bring the architecture of the model
             plan = check_run(config, launch.world_size, overwrite, plugins_to_come=False)
@@ -200,6 +203,7 @@ def run(
         kernels = stack.enter_context(ExitStack())
         kernels.enter_context(compiling_kernels(plan, launch))
         phases.ended("settings")
+        # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)
         runtime.platform.start_ahead(launch.local_rank)
         phases.ended("torch")
@@ -228,12 +232,15 @@ def run(
         if backend.self_check is not None:
             phases.set_apart("self-check", "model", backend.self_check_s)
         stack.enter_context(event_log.keeping_errors(lambda: backend.step_count + 1))
+        # After the model is built: until then a signal may simply end the process, as there is nothing to save.
         signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
         adapter = None if config.lora is None else ADAPTER
         if adapter is not None:
             backend.add_adapter(adapter, config.lora)
+        # The watchdog ends a process that cannot raise; the error file is then all that is left.
         backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = training.chat_template
+        # Before the first step: an export that fails after the last one would cost the run.
         check_results(config, backend, overwrite)
         this_run = Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
         training.built(this_run)
@@ -255,6 +262,7 @@ def run(
             done,
             lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
         )
+        # Peaks of loading are no peaks of training.
         backend.platform.reset_peak_memory()
         with RunLog(
             config.output,
@@ -274,15 +282,19 @@ def run(
                         saves.after_step(number, True)
                         break
                     with training.recording(number):
+                        # Between these two lines other ranks may be in a collective of this step.
                         in_step = True
                         record = training.step(number, batch)
                         in_step = False
                         if not record.skipped:
                             directory.take_over()
                         log.write(record)
+                        # After the row is written: an evaluation that fails must not cost the step's figures.
                         training.after_step(number)
                     if number == done + 1:
                         phases.ended("first step")
+                        # The first step has compiled what it needed; a compiler beside it would only take the
+                        # processor.
                         kernels.close()
                         event_log.event("first_step", **phases.record())
                     if saves.after_step(number, signals.received is not None):
@@ -369,9 +381,10 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     settings["save_timeout_s"] = config.checkpoint.timeout_s
     # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
+    # These two are not fields of the run file under their names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
-    known = backends.settings_of(config.engine)
-    return {name: value for name, value in settings.items() if name in known or value != defaults[name]}
+    accepted = backends.settings_of(config.engine)
+    return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
 
 
 def model_line(config: TrainerConfig, backend: Backend) -> str:
@@ -400,20 +413,21 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
     Args:
         overwrite: an earlier run's results will be removed.
     """
-    from megascend.lora.adapter_io import check_target
-
-    def check_adapter() -> None:
-        path = config.output / "adapter"
-        gone = overwrite and not stays(path)
-        if not gone:
-            check_target(path)
-        if problem := why_not_writable(config.output if gone else path):
-            raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
-
     if config.lora is None and (config.export or config.checkpoint.hf):
         backend.check_export(config.output / "hf", replaces=overwrite)
     elif config.lora is not None and config.export:
-        backend.from_rank_0(check_adapter)
+        backend.from_rank_0(lambda: check_adapter_path(config.output / "adapter", overwrite))
+
+
+def check_adapter_path(path: Path, overwrite: bool) -> None:
+    """Raise CheckpointError if a run's adapter cannot be written to ``path``."""
+    from megascend.lora.adapter_io import check_target
+
+    removed = overwrite and not stays(path)
+    if not removed:
+        check_target(path)
+    if problem := why_not_writable(path.parent if removed else path):
+        raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
 
 def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:

@@ -126,6 +126,7 @@ def run_files(output: Path) -> list[str]:
     step may be tried again.
     """
     files = [name for name in RUN_FILES if (output / name).exists()]
+    # A first start often fails on a setting, and must not need --overwrite afterwards.
     if files == [ERRORS] or (set(files) <= set(WITHOUT_STEPS) and failed_in_step_1(output)):
         return []
     return files
@@ -142,6 +143,7 @@ def failed_in_step_1(output: Path) -> bool:
     since = starts[-1].get("time")
     if not isinstance(since, (int, float)):
         return False
+    # is False: a process of another host is unknown, and its run may be alive.
     return error_since(output, since) or process_lives(starts[-1].get("host"), starts[-1].get("pid"), since) is False
 
 
@@ -153,6 +155,7 @@ def refuse_running(output: Path) -> None:
         return
     start, later = events[starts[-1]], events[starts[-1] + 1 :]
     host, pid, since = (start.get(name) for name in ("host", "pid", "time"))
+    # A run that has ended wrote so; one that was killed did not, hence the look at its process.
     if pid == os.getpid() or any(event.get("event") in ("finished", "stopped") for event in later):
         return
     if process_lives(host, pid, since) and not error_since(output, since):
@@ -179,6 +182,7 @@ def process_lives(host: Any, pid: Any, since: Any) -> bool | None:
 
     try:
         process = psutil.Process(pid)
+        # A second of tolerance: the two clocks are read by different means.
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1.0
     except psutil.NoSuchProcess:
         return False
@@ -200,6 +204,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     """
     present = [output / name for name in names if os.path.lexists(output / name)]
     staying = [path for path in present if stays(path)]
+    # Two names: a restart must know whether the removal had been decided (gone) or was under way (going).
     going, gone = output / GOING, output / GONE
     remove(gone)
     going.mkdir()
@@ -208,8 +213,10 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
             if path in staying:
                 continue
             try:
+                # A rename: all of it is there or none, and it needs no room on a full disk.
                 os.replace(path, going / path.name)
             except OSError as error:
+                # A mount point cannot be renamed; its content is removed below instead.
                 if error.errno not in NOT_RENAMED or not path.is_dir():
                     raise
                 staying.append(path)
@@ -217,6 +224,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     except OSError:
         restore(output)
         raise
+    # After the rename: from here on the removal is completed, and what cannot be put back may be touched.
     for path in staying:
         _empty(path)
     remove(gone)
@@ -228,6 +236,7 @@ def restore(output: Path) -> None:
     going = output / GOING
     if going.is_dir():
         for entry in going.iterdir():
+            # A file of the same name that is there already is newer.
             if not os.path.lexists(output / entry.name):
                 os.replace(entry, output / entry.name)
         remove(going)
@@ -240,6 +249,7 @@ def _empty(path: Path) -> None:
     a link is removed and what it leads to stays.
     """
     if path.is_file():
+        # A link to a file stays a link: the user has put it there for the room on its disk.
         os.truncate(path, 0)
     elif not path.is_dir():
         remove(path)
@@ -272,6 +282,7 @@ def check_shared(backend: Backend, output: Path) -> None:
 
     def mark() -> str:
         make_directory(output)
+        # A new name each time: a network file system may remember an old one.
         name = f".shared-{secrets.token_hex(4)}"
         (output / name).touch()
         return name
@@ -307,6 +318,7 @@ def not_shared(output: Path, seen: list[tuple[str, bool]]) -> str | None:
 
 def _appears(path: Path) -> bool:
     until = time.monotonic() + SHARED_WAIT_S
+    # Network file systems cache that a name does not exist.
     while not path.exists():
         if time.monotonic() >= until:
             return False

@@ -121,6 +121,7 @@ class RunLog:
         if self._file is not None:
             self._file.close()
         if self._trackers is not None:
+            # Trackers show how a run ended, and a stopped one has not failed.
             complete = bool(self.rows) and self.rows[-1]["step"] >= self._steps
             self._trackers.close("failed" if kind is not None else "finished" if complete else "stopped")
 
@@ -133,6 +134,7 @@ class RunLog:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
         if not self._enabled:
             return
+        # A row waits with the directory: an earlier run's metrics stay whole until this one has done a step.
         self._unwritten.append(record.to_dict())
         if not self._waiting():
             self._write_rows()
@@ -201,6 +203,7 @@ class AppendFile:
 
     def _open(self) -> int:
         make_directory(self._path.parent)
+        # Opened once and appended to: a file that is replaced would leave those who follow it (tail -f) behind.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.ftruncate(descriptor, self._size)  # needs no room, and leaves a link one
         return descriptor
@@ -212,6 +215,7 @@ def rows_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
             row = json.loads(line)
+            # Steps after the checkpoint will be done again, and must not be there twice.
             if row["step"] > step or not line.endswith(b"\n"):
                 break
         except (ValueError, TypeError, KeyError):
@@ -262,11 +266,13 @@ class StepClock:
             count: of the step.
         """
         now = self._now()
+        # Without a micro batch that is done, nothing is known of the others.
         if not done or now - self._reported < PROGRESS_S:
             return None
         self._reported = now
         here, seconds = self.step - self._done, now - self._step_began
         left = seconds / done * (count - done)
+        # In the first step there is no earlier one: it is extrapolated from its own micro batches.
         mean = (self._step_began - self._began) / here if here else seconds + left
         run_left = left + (self.steps - self.step - 1) * mean
         return (
@@ -312,12 +318,14 @@ class BarDisplay:
     """Two lines at the bottom of a terminal: how far the run is, whose counter is never cut, and the figures of the last step."""
 
     def __init__(self, clock: StepClock, console: Console | None = None) -> None:
+        # Imported here: a log file needs none of it.
         from rich import get_console
         from rich.live import Live
 
         self._console = console or get_console()
         self._clock = clock
         self._progress, self._summary = "", "waiting for the first step"
+        # Computed when it is drawn, so that the clock moves within a step.
         self._live = Live(get_renderable=self.lines, refresh_per_second=4, console=self._console)
 
     def start(self) -> None:
@@ -364,6 +372,7 @@ class BarDisplay:
 def quoted(prompt: str, answer: str) -> str:
     """Write a prompt and its answer for a terminal: both begin a line, are cut to a few, and hold no control characters."""
     short = [text if len(text) <= SHOWN else f"{text[:SHOWN].rstrip()}..." for text in (prompt, answer)]
+    # A model may answer with escape sequences, which would act on the terminal.
     plain = ["".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text) for text in short]
     question, reply = (text.strip().replace("\n", "\n    ") for text in plain)
     return f"  > {question}\n    {reply}"

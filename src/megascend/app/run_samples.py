@@ -67,6 +67,7 @@ class RunSamples:
     def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
         """Read, check and tokenise all data of a run. Local: ranks need not meet."""
         sources = config.data_sources()
+        # Before anything is tokenised, which may take minutes.
         check_apart(sources)
         stores, problems = [], []
         for path, data, setting in sources:
@@ -75,6 +76,7 @@ class RunSamples:
                     prepare_samples(path, data, tokenizer, limits, config.model, setting, config.template_date)
                 )
             except DataError as error:
+                # Problems of all sources at once: a user fixes them in one go.
                 problems.append(error)
         if problems:
             raise joined(problems)
@@ -120,6 +122,7 @@ class RunSamples:
         """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective."""
         from megascend.distributed.objects import gather_objects
 
+        # Fingerprints travel, not samples.
         prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
         here = (socket.gethostname(), prints, self.learned.sources)
         ranks = gather_objects(here, "world", backend.groups, "check_alike()")
@@ -135,6 +138,7 @@ class RunSamples:
 
     def drawn(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """Return the indices drawn in the steps of this run."""
+        # The same stream as in training, so these are the very units that it will draw.
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
 
     def describe(self) -> str:

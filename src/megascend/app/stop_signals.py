@@ -29,6 +29,7 @@ def stopping() -> tuple[signal.Signals, ...]:
         *(
             number
             for number in BY_DEFAULT
+            # A handler set in C looks like SIG_DFL to Python, and would be replaced.
             if signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1
         ),
     )
@@ -63,6 +64,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._take_note) for number in stopping()}
         return self
@@ -74,6 +76,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
+        # The first one: it is what the run reports as its reason.
         self.received = self.received or signal.Signals(number)
         if number == signal.SIGINT:
             now = time.monotonic()

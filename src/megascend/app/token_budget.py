@@ -54,7 +54,7 @@ class TokenBudget:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._wanted = config.batching.micro_batch_tokens == AUTO
+        self._is_auto = config.batching.micro_batch_tokens == AUTO
         self.tokens: int | None = None
         self._layout = ""
 
@@ -78,9 +78,10 @@ class TokenBudget:
         Args:
             saved: :meth:`state_dict` of the checkpoint that the run resumes from, or None.
         """
-        if not self._wanted:
+        if not self._is_auto:
             return
         self._layout = _layout_of(config, backend)
+        # The same batches as before: another budget would sum in another order.
         if saved and saved["layout"] == self._layout:
             self.tokens, how = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
@@ -109,6 +110,7 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
 def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
     """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
+    # A run that measures must draw the same dropout as one with the budget in its file.
     random = random_state(engine)
     engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
     room = platform.room()
@@ -127,6 +129,7 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
         tokens = search.next()
+        # The smallest of all proposals: ranks differ in memory, with pipeline stages above all.
         agreed = int(backend.smallest(0 if tokens is None else tokens)[0])
         proposal = agreed or None  # 0: some rank is content
     set_random_state(engine, random)
@@ -170,6 +173,7 @@ def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
 def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | None) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
+    # Two, so that gradients of one are there while the next is computed; a pipeline holds as many as it has stages.
     count = 2 * backend.topology.pipeline
     batch = [sample for _ in range(count) for sample in filled(samples, tokens, backend)]
     backend.platform.free_cached_memory()
@@ -188,6 +192,7 @@ def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | N
 def filled(samples: SampleSubset, tokens: int, backend: Backend) -> list[Sample]:
     """Return the longest of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
     layout, batch, left = backend.engine.layout, [], tokens
+    # The longest first: attention and the output head take most memory for them.
     longest_first = np.argsort(-samples.lengths, kind="stable")
     if not layout.packing:  # all are padded to the longest
         longest_first, left = (
@@ -238,6 +243,7 @@ class BudgetSearch:
         """Return the next budget that this rank would try; None if it needs no further trial."""
         if len(self.fitted) + len(self.failed) >= TRIALS:
             return None
+        # Nothing has fitted: interpolate between no step and the smallest that failed.
         if not self.fitted:
             smallest_failed, peak = min(self.failed)
             share = (self.limit - self.before) / (peak - self.before)
@@ -247,6 +253,7 @@ class BudgetSearch:
         (before, peak_before), (tokens, peak) = ((0, self.before), *self.fitted)[-2:]
         slope = (peak - peak_before) / (tokens - before)
         reach = self.largest
+        # A peak may not grow at all while a fixed buffer is larger than the activations.
         if slope > 0:
             reach = min(reach, self._rounded(tokens + (self.limit - peak) / slope))
         if self.failed:

@@ -72,7 +72,7 @@ def train(
     model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
     that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files stay as they
     are until this run has done its first step, and are removed then. Signals (:mod:`megascend.app.stop_signals`) end a run after
-    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.app.lasting_output`) ends none.
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.io.lasting_output`) ends none.
 
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
@@ -146,8 +146,10 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.data.prepare import set_template
 
         plan, config = world.plan, world.plan.config
+        # Before the data: it costs nothing, and the data may cost minutes.
         check_platform(config, world.runtime.platform)
         tokenizer, limits = plan.tokenizer, plan.limits
+        # Set on the tokenizer, and kept for the export: the model must be used with the template that it learned.
         self.chat_template = set_template(config.data, tokenizer)
         config = with_template_date(config, tokenizer, world.resume, world.launch)
         self.samples = RunSamples.prepare(config, tokenizer, limits)
@@ -166,6 +168,7 @@ class SupervisedTraining(Training[RunConfig]):
 
     def built(self, run: Run[RunConfig]) -> None:
         config, backend, samples, objective = run.config, run.backend, self.samples, self.objective
+        # Ranks of several hosts read their own files, and would train on different batches without a sign.
         samples.check_alike(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
@@ -224,6 +227,7 @@ class SupervisedTraining(Training[RunConfig]):
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
         result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
+        # On a GPU the host runs ahead: this is its own time, and the rest was waiting for the device.
         dispatched = time.perf_counter() - self._since
         step = backend.optimizer_step()
         # At once: an error from here on saves the model after this step, with what is counted here.
@@ -265,6 +269,7 @@ class SupervisedTraining(Training[RunConfig]):
         """Have the model answer the run's prompts where it is due."""
         run, answering = self._run, self._answering
         config, backend = run.config, run.backend
+        # After the step is logged, so that the last rows show what happened.
         if self._skipped_in_a_row > config.max_skipped_steps:
             path = keep_batch(config, number, self._batch) if self._log.writes else None
             raise too_many_skips(config, number, self._skipped_in_a_row, path)

@@ -1,4 +1,4 @@
-"""Format the output of ``megascend train --dry-run``. Pure, except that it inspects the terminal."""
+"""Format the output of ``megascend train --dry-run`` and ``megascend rl --dry-run``. Pure, except that it inspects the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from megascend.app.preflight import in_words
 
 if TYPE_CHECKING:
-    from megascend.app.dry_run import DryRun, ShownSample
+    from megascend.app.dry_run import DryRun, RlDryRun, ShownSample
     from megascend.data.preview import SamplePiece
 
 GIB, MIB = 2**30, 2**20
@@ -85,17 +85,8 @@ class Style:
 
 def report(dry: DryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run."""
-    config, topology, shape = dry.config, dry.topology, dry.info.shape
-    context = f", context {shape.max_position}" if shape.max_position else ""
-    yield (
-        f"model     {config.model}: {count(dry.info.parameter_count)} parameters, {shape.num_layers} layers of width "
-        f"{shape.hidden_size}, vocabulary {shape.vocab_size}{context}"
-    )
-    trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
-    yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
-    layout, *more = topology.describe().splitlines()
-    yield f"layout    {layout}"
-    yield from (f"          {line}" for line in more)
+    config = dry.config
+    yield from _model_and_layout(dry)
     yield f"steps     {_length(dry)}"
     yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
@@ -107,8 +98,36 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
     yield from (f"          {line}" for line in dry.remarks)
     yield ""
     yield f"the first samples of step 1, as the model sees them: {style.legend}"
-    for sample in dry.shown:
+    for sample in dry.examples:
         yield from sample_text(sample, style)
+
+
+def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
+    """Yield the lines of a dry run of ``rl``, which shows no samples: responses do not exist yet."""
+    config, rollout = dry.config, dry.config.rollout
+    yield from _model_and_layout(dry)
+    yield f"steps     {config.steps} of {rollout.prompts_per_step} x {rollout.group_size} responses; lag {rollout.max_lag}"
+    yield f"engines   {', '.join(config.engine_names)}; not asked"
+    evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
+    yield f"prompts   {dry.prompts}{evaluated}"
+    yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
+    yield from (f"          {line}" for line in config.template_remarks())
+    if dry.disk_warning is not None:
+        yield f"          warning: {dry.disk_warning}"
+
+
+def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
+    config, topology, shape = dry.config, dry.topology, dry.info.shape
+    context = f", context {shape.max_position}" if shape.max_position else ""
+    yield (
+        f"model     {config.model}: {count(dry.info.parameter_count)} parameters, {shape.num_layers} layers of width "
+        f"{shape.hidden_size}, vocabulary {shape.vocab_size}{context}"
+    )
+    trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
+    yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
+    layout, *more = topology.describe().splitlines()
+    yield f"layout    {layout}"
+    yield from (f"          {line}" for line in more)
 
 
 def count(number: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megascend.cli.train import prepare_rank, start_training
+from megascend.cli.train import prepare_rank, print_dry_run, start_training
 
 if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
@@ -33,16 +33,25 @@ def rl_command(
             help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that can be known before training; no request to an engine.")
+    ] = False,
 ) -> None:
     """Train a Hugging Face checkpoint on responses that inference engines sample, graded by a reward function.
 
     Rank 0 talks to the engines that CONFIG names; they sample while the trainer learns. An error exits with 2; a run that
     a signal has stopped, after saving a checkpoint, with 75.
     """
-    from megascend.app.lasting_output import LastingOutput
     from megascend.config.rl import load_rl_config
+    from megascend.io.lasting_output import LastingOutput
 
     settings = load_rl_config(config, overrides)
+    if dry_run:
+        from megascend.app.dry_run import dry_run_rl
+        from megascend.cli.dry_run_text import report_rl
+
+        print_dry_run(settings, nproc, overwrite, resume, dry_run_rl, report_rl)
+        return
     LastingOutput().install()  # until the process ends
     start_training(rl_rank, settings, nproc, overwrite, resume)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,12 +50,15 @@ def train_command(
     Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2; a run that a signal has stopped,
     after saving a checkpoint, with 75.
     """
-    from megascend.app.lasting_output import LastingOutput
     from megascend.config import Profile, load_config
+    from megascend.io.lasting_output import LastingOutput
 
     settings = load_config(config, overrides)
     if dry_run:
-        print_dry_run(settings, nproc, overwrite, resume)
+        from megascend.app.dry_run import dry_run as plan_run
+        from megascend.cli.dry_run_text import report
+
+        print_dry_run(settings, nproc, overwrite, resume, plan_run, report)
         return
     LastingOutput().install()  # until the process ends
     if profile and settings.profile is None:
@@ -64,13 +67,24 @@ def train_command(
     start_training(train_rank, settings, nproc, overwrite, resume)
 
 
-def print_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resume: str | None) -> None:
-    """Check a run and print what it would be; under torchrun, the first rank does so for all."""
+def print_dry_run(
+    settings: TrainerConfig,
+    nproc: int | None,
+    overwrite: bool,
+    resume: str | None,
+    plan_run: Callable[..., Any],
+    report: Callable[..., Iterable[str]],
+) -> None:
+    """Check a run and print what it would be; under torchrun, the first rank does so for all.
+
+    Args:
+        plan_run: :func:`megascend.app.dry_run.dry_run`, or of its form.
+        report: yields the lines of its result.
+    """
     import sys
 
-    from megascend.app.dry_run import dry_run
     from megascend.app.preflight import preflight
-    from megascend.cli.dry_run_text import Style, report
+    from megascend.cli.dry_run_text import Style
     from megascend.cli.messages import show_messages
     from megascend.distributed.launch import Launch
 
@@ -80,7 +94,7 @@ def print_dry_run(settings: RunConfig, nproc: int | None, overwrite: bool, resum
         return
     show_messages()
     plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
-    for line in report(dry_run(plan, resume), Style.of(sys.stdout)):
+    for line in report(plan_run(plan, overwrite, resume), Style.of(sys.stdout)):
         print(line)
     print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
 
@@ -129,8 +143,8 @@ def prepare_rank(config: TrainerConfig) -> None:
     """Set up a rank's output for a terminal that may disappear, its log messages, and a closed stdin."""
     import warnings
 
-    from megascend.app.lasting_output import LastingOutput
     from megascend.cli.messages import ask_nothing, show_messages
+    from megascend.io.lasting_output import LastingOutput
 
     LastingOutput().install()
     show_messages()

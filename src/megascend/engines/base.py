@@ -27,6 +27,7 @@ from megascend.config import Adam, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.errors import ConfigError
+from megascend.huggingface.info import ModelInfo
 from megascend.lora.adapter_io import SavedAdapter
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.weight_routes import Receivers
@@ -221,13 +222,8 @@ class Engine(ABC):
         self.device, self.model_dir, self.batching = context.groups.device, context.model_dir, spec.batching
         self.precision: Precision = spec.precision
         self.dtype = DTYPES[spec.precision]
-        limits = [limit for limit in (spec.batching.max_length, self.info.shape.max_position) if limit is not None]
-        self.max_length = min(limits, default=sys.maxsize)
-        if self.info.scalar_head is not None and spec.adapters is not None:
-            raise ConfigError(
-                "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "
-                "(modules_to_save), and adapters here have no weights but A and B; leave adapters out"
-            )
+        self.max_length = longest_sample(spec, self.info)
+        check_head(spec, self.info)
 
     # --- running micro batches ---
 
@@ -333,3 +329,18 @@ def seed_generators(seed: int) -> None:
     # NumPy accepts 32-bit seeds only.
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
+    """Return the tokens of the longest sample that settings and model allow."""
+    limits = [limit for limit in (spec.batching.max_length, info.shape.max_position) if limit is not None]
+    return min(limits, default=sys.maxsize)
+
+
+def check_head(spec: EngineSpec, info: ModelInfo) -> None:
+    """Raise ConfigError for adapters on a model with a scalar head."""
+    if info.scalar_head is not None and spec.adapters is not None:
+        raise ConfigError(
+            "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "
+            "(modules_to_save), and adapters here have no weights but A and B; leave adapters out"
+        )

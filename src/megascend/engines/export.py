@@ -107,15 +107,7 @@ def check_export(
             headers = {name: header_of(tensor) for name, tensor in weights}
         if groups.rank == 0:
             require_same_tensors(source, info, headers, dtype)
-            exported_config(source, info, dtype)
-            for path in companions(source):
-                with path.open("rb") as file:
-                    file.read(1)
-            removed = replaces and not stays(target)
-            if not removed:
-                check_target(target)
-            if reason := why_not_writable(target.parent if removed else target):
-                problem = CheckpointError(f"export: {target} cannot be written: {reason}")
+            check_export_files(source, target, dtype, info, replaces=replaces)
     except CheckpointError as error:
         problem = error
     except _BROKEN_GROUPS:
@@ -123,6 +115,24 @@ def check_export(
     except _FAULTS as error:
         problem = _unexpected(error)
     raise_on_all_ranks(problem, groups, f"whether {target} can be written at the end")
+
+
+def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, *, replaces: bool) -> None:
+    """Raise CheckpointError if files of ``source`` cannot be read, or ``target`` cannot be written; see :func:`check_export`."""
+    try:
+        exported_config(source, info, dtype)
+        for path in companions(source):
+            with path.open("rb") as file:
+                file.read(1)
+        removed = replaces and not stays(target)
+        if not removed:
+            check_target(target)
+        if reason := why_not_writable(target.parent if removed else target):
+            raise CheckpointError(f"export: {target} cannot be written: {reason}")
+    except CheckpointError:
+        raise
+    except _FAULTS as error:
+        raise _unexpected(error) from error
 
 
 def _unexpected(error: Exception) -> CheckpointError:

@@ -9,18 +9,31 @@ its call.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.changes import patch
-from megascend.surroundings import die_with_parent
+from megascend.io.hashing import digest
+from megascend.kernels.head_sizes import rotary_fits, width_fits
+from megascend.surroundings import die_with_parent, home
 
+if TYPE_CHECKING:
+    from megascend.config import Precision
+    from megascend.huggingface.info import ModelInfo
+    from megascend.topology.topology import Topology
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PACKAGES = ("torch", "triton")
+"""Packages whose versions change compiled kernels."""
 ROWS = 128
 PROCESSORS = 132
 """Multiprocessors of the assumed device, which determine the size of a grid; compiled kernels do not depend on it."""
@@ -73,6 +86,71 @@ class Job:
     vocabulary: int
     done: str
 
+    @classmethod
+    def of(
+        cls,
+        raw: Mapping[str, Any],
+        info: ModelInfo,
+        topology: Topology,
+        precision: Precision,
+        *,
+        packing: bool,
+        trained: bool,
+    ) -> Job:
+        """Derive the job from a model's files and the settings of a run, on the first device.
+
+        Args:
+            raw: ``config.json``.
+            trained: the model itself is trained, not an adapter.
+
+        Raises:
+            MegascendError, ValueError, TypeError, AttributeError: the configuration is not one of a decoder.
+            PackageNotFoundError: Triton is not installed.
+        """
+        shape, tensor = info.shape, topology.tensor
+        text: Mapping[str, Any] = raw.get("text_config") or raw
+        width = info.attention_width // shape.num_heads
+        rope: Mapping[str, Any] = text.get("rope_parameters") or {}
+        rotary = int(width * float(text.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1))
+        fits = (
+            not text.get("kv_lora_rank")
+            and topology.context == 1
+            and shape.num_query_groups % tensor == 0
+            and width_fits(width)
+            and rotary_fits(width, rotary)
+        )
+        attention = Attention(
+            shape.num_query_groups // tensor,
+            shape.num_heads // shape.num_query_groups,
+            width,
+            rotary,
+            norms=any(
+                name.endswith("self_attn.q_norm.weight") and dims.shape == (width,)
+                for name, dims in info.tensors.items()
+            ),
+            trained=trained,
+        )
+        gated = shape.ffn_hidden_size if text.get("hidden_act", "silu") in ("silu", "swish") else None
+        job = cls(
+            dtype=DTYPES[precision],
+            device=0,
+            packed=(True, False) if packing else (False,),
+            attention=attention if fits else None,
+            gated=gated and gated // tensor,
+            vocabulary=-(-shape.vocab_size // tensor),
+            done="",
+        )
+        # The kernels' source is part of the name: other code compiles to other files in Triton's cache.
+        code = [digest(file, hashlib.sha256) for file in sorted(Path(__file__).parent.glob("*.py"))]
+        content = [job.to_text(), [metadata.version(name) for name in PACKAGES], code]
+        name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+        return replace(job, done=str(triton_cache() / f"megascend-{name}.done"))
+
+    @property
+    def is_done(self) -> bool:
+        """Check whether an earlier process has compiled all kernels."""
+        return Path(self.done).exists()
+
     def to_text(self) -> str:
         return json.dumps(asdict(self))
 
@@ -82,6 +160,32 @@ class Job:
         attention = values.pop("attention")
         packed = tuple(values.pop("packed"))
         return cls(**values, packed=packed, attention=attention and Attention(**attention))
+
+
+def triton_cache() -> Path:
+    """Return the folder in which Triton keeps what it has compiled; absolute."""
+    if chosen := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("TRITON_HOME") or home()).absolute() / ".triton" / "cache"
+
+
+def compiler_environment() -> dict[str, str]:
+    """Return the variables for a compiling process, which works in another directory: absolute paths, one thread."""
+    path = [str(Path(entry).absolute()) for entry in sys.path if entry]
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "TRITON_CACHE_DIR": str(triton_cache()),
+    }
+
+
+def is_driver_installed() -> bool:
+    """Check whether CUDA's driver is on this machine, without torch."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def capability(device: int) -> int:

@@ -66,7 +66,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
 
         ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
         """
-        check_exist("adapters.targets names", "can be adapted", limits.targets, all_names)
+        check_limits(limits, all_names)
         return cls(
             limits,
             shape_groups([target for module in targets if (target := restrict(module, limits.targets)) is not None]),
@@ -147,6 +147,11 @@ def check_name(name: str) -> None:
             f"adapter name {name!r} is not allowed: up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
             "digit, without '..' and not ending with '.'"
         )
+
+
+def check_limits(limits: Adapters, names: Sequence[str]) -> None:
+    """Raise ConfigError unless every target of ``limits`` is one of ``names``, the model's layers that can be adapted."""
+    check_exist("adapters.targets names", "can be adapted", limits.targets, names)
 
 
 def check_exist(

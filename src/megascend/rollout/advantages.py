@@ -23,6 +23,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     The paper leaves open which standard deviation; as in TRL and verl it is the sample's, with n - 1 in the denominator.
     """
     mean = math.fsum(rewards) / len(rewards)
+    # fsum: rewards of very different size must not lose the small ones.
     std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
     return [(reward - mean) / (std + STD_EPSILON) for reward in rewards]
 

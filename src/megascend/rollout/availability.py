@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 FIRST_S = 5.0
-"""Seconds for index an engine is left out after a failure; doubled by each further one in a row."""
+"""Seconds for which an engine is left out after a failure; doubled by each further one in a row."""
 LONGEST_S = 60.0
 
 
 class Availability:
-    """Circuit breaker for engines, index are identified by their index.
+    """Circuit breaker for engines, which are identified by their index.
 
     An engine that fails is left out for a bounded time. After that it is on trial: it gets one request at a time, until one
     succeeds.
@@ -27,6 +27,7 @@ class Availability:
 
     def failed(self, index: int) -> float | None:
         """Record a failure; return the seconds for which the engine is left out, None if it already was."""
+        # Requests that were under way when the engine failed fail as well: they are no further evidence.
         if self.left_out(index):
             return None
         self._in_a_row[index] += 1
@@ -54,7 +55,9 @@ class Availability:
             among: indices to choose from, at least one.
             busy: load of every engine, by its index.
         """
+        # An engine on trial gets one request: if it fails again, one prompt has waited for it and not many.
         ready = [index for index in among if not self.doubtful(index) or not (self.left_out(index) or busy[index])]
         if ready:
             return min(ready, key=lambda index: busy[index])
+        # All are left out: the one whose time ends first is the likeliest to be back.
         return min(among, key=lambda index: (self._until[index], busy[index]))

@@ -113,6 +113,7 @@ class RolloutBuffer:
             step: batches that the trainer has taken, including the one in progress.
             version: of the engines' weights.
         """
+        # Each step that the engines are behind the trainer uses up one step of the permitted lag.
         return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)
 
     def dispatch(self, prompt: dict[str, Any], version: int) -> Dispatch:
@@ -133,6 +134,7 @@ class RolloutBuffer:
     def failed(self, number: int) -> None:
         """Record that no engine answered this prompt, which must be retried."""
         self._retries.append(self._pop_in_flight(number))
+        # In the order of prompts: with in_order the trainer waits for the first one.
         self._retries.sort(key=lambda dispatch: dispatch.number)
 
     def finished(self, group: Group, *, equal: bool = False, dropped: bool | None = None) -> None:
@@ -145,6 +147,7 @@ class RolloutBuffer:
         Raises:
             DataError: its version is older than that of its dispatch: the engine missed an update.
         """
+        # A group that is not in flight is refused below, with its own message.
         dispatched = self._in_flight[group.number].version if group.number in self._in_flight else group.version
         if group.version < dispatched:
             raise DataError(
@@ -158,6 +161,7 @@ class RolloutBuffer:
             self.equal_streak.add(group)
         else:
             self.equal_streak = EqualStreak()
+        # Dropped groups count as sampled all the same: their rewards are part of the statistics.
         if equal if dropped is None else dropped:
             self.counts.equal += 1
         else:
@@ -169,12 +173,14 @@ class RolloutBuffer:
         Args:
             step: steps that the trainer has completed, which is the version of its weights.
         """
+        # At the latest moment: a group that is finished in time may be overtaken while it waits.
         for number in [number for number, group in self._ready.items() if step - group.version > self.max_lag]:
             del self._ready[number]
             self.counts.stale += 1
         numbers = sorted(self._ready)[: self.batch]
         if len(numbers) < self.batch:
             return None
+        # An earlier prompt is still sampled, and belongs before the last of these.
         if self.in_order and any(number < numbers[-1] for number in (dispatch.number for dispatch in self._pending())):
             return None
         self.counts.learned += self.batch
@@ -203,6 +209,7 @@ class RolloutBuffer:
         """Continue from :meth:`state_dict`, with nothing in flight."""
         self.counts = Counts(**state["counts"])
         self._in_flight = {}
+        # Their versions are of the earlier process; a retry gets the current one.
         self._retries = [Dispatch(**values) for values in state["waiting"]]
         self._ready = {values["number"]: Group.from_json(values) for values in state["ready"]}
 

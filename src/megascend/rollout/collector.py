@@ -107,6 +107,7 @@ class RolloutCollector:
         self._batches_taken = self._version = self._offset = 0
         self._started = False
         self._graders = Graders(reward_threads)
+        # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
         self._thread = LoopThread("rollouts")
         self._run = self._thread.run
@@ -165,6 +166,7 @@ class RolloutCollector:
         """Return the counts of prompts by outcome."""
 
         async def copy() -> Counts:
+            # A copy: the event loop counts on.
             return replace(self._buffer.counts)
 
         return self._run(copy())
@@ -189,6 +191,7 @@ class RolloutCollector:
         """Return a consistent state of prompt stream and buffer, as JSON."""
 
         async def state() -> dict[str, Any]:
+            # Both in one coroutine: between two of them a prompt could leave the stream and be in neither.
             return {"prompts": self._prompts.state_dict(), "buffer": self._buffer.state_dict()}
 
         return self._run(state())
@@ -208,6 +211,7 @@ class RolloutCollector:
         if self._thread.loop.is_closed():
             return
         try:
+            # An engine that does not answer must not hold up the end of the run.
             self._run(asyncio.wait_for(self._close(), CLOSE_S))
         except asyncio.TimeoutError:  # must not hide the run's result or its error
             log.warning("the rollout engines did not close within %g s and are abandoned; their leases expire", CLOSE_S)
@@ -223,6 +227,7 @@ class RolloutCollector:
         while True:
             if self._problem is not None:
                 raise self._problem
+            # Before the buffer is looked at: a group that arrives after that sets it again.
             self._changed.clear()
             groups = self._buffer.take(step)
             if groups is not None:
@@ -240,6 +245,7 @@ class RolloutCollector:
         if not self._started or self._problem is not None:
             return
         for _ in range(self._buffer.room(self._batches_taken, self._version)):
+            # Retries first: they are the oldest, and others wait for them with in_order.
             dispatch = self._buffer.returned(self._version)
             if dispatch is None:
                 dispatch = self._buffer.dispatch(next(self._prompts)[0], self._version)
@@ -256,11 +262,13 @@ class RolloutCollector:
             try:
                 group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, failed)
             except EngineError:
+                # A prompt that fails on every engine is at fault itself, or the engines are gone.
                 if len(failed) == ATTEMPTS:
                     raise
                 await asyncio.sleep(BACKOFF_S * 2 ** (len(failed) - 1))
                 self._buffer.failed(number)
             else:
+                # Kept only as long as the prompt may be tried again.
                 del self._failed[number]
                 equal = without_signal(group.rewards)
                 self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
@@ -269,6 +277,7 @@ class RolloutCollector:
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
+            # The first one: later ones often follow from it.
             self._problem = self._problem or problem
         self._changed.set()
         self._fill()
@@ -305,25 +314,30 @@ class RolloutCollector:
         """
         tokens = self._task.encode(prompt)
         failed = [] if failed is None else failed
+        # If all have failed at this prompt, any of them may be tried again.
         candidates = [index for index in range(len(self._engines)) if index not in failed]
         index = self._availability.best(candidates or range(len(self._engines)), self._load)
         self._load[index] += n
         try:
             completions = await self._engines[index].generate(tokens, sampling, n)
+            # A group with fewer responses would have other advantages.
             if len(completions) != n:
                 raise EngineError(f"{self._engines[index].name} gave {len(completions)} responses instead of {n}")
         except EngineError:
             failed.append(index)
+            # Other prompts avoid the engine for a while, too.
             self._availability.failed(index)
             raise
         finally:
             self._load[index] -= n
         self._availability.answered(index)
+        # On another thread: a reward function may take seconds, and the loop serves all engines.
         responses = await asyncio.wrap_future(self._graders.submit(prompt, lambda: self._grade(prompt, completions)))
         return Group(number, tuple(tokens), responses)
 
     def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
         def grade(completion: Completion) -> Response:
+            # In the trainer's count, in which staleness is measured.
             versions = completion.first_version - self._offset, completion.last_version - self._offset
             reward = self._reward(self._task.decode(completion.tokens), prompt)
             return Response(completion.tokens, completion.logprobs, reward, completion.finish_reason, *versions)
@@ -349,6 +363,7 @@ class RolloutCollector:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        # After the tasks, which use them.
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
@@ -376,6 +391,7 @@ class Graders:
 
     def oldest(self) -> tuple[Prompt, float] | None:
         """Return prompt and age in seconds of the longest running call; None if no call is running."""
+        # A copy: threads change it meanwhile.
         running = list(self._running.values())
         if not running:
             return None
@@ -387,12 +403,14 @@ class Graders:
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is None or call[2].cancel():
                 pass
+        # One end for each thread. They are daemons: a call that does not return is left behind.
         for _ in self._started:
             self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             prompt, grade, future = call
+            # Cancelled by close() while it waited.
             if not future.set_running_or_notify_cancel():
                 continue
             self._running[threading.get_ident()] = time.monotonic(), prompt

@@ -73,6 +73,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # uvicorn creates the request's task within this call, and a task inherits the variable.
         token = _connection.set(self)
         try:
             self._http.data_received(data)
@@ -133,6 +134,7 @@ class BoundedProtocol(asyncio.Protocol):
         before, self._unread = self._unread, None
         if self._paused or self._transport.is_closing():
             self._unread = self._transport.get_write_buffer_size()
+            # Nothing was read in a whole interval; a client that reads slowly makes progress.
             if before is not None and self._unread >= before:
                 self._drop()
                 return
@@ -144,6 +146,7 @@ class BoundedProtocol(asyncio.Protocol):
         if sock is not None:
             # SO_LINGER 0 discards unsent data, which the kernel would otherwise keep for a client that does not read.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # Not close(), which would wait until the client has read everything.
         self._transport.abort()
         self.connections.discard(self)
 
@@ -161,6 +164,7 @@ def reporting(app: ASGIApp) -> ASGIApp:
         if connection is None or scope["type"] != "http":
             await app(scope, receive, send)
             return
+        # A request without a body has ended with its head.
         headers = dict(scope["headers"])
         body_ended = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
 

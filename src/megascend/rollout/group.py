@@ -28,6 +28,7 @@ class Response:
     last_version: int
 
     def __post_init__(self) -> None:
+        # An engine that returns no log-probabilities would make importance weights wrong without an error.
         if not self.tokens or len(self.tokens) != len(self.logprobs):
             raise DataError(
                 f"a response must have one log-probability a token and at least one token, got {len(self.tokens)} tokens and "
@@ -52,6 +53,7 @@ class Group:
     @property
     def version(self) -> int:
         """Return the oldest version that sampled any of its tokens."""
+        # The oldest: staleness is bounded for every token of the group.
         return min(response.first_version for response in self.responses)
 
     @property

@@ -57,11 +57,13 @@ async def exchange(
             request = httpx.Request(method, url, content=body, headers={**fixed, **headers})
             response = await transport.handle_async_request(request)
             async for part in response.aiter_raw():
+                # Counted as it arrives: a header may be missing, or wrong.
                 received += part
                 if len(received) > most_bytes:
                     raise UnreadableAnswerError(f"the answer has more than {most_bytes} bytes")
             return Answer(response.status_code, bytes(received), response.headers)
     except httpx.TransportError as error:
+        # httpx's classes say that it failed; the operating system's error says why.
         origin = _origin(error)
         if isinstance(error, httpx.RemoteProtocolError) and origin.__class__.__module__.startswith("h11"):  # its parser
             raise UnreadableAnswerError(f"the answer is not HTTP: {origin}") from error
@@ -117,6 +119,7 @@ class EngineServer:
         label = label or target
         work = exchange(method, self._url + target, body, {"Content-Type": "application/json", **headers})
         try:
+            # One deadline for everything: httpx's own are for each read, and a slow answer would never end.
             return await asyncio.wait_for(work, timeout_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise EngineTimeoutError(f"{self.name}: {label}: no answer within {timeout_s:g} s") from error

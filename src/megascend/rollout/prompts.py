@@ -37,6 +37,8 @@ def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
     try:
+        # utf-8-sig: editors on Windows write a byte order mark. Not splitlines(), which also splits at characters
+        # inside JSON strings.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from None

@@ -35,6 +35,7 @@ def check_name(name: str) -> tuple[str, str]:
         raise ConfigError(
             f"reward: {name!r} must name a function as package.module:function or path/to/file.py:function"
         )
+    # Without an import, which may load torch: this runs before anything is started.
     if module.endswith(".py") and not Path(module).is_file():
         raise ConfigError(f"reward: there is no file {Path(module).absolute()}")
     return module, attribute
@@ -64,6 +65,7 @@ def load_reward(name: str) -> Reward:
     except ValueError:  # functions in C may have no signature
         return cast(Reward, reward)
     try:
+        # At the start: after an hour of sampling would be late for a TypeError.
         signature.bind("response", {})
     except TypeError as error:
         raise ConfigError(f"reward: {name}{signature} must take (response, example): {error}") from None
@@ -73,6 +75,7 @@ def load_reward(name: str) -> Reward:
 def reward_name(reward: Reward) -> str:
     """Return ``FILE:FUNCTION`` of a reward function, for messages."""
     function: Any = getattr(reward, "func", reward)  # of functools.partial
+    # A callable object has its code in the class.
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{Path(code.co_filename).name}:{name}" if code is not None else name
@@ -137,6 +140,7 @@ def _import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        # Half a module must not be found by a second import.
         del sys.modules[name]
         raise ConfigError(f"reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,29 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     part = slice_model(raw, full, longest, window_in_force=window_active)
     settings = {aliases.get(name, name): value for name, value in part.config.items() if name not in aliases.values()}
     return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
+
+
+def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subject, *, called: bool) -> None:
+    """Raise ConfigError if the engine cannot build a slice of the model; one that cannot be sliced passes.
+
+    Args:
+        model_dir, config: the model's directory, and its configuration in transformers' class.
+        called: also raise if the engine cannot call it, as the self-check does.
+    """
+    from transformers import AutoConfig
+
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        part = slice_here(raw, config, longest)
+        small = AutoConfig.for_model(**copy.deepcopy(part.config))
+        with torch.random.fork_rng(devices=[]):
+            plain = subject.plain(copy.deepcopy(small))
+    except Exception:  # noqa: BLE001  an architecture's code may raise any exception; the self-check reports it
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _called_by(subject, plain):
+        model = subject.build(copy.deepcopy(small)).eval()
+        if called:
+            subject.logits(model, [torch.arange(length) % small.vocab_size for length in sorted(part.lengths)])
 
 
 def compare(part: Slice, subject: Subject) -> Verdict:

@@ -112,6 +112,7 @@ def register_transport(name: str, factory: Factory, device_types: Collection[str
     Raises:
         TransportError: the name is taken.
     """
+    # Both sides look transports up by name: one name with two meanings would connect different protocols.
     if name in BUILT_IN or name in _registered or name == "auto":  # "auto" stands for a choice
         raise TransportError(f"transport {name!r} is already registered; known: {', '.join(transport_names())}")
     _registered[name] = factory, tuple(device_types)
@@ -155,5 +156,6 @@ def make_transport(name: str, setup: Setup) -> Transport:
         )
     if name in _registered:
         return _registered[name][0](setup)
+    # Imported here: torch without NCCL, or without an NPU, must still be able to use the others.
     module, attribute, _ = BUILT_IN[name]
     return getattr(import_module(module), attribute)(setup)

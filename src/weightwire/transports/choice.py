@@ -50,6 +50,7 @@ class Location:
             import torch
             from torch.cuda.nccl import version
 
+            # Indices differ between processes with other CUDA_VISIBLE_DEVICES; UUIDs do not.
             visible = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
             gpu = _uuid(torch.cuda.current_device() if device.index is None else device.index)
             nccl = ".".join(map(str, version()))
@@ -107,6 +108,7 @@ def check(transport: str, sender: Location, receivers: Mapping[str, Location]) -
 
 def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:
     """Return the transports that fit and need no options, the best first."""
+    # Fastest first. files is not among them: it needs a directory.
     names = ("nccl", "cuda_ipc", "hccl", "gloo", "shared_memory")
     return [name for name in names if not _problem(name, sender, receivers)]
 
@@ -142,6 +144,7 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
 
 def _share(locations: Sequence[Location]) -> bool:
     spaces = {location.space for location in locations}
+    # Empty is unknown, and two unknowns are not the same machine.
     return len(spaces) == 1 and "" not in spaces
 
 

@@ -59,7 +59,9 @@ class Communicators:
         """
         members = tuple(map(repr, setup.group.identities))
         with self._lock:
+            # Taken out while it is in use: two updates of one process must not share a communicator.
             cached = self._cached.pop(str(setup.device), None)
+        # Engines were restarted, or others take part.
         if cached is not None and cached.members != members:
             self._end(cached.handle)
             cached = None
@@ -67,6 +69,7 @@ class Communicators:
         try:
             shared = self._all_have(cached, setup)
         finally:
+            # Whatever ended the exchange: a communicator that one member has given up cannot be used by the others.
             if cached is not None and not shared:
                 self._end(cached.handle)
         if cached is not None and shared:
@@ -98,6 +101,7 @@ class Communicators:
         group = setup.group
         store = group.store("communicator", setup.timeout_s)
         keys = [str(rank) for rank in range(group.size)]
+        # The number of broadcasts is a part of the state: a member that missed one would receive everything shifted.
         store.set(keys[group.rank], "none" if cached is None else cached.state)
         failure = f"{self._name}: not all members have reported their communicators"
         wait_until(lambda: store.check(keys), group, setup.timeout_s, failure)

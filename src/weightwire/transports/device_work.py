@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, fa
 
 
 class DeviceWork:
-    """A collective of a torch process group on a device. It keeps its buffer alive until it completes.
+    """An asynchronous collective of a torch process group. It keeps its buffer alive until it completes.
 
     Args:
         work: the process group's handle.

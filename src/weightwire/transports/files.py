@@ -79,6 +79,7 @@ class FilesTransport:
             try:
                 self._writing.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._writing.open("wb")
+                # Known in advance from the manifest, so that buckets are appended as they come.
                 self._file.write(header(setup.manifest))
             except OSError as error:
                 raise TransportError(f"files: {self._writing} cannot be written: {error}") from error
@@ -114,17 +115,21 @@ class FilesTransport:
     def _complete(self) -> None:
         assert self._file is not None
         self._file.flush()
+        # Before the rename: after a crash a complete name must not have incomplete content.
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
         adapter = self._setup.manifest.adapter
         if adapter is not None:
+            # Before the rename too: engines look for the weights' file, and then read both.
             (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
         self._writing.replace(self.path)
+        # Names sort by version: it is padded with zeros.
         for old in sorted(path for path in self._root.iterdir() if _VERSION.fullmatch(path.name))[: -self._keep]:
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()
+        # A directory of a network file system may show the new name late, so readers wait for both.
         self._store.set("complete", "1")
 
     def _read(self, buffer: torch.Tensor, timeout_s: float) -> None:
@@ -132,6 +137,7 @@ class FilesTransport:
             self._wait_until_complete(timeout_s)
             self._file = self.path.open("rb")
             expected = header(self._setup.manifest)
+            # A leftover of an earlier run with this version would have the same path.
             if self._file.read(len(expected)) != expected:
                 raise TransportError(f"files: {self.path} does not belong to this update")
         content = buffer if buffer.device.type == "cpu" else torch.empty(buffer.numel(), dtype=torch.uint8)
@@ -142,6 +148,7 @@ class FilesTransport:
 
     def _wait_until_complete(self, timeout_s: float) -> None:
         """Wait for the complete file. The deadline restarts with every bucket that the sender has written."""
+        # The file appears when it is complete, so a single deadline would be one for the whole model.
         deadline, progress = time.monotonic() + timeout_s, -1
         while not (self._store.check(["complete"]) and self.path.exists()):
             self._setup.group.check()

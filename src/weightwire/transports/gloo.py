@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from weightwire.errors import DeadlineError, TransportError
-from weightwire.group import Group
+from weightwire.errors import TransportError
 from weightwire.transports.base import POLL_S, Setup
-from weightwire.transports.device_work import first_line
+from weightwire.transports.device_work import DeviceWork, first_line
 
 
 class GlooTransport:
@@ -25,26 +24,28 @@ class GlooTransport:
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._timeout_s = setup.group, setup.timeout_s
-        self._in_flight: list[GlooWork] = []
+        self._in_flight: list[DeviceWork] = []
         options = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  not in torch's stubs
         try:
+            # By default Gloo takes the address of the host's name, which may be one that only this host reaches.
             options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(setup.group.host))]
             options._timeout = timedelta(seconds=setup.timeout_s)
             options._threads = int(setup.options.get("threads", 2))
+            # A connection of its own: Gloo's threads block in it, and heartbeats must not wait for them.
             store = setup.group.store("transport", setup.timeout_s)
             self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)
         except RuntimeError as error:
             raise TransportError(f"gloo: the members could not connect: {first_line(error)}") from error
 
-    def send(self, buffer: torch.Tensor) -> GlooWork:
+    def send(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._broadcast(buffer)
 
-    def receive(self, buffer: torch.Tensor) -> GlooWork:
+    def receive(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._broadcast(buffer)
 
-    def _broadcast(self, buffer: torch.Tensor) -> GlooWork:
+    def _broadcast(self, buffer: torch.Tensor) -> DeviceWork:
         if self._gloo is None:
             raise TransportError("gloo: closed")
         options = BroadcastOptions()
@@ -52,7 +53,7 @@ class GlooTransport:
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
             gloo: Any = self._gloo
-            work = GlooWork(gloo.broadcast([buffer], options), self._group)
+            work = DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo")
         except RuntimeError as error:
             raise TransportError(f"gloo: {first_line(error)}") from error
         self._in_flight = [work for work in self._in_flight if not work.ended] + [work]
@@ -73,37 +74,7 @@ class GlooTransport:
         self._in_flight = []
 
 
-class GlooWork:
-    """A broadcast in flight."""
-
-    def __init__(self, work: torch.distributed.Work, group: Group) -> None:
-        self._work, self._group = work, group
-
-    @property
-    def ended(self) -> bool:
-        """Check whether the broadcast has completed or failed."""
-        return self._work.is_completed()
-
-    def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
-        deadline = time.monotonic() + timeout_s
-        while not self._work.is_completed():
-            self._group.check()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(f"gloo: a bucket has not travelled within {timeout_s:g} s")
-            try:
-                self._work.wait(timedelta(seconds=min(left, POLL_S)))
-            except RuntimeError as error:
-                if "Operation timed out!" not in str(error):
-                    raise TransportError(f"gloo: {first_line(error)}") from error
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"gloo: {first_line(error)}") from error
-
-
-def _keep_until_ended(gloo: ProcessGroupGloo, works: list[GlooWork]) -> None:
+def _keep_until_ended(gloo: ProcessGroupGloo, works: list[DeviceWork]) -> None:
     while any(not work.ended for work in works):
         time.sleep(POLL_S)
 

@@ -56,6 +56,7 @@ class SharedSlots:
         """Allocate new memory."""
         try:
             descriptor = os.memfd_create("weightwire")
+            # memfd_create reserves nothing: without room, the first write would end the process by SIGBUS.
             os.posix_fallocate(descriptor, 0, _size(slot_bytes))
         except (AttributeError, OSError) as error:
             raise TransportError(f"cannot allocate {_size(slot_bytes)} bytes of shared memory: {error}") from error

@@ -65,18 +65,22 @@ class SlotTransport:
 
     def _send(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
         if bucket >= SLOTS:
+            # The slot's previous bucket must have been read by every receiver before it is overwritten.
             readers = [f"read/{bucket - SLOTS}/{rank}" for rank in range(1, self._group.size)]
             self._wait_for(readers, timeout_s, f"bucket {bucket - SLOTS + 1} has not been read")
         self._medium.write(bucket, buffer)
+        # After the bytes: a receiver that sees the key reads the slot at once.
         self._store.set(f"written/{bucket}", "1")
 
     def _receive(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
         self._wait_for([f"written/{bucket}"], timeout_s, f"bucket {bucket + 1} has not been written")
         self._medium.read(bucket, buffer)
+        # After the copy: the sender that sees the key overwrites the slot.
         self._store.set(f"read/{bucket}/{self._group.rank}", "1")
 
     def _wait_for(self, keys: list[str], timeout_s: float, failure: str) -> None:
         deadline, pause = time.monotonic() + timeout_s, 0.0002
+        # Polled: the store's own wait could not be ended by the loss of a member.
         while not self._store.check(keys):
             self._group.check()
             if time.monotonic() > deadline:
@@ -94,6 +98,7 @@ class SlotWork:
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
+        # Waited for again by the sender, if the slot was free at once.
         if self._completed:
             return
         try:

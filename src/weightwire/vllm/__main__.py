@@ -29,6 +29,7 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
     Raises:
         SystemExit: the user set one of our options, or an incompatible one.
     """
+    # vLLM accepts both --a-b and --a_b, and --a=b.
     options = {option.split("=", 1)[0].replace("_", "-") for option in user_arguments}
     for name in ("--weight-transfer-config", "--worker-extension-cls"):
         if name in options:
@@ -38,6 +39,7 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
     added = ["--middleware", GUARD, "--worker-extension-cls", WORKER]
     if contract.stages(version):
         added += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    # vLLM listens on all interfaces by default.
     if not options & {"--host", "--uds"}:
         added += ["--host", "127.0.0.1"]
     if "--logprobs-mode" not in options:

@@ -29,6 +29,7 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
+            # A damaged file may begin with any number.
             if size > MOST_HEADER_BYTES:
                 raise ManifestError(f"{path}: a header of {size} bytes; at most {MOST_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
@@ -82,6 +83,7 @@ def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
             head = tensor
         elif name.endswith(EMBEDDINGS):
             embedding = tensor
+        # As soon as both have arrived, in whatever order.
         if head is not None and embedding is not None:
             if not torch.equal(head, embedding):
                 raise ManifestError(

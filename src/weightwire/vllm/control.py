@@ -59,6 +59,7 @@ class Control:
         """Versions that the current owner has committed: later ones must be newer."""
         self._paused_until: float | None = None
         self._lapse: asyncio.Task[None] | None = None
+        # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
         self._locations: list[dict[str, Any]] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
@@ -89,6 +90,7 @@ class Control:
             NotServingError: the engine must not answer, or stopped serving meanwhile.
         """
         if self.not_serving is None:
+            # Looked at again afterwards: a commit may have failed meanwhile, and this answer may be of mixed weights.
             result = await work(self._engine)
             if self.not_serving is None:
                 return result
@@ -135,12 +137,14 @@ class Control:
                 f"the engine is owned by {owner.owner}, which may be silent for another {owner.left_s(self._clock()):.0f} s; "
                 f"{name} can claim it then, or take it over"
             )
+        # Before anything is awaited: of two claims at the same time, the second finds the first one's.
         self._owner = Lease(owner=name, lease_s=lease_s, until=self._clock() + lease_s)
         if name != self._last_owner:
             log.info("%s owns the engine now", name)
             self._last_owner = name
             async with self._changing:
                 await self._drop(f"{name} has taken the engine over")
+                # The new owner counts its versions from anywhere, so the workers forget the last ones.
                 for target in self._versions:
                     await self._workers("weightwire_forget", target)
                 self._newest = {}
@@ -181,11 +185,13 @@ class Control:
             self._require(owner)
             if offer.owner != owner:
                 raise OwnerError(f"{owner} offers an update of {offer.owner}")
+            # The same offer again: its answer was lost.
             if self._update is not None and self._update.update == offer.update:
                 return
             if self._update is not None:
                 raise UpdateError(f"{_described(self._update)} is under way: commit it or drop it before the next one")
             self._require_newer(offer)
+            # Before the workers begin: if one of them refuses, the others' parts are dropped.
             self._update = offer
             try:
                 await self._workers("weightwire_begin", offer.to_json())
@@ -233,6 +239,7 @@ class Control:
         """
         async with self._changing:
             self._require(owner)
+            # The answer to the first commit was lost.
             if self._ended == (update, None):
                 return
             offer = self._require_update(update)
@@ -244,6 +251,7 @@ class Control:
             except BaseException as error:
                 await self._drop(str(error))
                 raise
+            # Before the workers release the old weights: if that call fails, the new version is active all the same.
             self._update, self._ended = None, (update, None)
             target, version = offer.manifest.target, offer.manifest.version
             self._versions[target] = self._newest[target] = version
@@ -257,6 +265,7 @@ class Control:
             except Exception as error:
                 await self._revert(offer, error)
                 raise
+            # Before generation continues, so that the first new token has the new number.
             await contract.stamp(self._engine, offer.manifest.version)
             self._versions["model"] = offer.manifest.version
             self.not_serving = None
@@ -298,6 +307,7 @@ class Control:
 
     async def _activate_adapter(self, name: str, version: int, path: str) -> None:
         self._adapters_loaded += 1
+        # vLLM caches adapters by number: a number that is used again would yield the old weights.
         adapter = LoadedAdapter(name, version, self._adapters_loaded, path)
         try:
             await self._engine.add_lora(adapter.request())
@@ -329,6 +339,7 @@ class Control:
 
     async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
         """Call all workers; each returns a mapping, which is an error if it has the field ``error``."""
+        # Errors come as data: of a worker's exception vLLM passes on only a text, and only the first worker's.
         answers = await self._engine.collective_rpc(method, timeout=timeout_s, args=arguments)
         for number, answer in enumerate(answers):
             if "error" in answer:
@@ -365,6 +376,7 @@ class Control:
                 await asyncio.sleep(left)
                 continue
             async with self._changing:
+                # It may have been renewed or ended while this waited for the lock.
                 if self._paused_until is not None and self._paused_until <= self._clock():
                     log.warning("a pause was not renewed in time: resuming")
                     await self._resume()

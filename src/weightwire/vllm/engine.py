@@ -78,6 +78,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
         elif update_info.phase == "verify":
             try:
                 self.updates.verify(Seal.from_json(update_info.seal), update_info.timeout_s)
+            # vLLM ends its session on an error and calls nothing more: staging memory would stay allocated.
             except BaseException:
                 self._drop()
                 raise
@@ -94,6 +95,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
             raise UpdateError("finish_weight_update: nothing was received")
         update, self._update = self._update, None
         self.updates.commit(update)
+        # At once: vLLM's routes have no step after which all workers are known to have succeeded.
         self.updates.settle(update)
 
     def shutdown(self) -> None:

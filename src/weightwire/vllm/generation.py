@@ -59,6 +59,7 @@ async def generate(
     )
     before = version() if adapter is None else adapter.version
     final = await _last(engine, prompt, params, adapter)
+    # An update may have become active meanwhile.
     after = version() if adapter is None else adapter.version
     return [_completion(output, before, after, adapter) for output in final.outputs]
 
@@ -69,12 +70,14 @@ async def logprobs(engine: Any, tokens: Sequence[int], adapter: LoadedAdapter | 
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     final = await _last(engine, tokens, params, adapter)
+    # The first token has no preceding ones, and vLLM reports None for it.
     rows = list(final.prompt_logprobs)[1:]
     return [row[token].logprob for token, row in zip(tokens[1:], rows, strict=True)]
 
 
 async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: LoadedAdapter | None) -> Any:
     """Return the finished output. If the caller is cancelled, so is the request."""
+    # Unique: vLLM refuses an id that is in use.
     final, request = None, f"weightwire-{uuid.uuid4().hex}"
     lora = None if adapter is None else adapter.request()
     try:

@@ -66,6 +66,7 @@ class Guard:
         self._app = app
         self._key = load_key(key)
         self._verifier = Verifier(self._key, bearer=BEARER)
+        # Created at the first request, whose scope leads to vLLM's engine client.
         self._control: Control | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,6 +74,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # Messages of a websocket are not signed as a request's body is.
         if scope["type"] == "websocket":
             if _is_open(path):
                 await self._app(scope, receive, send)
@@ -98,9 +100,11 @@ class Guard:
         if control.not_serving is not None and (_is_open(path) or path == "/health"):
             await self._refuse(NotServingError(control.not_serving), scope, send)
             return
+        # Taken at both ends: an update may become active while the answer is computed.
         before = control.version()
 
         async def with_versions(message: Message) -> None:
+            # A streamed answer's headers precede its body: its last version is the one of that moment.
             if message["type"] == "http.response.start":
                 versions = ((b"x-weight-version-first", before), (b"x-weight-version-last", control.version()))
                 added = [(name, str(value).encode()) for name, value in versions]
@@ -112,6 +116,7 @@ class Guard:
     def _control_of(self, scope: Scope) -> Control:
         if self._control is None:
             state = scope["app"].state
+            # Processes of several API servers would each have an owner of their own.
             if getattr(getattr(state, "args", None), "api_server_count", 1) not in (None, 0, 1):
                 raise WireError("owner and pauses are kept in one process: start vLLM with --api-server-count 1")
             self._control = Control(state.engine_client)
@@ -123,6 +128,7 @@ class Guard:
         nonce = ""
         try:
             grant = check_head(self._verifier, scope)
+            # From here on errors are signed too, so that the caller can trust a refusal.
             nonce = grant.nonce
             body = await read_body(receive, MOST_BODY, BODY_S)
             grant.check_body(body)
@@ -152,6 +158,7 @@ class Guard:
         if name in CALLS:
             fields.pop("owner", None)
             answer = await read_call(name, fields)(OwnedEngine(control, owner))
+            # vLLM's own routes find an adapter by its name only in this table.
             if name in ("commit", "load_adapter"):
                 _show_adapters(control, state)
             return answer
@@ -167,8 +174,10 @@ class Guard:
     async def _refuse(
         self, error: WireError, scope: Scope, send: Send, nonce: str = "", status: int | None = None
     ) -> None:
+        # Logged here alone: other errors reach a caller who has the key.
         if isinstance(error, AuthError):
             log.warning("%s %s from %s refused: %s", scope["method"], scope["path"], scope.get("client"), error)
+        # The most specific class first, as its bases may be in the table too.
         kinds = (kind.__name__ for kind in type(error).__mro__)
         await self._send(
             status or next((STATUS[kind] for kind in kinds if kind in STATUS), 500), to_json(error), send, nonce
@@ -212,6 +221,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
     async def replay() -> Message:
         nonlocal replayed
+        # vLLM's routes wait for a disconnect after the body; that still comes from the server.
         if replayed:
             return await receive()
         replayed = True

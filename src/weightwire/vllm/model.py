@@ -24,12 +24,14 @@ class Structure:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._attributes = [(module, _attributes(module)) for module in model.modules()]
+        # Layers may share one object.
         methods = {id(method): method for method in map(_quant_method, model.modules()) if method is not None}
         self._attributes += [(method, _attributes(method)) for method in methods.values()]
 
     def restore(self) -> None:
         """Restore the references after a reload that stopped in any state. The content of the tensors stays unchanged."""
         for owner, attributes in self._attributes:
+            # Cleared first: attributes that the reload has added would remain.
             vars(owner).clear()
             vars(owner).update(attributes)
         _forget_reload(self._model)
@@ -47,6 +49,7 @@ class Snapshot:
         for module in model.modules():
             for tensor in _tensors(module):
                 storage = tensor.untyped_storage()
+                # Tied weights and views share memory, which is copied once.
                 if storage.nbytes() and storage.data_ptr() not in self._memory:
                     self._memory[storage.data_ptr()] = storage, _bytes(storage).to(copies, copy=True)
 
@@ -74,6 +77,7 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     device = next(model.parameters()).device
+    # For a reload that is interrupted: the caller's snapshot has the content, not the references.
     structure = Structure(model)
     if getattr(model_config.hf_config, "tie_word_embeddings", False):
         tensors = tied_head_checked(tensors)
@@ -89,6 +93,7 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     except BaseException:
         structure.restore()
         raise
+    # Kernels of the reload may still run; errors of theirs belong to this update.
     if device.type != "cpu":
         torch.accelerator.synchronize()
 

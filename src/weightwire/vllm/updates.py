@@ -44,6 +44,7 @@ class WorkerUpdates:
         self._model, self._vllm_config = model, vllm_config
         self._number = contract.worker_number(vllm_config, rank)
         config = vllm_config.model_config
+        # Staging on the device needs room for a second model; the host is the way out.
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
         self.receiver = Receiver(name, device=device, check=Expected(config.model, config.hf_config).check)
@@ -59,6 +60,7 @@ class WorkerUpdates:
         """
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
+        # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer
         if offer.manifest.adapter is None and self._copy is None:
@@ -68,6 +70,7 @@ class WorkerUpdates:
         """Check whether :meth:`verify` would return without waiting."""
         update = self.receiver.status()["update"]
         receiving = update is not None and update["state"] == RECEIVING
+        # The copy has to be complete as well: the commit needs it, and would block the worker's computation.
         return not receiving and (self._copy is None or not self._copy.is_alive())
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
@@ -96,6 +99,7 @@ class WorkerUpdates:
         if snapshot is None:
             self.receiver.commit(update, self._load)
             return
+        # The references right before the load are those to return to.
         structure, contents = Structure(self._model()), snapshot
 
         def restore() -> None:
@@ -122,11 +126,14 @@ class WorkerUpdates:
         if self._offer is None or self._offer.manifest.adapter is None:
             raise UpdateError(f"{update} is not an update of an adapter")
         adapter = self._offer.manifest.adapter
+        # A name that follows from the update's: all workers have to agree on it without a message.
         directory = _adapters_directory() / hashlib.sha256(update.encode()).hexdigest()[:32]
 
         def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             from safetensors.torch import save_file
 
+            # Renamed when complete: vLLM must not find half an adapter. In the same folder, as a rename works within
+            # one file system.
             part = Path(tempfile.mkdtemp(prefix="part-", dir=directory.parent))
             try:
                 contents = {name: tensor.cpu().contiguous() for name, tensor in tensors}
@@ -137,6 +144,7 @@ class WorkerUpdates:
             finally:
                 shutil.rmtree(part, ignore_errors=True)
 
+        # Nothing to undo: an adapter's files do nothing until vLLM loads them.
         self.receiver.commit(update, write, lambda: None)
         directories = self._adapters.setdefault(adapter.name, [])
         directories.append(directory)
@@ -153,6 +161,7 @@ class WorkerUpdates:
         status = self.receiver.status()["update"]
         if status is not None and status["update"] == update and status["state"] == COMMITTED:
             self.receiver.revert(update, reason)
+        # Its own commit has failed beyond repair; the engine has to learn of that from every worker.
         elif not self.receiver.serving:
             raise NotServingError(f"{self.receiver.name}: {status['problem'] if status else 'not serving'}")
         self.receiver.drop(update, reason)
@@ -200,6 +209,8 @@ class _Copy(threading.Thread):
 
 def _adapters_directory() -> Path:
     directory = Path(tempfile.gettempdir()) / f"weightwire-{os.getuid()}"
+    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its
+    # owner.
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise UpdateError(f"{directory} belongs to another user")

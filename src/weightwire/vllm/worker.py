@@ -28,6 +28,7 @@ def _answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., di
     @functools.wraps(method)
     def answer(self: Any, *arguments: Any) -> dict[str, Any]:
         try:
+            # Nothing may be raised: see the module.
             return method(self, *arguments) or {}
         except WireError as error:
             return to_json(error)
@@ -45,6 +46,7 @@ class WorkerExtension:
         """Return this worker's updates: those of its weight transfer engine, if that is ours."""
         from weightwire.vllm.updates import WorkerUpdates
 
+        # One object for both ways in: vLLM's routes and ours must see the same update.
         engine = getattr(self, "weight_transfer_engine", None)
         updates = getattr(engine, "updates", None) or vars(self).get("_weightwire_updates")
         if updates is None:
@@ -66,6 +68,7 @@ class WorkerExtension:
     def weightwire_verify(self, seal: dict[str, Any]) -> dict[str, Any]:
         """Verify an update that has arrived; ``{"verified": False}`` if it has not."""
         updates = self.weightwire_updates()
+        # A worker that waited here would stop computing, and the engine with it.
         if not updates.arrived():
             return {"verified": False}
         updates.verify(Seal.from_json(seal), AT_ONCE_S)

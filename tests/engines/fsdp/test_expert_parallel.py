@@ -48,7 +48,7 @@ def test_expert_parallel_ranks_match_one_process(size: int, busy: tuple[int, ...
         rank = dist.get_rank()
         module = nn.Sequential(Experts(matrices()))
         share = ExpertShare(dist.group.WORLD, size, rank)
-        keep_own_experts(module, share, lambda child: isinstance(child, Experts))
+        keep_own_experts(module, share.size, lambda child: isinstance(child, Experts))
         part = matrices().chunk(size)[rank]
         assert module[0].weight.shape == part.shape
         module[0].weight.data = part
@@ -80,4 +80,4 @@ def test_expert_parallel_ranks_match_one_process(size: int, busy: tuple[int, ...
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     share = ExpertShare(None, 3, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"parallel\.expert=3 cannot divide 0, 4 experts of Experts"):
-        keep_own_experts(nn.Sequential(Experts(matrices())), share, lambda child: isinstance(child, Experts))
+        keep_own_experts(nn.Sequential(Experts(matrices())), share.size, lambda child: isinstance(child, Experts))

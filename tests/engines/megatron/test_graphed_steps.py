@@ -420,12 +420,11 @@ def test_refusals(change, message):
     assert (problem is None) if message is None else (message in problem)
 
 
-@pytest.mark.parametrize(("output", "message"), [(False, None), (True, "lm_head or embed_tokens")])
-def test_refused_targets(output, message):
+@pytest.mark.parametrize(("target", "message"), [("o_proj", None), ("lm_head", "lm_head or embed_tokens")])
+def test_refused_targets(target, message):
     from megascend.engines.megatron.graph_support import targets_refused_because
 
-    target = SimpleNamespace(is_output=output, is_embedding=False)
-    problem = targets_refused_because(SimpleNamespace(shape_groups=[SimpleNamespace(target_modules=[target])]))
+    problem = targets_refused_because(["model.layers.0.self_attn.q_proj", target])
     assert (problem is None) if message is None else (message in problem)
 
 

@@ -10,7 +10,7 @@ import pytest
 from controller_doubles import KEY, Served, a_seal, an_offer
 
 from megascend.rollout.controller.client import ControllerClient
-from megascend.rollout.controller.routes import PREFIX, ROUTES, SERVICES
+from megascend.rollout.controller.routes import CONTROLLER_CALLS, PREFIX, ROUTES
 from weightwire.keys import ENVIRONMENT, load_key
 
 ROOT = Path(__file__).parents[3]
@@ -49,5 +49,5 @@ def test_every_route_is_listed_with_its_arguments() -> None:
         route: set(re.findall(r"`(\w+)`", cells)) for names, cells in rows for route in re.findall(r"`([^`]+)`", names)
     }
     assert listed.keys() == set(ROUTES)
-    for name, service in SERVICES.items():
-        assert set(service.model_fields) <= listed[PREFIX + name], name
+    for name, call in CONTROLLER_CALLS.items():
+        assert set(call.model_fields) <= listed[PREFIX + name], name

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascend.errors import MessageError
 from megascend.rollout.controller import server
 from megascend.rollout.controller.messages import AUDIENCE, new_id, read_answer, read_call
-from megascend.rollout.controller.routes import ROUTES, SERVICES
+from megascend.rollout.controller.routes import CONTROLLER_CALLS, ROUTES
 from megascend.rollout.controller.server import HttpLimits
 from megascend.rollout.http_client import Answer
 from weightwire.auth import Verifier, sign
@@ -161,7 +161,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = st.sampled_from(
-    sorted({field for service in SERVICES.values() for field in service.model_fields})
+    sorted({field for service in CONTROLLER_CALLS.values() for field in service.model_fields})
     + ["offer", "seal", "update", "prompt", "tokens", "max_tokens", "n", "target", "name", "directory"]
 )
 ANSWERED = {"/v1/hello", "/v1/status", "/v1/rollouts/forget"}

@@ -153,6 +153,28 @@ def test_wrong_key_and_wrong_server_raise_engine_errors(address: str) -> None:
         asyncio.run(VllmAscendEngine(address, key=KEY).begin_update(None))  # type: ignore[arg-type]
 
 
+def test_controller_outlives_the_reader_of_its_output(address: str, tmp_path: Path) -> None:
+    published = tmp_path / "controller.json"
+    command = [sys.executable, "-m", "megascend.rollout.controller", address, "--publish", str(published)]
+    environment = {**os.environ, ENVIRONMENT: SECRET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert program.stdout is not None
+        program.stdout.close()  # before it prints its address and logs
+        engine = ControllerEngine(published, KEY, owner="trainer")
+
+        async def use() -> None:
+            assert await engine.receivers() == 2
+            await engine.close()
+
+        asyncio.run(use())
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 128 + signal.SIGTERM
+    finally:
+        program.kill()
+        program.wait()
+
+
 def test_controller_process_claims_and_releases_the_server(address: str, tmp_path: Path) -> None:
     published = tmp_path / "controller.json"
     command = [sys.executable, "-m", "megascend.rollout.controller", address, "--publish", str(published)]

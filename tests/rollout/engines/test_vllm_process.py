@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from megascend.errors import ConfigError
-from megascend.rollout.engines.vllm_process import VllmProcess, engine_environment, vllm_device
+from megascend.errors import ConfigError, EngineLostError
+from megascend.rollout.engines.vllm_process import (
+    CAUSE,
+    VllmProcess,
+    engine_environment,
+    first_error,
+    vllm_device,
+)
 from weightwire.vllm import contract
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +132,60 @@ def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
     python.chmod(0o755)
     with pytest.raises(ConfigError, match=r"no vLLM that takes weights .*pip install ./receiver"):
         vllm_device(python)
+
+
+LOG = """\
+(APIServer pid=100) INFO 09-28 15:47:10 [api_server.py:1839] vLLM API server version 0.11.0
+(EngineCore_DP0 pid=174) INFO 09-28 15:47:20 [core.py:77] Initializing a V1 LLM engine
+(EngineCore_DP0 pid=174) ERROR 09-28 15:47:24 [core.py:718] EngineCore failed to start.
+(Worker_TP1 pid=176) ERROR 09-28 15:47:24 [multiproc_executor.py:597] WorkerProc was terminated
+(EngineCore_DP0 pid=174) ERROR 09-28 15:47:24 [core.py:718] Traceback (most recent call last):
+(EngineCore_DP0 pid=174) ERROR 09-28 15:47:24 [core.py:718]   File "/v/vllm/v1/worker/gpu_worker.py", line 180, in init_device
+(EngineCore_DP0 pid=174) ERROR 09-28 15:47:24 [core.py:718]     raise ValueError(
+(EngineCore_DP0 pid=174) ERROR 09-28 15:47:24 [core.py:718] ValueError: Free memory on device (3.22/4.0 GiB) on startup is too low
+"""
+END = """\
+(APIServer pid=100) Traceback (most recent call last):
+(APIServer pid=100) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def ended_server(folder: Path, log: str) -> EngineLostError:
+    """Return the error of a server that writes ``log`` and ends with code 1."""
+    (folder / "text").write_text(log, encoding="utf-8")
+    server = folder / "server"
+    server.write_text(f'#!/bin/sh\ncat "{folder / "text"}"\nexit 1\n')
+    server.chmod(0o755)
+    with VllmProcess(server, "model", log=folder / "log") as process:
+        process._process.wait(30)
+        with pytest.raises(EngineLostError, match="vLLM has ended with code 1") as caught:
+            process.check()
+    return caught.value
+
+
+def test_error_of_an_ended_server_has_the_first_error_and_the_end(tmp_path: Path) -> None:
+    padding = "(APIServer pid=100)   File 'somewhere', in a long traceback\n" * 100
+    text = str(ended_server(tmp_path, LOG + padding + END))
+    cause, end = text.split("the end of ")
+    assert "EngineCore failed to start.\nTraceback (most recent call last):\n" in cause
+    assert cause.endswith("ValueError: Free memory on device (3.22/4.0 GiB) on startup is too low\n")
+    assert "WorkerProc" not in cause
+    assert "See root cause above" in end
+
+
+def test_error_of_an_ended_server_without_logged_errors_is_the_end(tmp_path: Path) -> None:
+    text = str(ended_server(tmp_path, "python: No module named vllm\n"))
+    assert "first error" not in text
+    assert text.endswith("python: No module named vllm\n")
+
+
+def test_long_first_error_keeps_its_first_line_and_its_end() -> None:
+    prefix = "ERROR 06-30 13:53:19 [core.py:515] "
+    lines = ["EngineCore failed to start.", *(f"  File {number}" for number in range(1000)), "ValueError: too large"]
+    cause = first_error("".join(f"{prefix}{line}\n" for line in lines))
+    assert cause.startswith("EngineCore failed to start.\n[...]\n")
+    assert cause.endswith("\n  File 999\nValueError: too large")
+    assert len(cause) < 2 * CAUSE
 
 
 def test_ray_cluster_address_is_passed_to_the_server(tmp_path, monkeypatch):

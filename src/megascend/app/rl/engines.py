@@ -71,6 +71,7 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
             name=f"local engine {index}",
             timeout_s=config.rollout.timeout_s,
             precision=config.precision,
+            # With one seed, engines would draw alike for requests that have none of their own.
             seed=config.seed + index,
         )
     from megascend.rollout.engines.vllm import VllmEngine
@@ -97,4 +98,5 @@ def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:
         raise ConfigError(
             "rollout.stop: the tokenizer has no end-of-sequence token, so a token that ends responses must be named"
         )
+    # In order and once: the end of sequence may be named as well.
     return tuple(dict.fromkeys(tokens))

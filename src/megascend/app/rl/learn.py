@@ -45,12 +45,14 @@ def learn(
     shard = backend.shard(samples)
     mismatch = None
     if objective.correction == "truncated" or measured:
+        # Before the gradients: with the weights that the step begins with.
         trainer = backend.forward(shard, adapter=adapter).logprobs
         cap = objective.cap
         parts = []
         for sample, logprobs in zip(shard, trainer, strict=True):
             sampled = sample.weights > 0
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
+        # Sums, not means: ranks have different numbers of tokens.
         mismatch = total(backend.gather_by_data_rank(total(parts)))
         if objective.correction == "truncated":
             shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]

@@ -33,6 +33,7 @@ class SharedRollouts:
             patience_s: how long no group at all may arrive before it is an error.
         """
         self._backend, self._collector, self._patience_s = backend, collector, patience_s
+        # The others wait in a collective, whose deadline a slow engine must not reach.
         self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
 
     def on_rank_0(self, act: Callable[[RolloutCollector], T]) -> T:
@@ -58,8 +59,10 @@ class SharedRollouts:
                 if groups is not None:
                     return groups
                 arrived = self.counts().responses
+                # Patience is for silence: slow engines that answer may take any time.
                 if arrived > last:
                     last, since = arrived, time.monotonic()
+                # One exchange for both. Each rank has its own clock and its own signals.
                 stopping, late = self._backend.any_rank(stop(), time.monotonic() - since > self._patience_s)
                 if stopping:
                     return None
@@ -85,6 +88,7 @@ class SharedRollouts:
             try:
                 groups = running[0].result(self._slice_s)
             except NotYet:
+                # The engine's own timeout is of the same class as that of this wait.
                 if running[0].done():
                     raise
                 if collector.graded() > progress[0]:
@@ -98,6 +102,7 @@ class SharedRollouts:
             rewards = [reward for group in groups for reward in group.rewards]
             return sum(rewards) / len(rewards)
 
+        # Named for the hang monitor, which would otherwise report a collective that takes long.
         with self._backend.groups.monitor.phase("evaluation"):
             while (reward := self.on_rank_0(wait)) is None:
                 pass

@@ -51,7 +51,7 @@ def make_collector(
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
         most_equal=rollout.most_equal,
-        locate=lambda prompt: next((source for source, each in sources if each == prompt), ""),
+        locate=lambda prompt: next((source for source, candidate in sources if candidate == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task)

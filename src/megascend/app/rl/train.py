@@ -120,6 +120,7 @@ class ReinforcementLearning(Training[RlConfig]):
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
 
+        # Only rank 0 talks to engines, and only it needs their key.
         if self._make_engines is None and launch.rank == 0:
             check_engines(config.engines, config.rollout.controller)
 
@@ -136,6 +137,11 @@ class ReinforcementLearning(Training[RlConfig]):
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
         self._prompts, self._held_out, self._digest = read_and_check(config, plan.tokenizer, plan.limits)
         return config
+
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        """Number of prompts that are learned from, and of those of evaluations; after :meth:`prepare`."""
+        return len(self._prompts), len(self._held_out)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
@@ -155,8 +161,10 @@ class ReinforcementLearning(Training[RlConfig]):
                 print(backend.self_check.summary(), flush=True)
         prompts = [prompt for _, prompt in self._prompts]
         sources = {"chat template, tokenizer or date": self._digest}
+        # One at a time: the collector draws as engines become free.
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
+        # An engine that cannot be made is an error on every rank, or the others would wait.
         backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
         collector = None
         if run.main_rank:
@@ -179,11 +187,13 @@ class ReinforcementLearning(Training[RlConfig]):
         # Engines count their versions up, and may have lived longer than this process.
         done = backend.step_count
         self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
+        # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._sync.push(version=done + self._offset, adapter=run.adapter)
         if progress is None and config.evaluation is not None:
             reward = self._evaluate()
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
+        # After the push and the evaluation: no training prompt is sampled with other weights.
         self._rollouts.on_rank_0(lambda collector: collector.start(done, self._offset))
 
     def start(self, log: RunLog) -> None:
@@ -200,6 +210,7 @@ class ReinforcementLearning(Training[RlConfig]):
         run, arrived = self._run, time.perf_counter()
         config, backend = run.config, run.backend
         every = config.objective.measure_every
+        # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         learned = learn(backend, batch, config.objective, run.adapter, measured=every > 0 and number % every == 0)
         step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
@@ -208,6 +219,7 @@ class ReinforcementLearning(Training[RlConfig]):
         if number % config.sync.every == 0 or number == config.steps:
             pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
             pause_s, self._version = pushed.seconds["commit"], number
+            # Only now may prompts be dispatched that count on these weights.
             self._rollouts.on_rank_0(lambda collector: collector.updated(number))
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megascend.config import Adapters
 from megascend.engines.base import DTYPES
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
@@ -21,7 +22,7 @@ from megascend.errors import ConfigError
 from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.registry import AdapterRegistry
+from megascend.lora.registry import AdapterRegistry, check_limits
 from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
 from megascend.lora.target_modules import EMBEDDING, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
@@ -158,14 +159,12 @@ class FsdpAdapters(MixedAdapters):
 
     Args:
         model: not yet sharded; may be on ``meta``.
+        targets: of :func:`adapter_targets`.
         share: the share of experts that this rank will hold; None: all.
 
     Attributes:
         layers: hooks that apply the adapters.
         transposed: projections whose weight is stored as [experts, in, out].
-
-    Raises:
-        ConfigError: a target does not exist, or cannot be adapted.
     """
 
     def __init__(
@@ -173,21 +172,13 @@ class FsdpAdapters(MixedAdapters):
         model: Any,
         spec: EngineSpec,
         context: EngineContext,
+        targets: Sequence[TargetModule],
         share: ExpertShare | None,
     ) -> None:
         assert spec.adapters is not None
-        limits, tied = spec.adapters, context.info.shape.tied
+        limits = spec.adapters
         dtype, device = DTYPES[spec.precision], context.groups.device
-        embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-        check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
-        ungated = next(experts_without_gate(model), None)
-        if ungated is not None and limits.targets == "all-linear":
-            raise ConfigError(
-                f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
-                "experts are not adapted; name the other layers in adapters.targets"
-            )
-        targets = [_local_experts(target, share) for target in layer_targets(model)]
-        targets += [] if tied else embedding_and_output(model)
+        targets = [_local_experts(target, share) for target in targets]
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, limits.targets)]
         drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
@@ -213,6 +204,25 @@ class FsdpAdapters(MixedAdapters):
             device=device,
             sequence_first=False,
         )
+
+
+def adapter_targets(model: Any, limits: Adapters, *, tied: bool) -> list[TargetModule]:
+    """Return every layer of a model, which may be on ``meta``, that adapters could act on.
+
+    Raises:
+        ConfigError: a target of ``limits`` does not exist, or cannot be adapted.
+    """
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
+    ungated = next(experts_without_gate(model), None)
+    if ungated is not None and limits.targets == "all-linear":
+        raise ConfigError(
+            f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
+            "experts are not adapted; name the other layers in adapters.targets"
+        )
+    targets = layer_targets(model) + ([] if tied else embedding_and_output(model))
+    check_limits(limits, [target.slices[0].name for target in targets])
+    return targets
 
 
 def _local_experts(target: TargetModule, share: ExpertShare | None) -> TargetModule:

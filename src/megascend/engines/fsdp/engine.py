@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
-from megascend.engines.base import OnOutput, seed_generators
+from megascend.engines.base import OnOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
-from megascend.engines.fsdp.adapters import FsdpAdapters
+from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
 from megascend.engines.fsdp.attention import HeadExchange, check_heads
-from megascend.engines.fsdp.expert_parallel import ExpertShare
+from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_own_experts
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.output_head import LossHead, more_than_product
-from megascend.engines.fsdp.router_loss import RouterLoss
+from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.engines.full_model import FullModel
@@ -32,8 +33,11 @@ from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
 from megascend.engines.transformers_names import tensor_slices
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
+from megascend.lora.target_modules import TargetModule
+from megascend.selfcheck import in_process
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
@@ -68,11 +72,12 @@ class FsdpEngine(TransformersEngine):
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
         seed_generators(spec.seed + groups.rank)  # ranks have different samples, and so different dropout
-        self.model = transformers_api.meta_model(self.model_dir, info.shape.tied, info.scalar_head)
-        layers = self._check_model(spec)
+        checked = CheckedModel.build(spec, info, topology)
+        self.model, layers, self._hf_slices = checked.model, checked.layers, checked.hf_slices
+        npu = self.device.type == "npu"
+        subject = FsdpSubject(info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu)
+        self.check_slice(self.model.config, subject, enabled=spec.self_check)
         self._rotary = RotaryByLength(self.model)
-        # Before sharding, while parameters have their full shapes.
-        self._hf_slices = tensor_slices(self.model, info.tensors)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -82,7 +87,7 @@ class FsdpEngine(TransformersEngine):
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
         self.adapters: FsdpAdapters | None = None
         if spec.adapters is not None:
-            self.adapters = FsdpAdapters(self.model, spec, context, self._share)
+            self.adapters = FsdpAdapters(self.model, spec, context, checked.adapter_targets, self._share)
             freeze(self.model, self.dtype)
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
@@ -113,20 +118,6 @@ class FsdpEngine(TransformersEngine):
             )
             self.trainable = FullModel(self.optimizer)
         self.model.train()
-
-    def _check_model(self, spec: EngineSpec) -> list[torch.nn.Module]:
-        """Raise for a model that this engine would compute wrongly; return its layers. Collective."""
-        topology, packing = self.topology, spec.batching.packing
-        if topology.context > 1:
-            text = self.model.config.get_text_config()
-            heads = text.num_attention_heads
-            check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, topology.context)
-        layers = transformers_api.layers(self.model)
-        check_layers(self.model, layers, packing=packing, context=topology.context, longest=self.max_length)
-        npu = self.device.type == "npu"
-        subject = FsdpSubject(self.info.scalar_head, packing=packing, context=topology.context, npu=npu)
-        self.check_slice(self.model.config, subject, enabled=spec.self_check)
-        return layers
 
     def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
         """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
@@ -225,6 +216,56 @@ class FsdpEngine(TransformersEngine):
             device=device,
             share=self._share,
         )
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model on ``meta`` that this engine supports with the settings of a run.
+
+    Attributes:
+        layers: its decoder layers.
+        hf_slices: origin of its parameters in the checkpoint; computed before sharding, while they have their full shapes.
+        adapter_targets: every layer that adapters could act on; none without adapters.
+    """
+
+    model: Any
+    layers: list[torch.nn.Module]
+    hf_slices: HfSlices
+    adapter_targets: list[TargetModule]
+
+    @classmethod
+    def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
+        """Build the model and check it against settings and layout. Local: a dry run does it without process groups.
+
+        Raises:
+            CheckpointError, ConfigError, TopologyError: the engine cannot build the model, or would compute it wrongly.
+        """
+        check_head(spec, info)
+        model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
+        if context > 1:
+            text = model.config.get_text_config()
+            heads = text.num_attention_heads
+            check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, context)
+        layers, longest = transformers_api.layers(model), longest_sample(spec, info)
+        check_layers(model, layers, packing=spec.batching.packing, context=context, longest=longest)
+        if spec.moe.aux_loss != "none":
+            router_recorder(model, spec.moe, frozen=spec.adapters is not None)
+        targets = [] if spec.adapters is None else adapter_targets(model, spec.adapters, tied=info.shape.tied)
+        return cls(model, layers, tensor_slices(model, info.tensors), targets)
+
+
+def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
+    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    checked = CheckedModel.build(spec, info, topology)
+    subject = FsdpSubject(
+        info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"
+    )
+    in_process.check_first_pass(
+        spec.model, checked.model.config, longest_sample(spec, info), subject, called=spec.self_check
+    )
+    if topology.expert > 1:
+        keep_own_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
+    return [target.slices[0].name for target in checked.adapter_targets]
 
 
 class FsdpSubject(TransformersSubject):

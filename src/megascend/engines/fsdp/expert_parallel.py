@@ -107,8 +107,8 @@ def computed_where_experts_are(
     return exchange.to_tokens(outputs[:0] if idle else outputs).sum(1).to(hidden.dtype)
 
 
-def keep_own_experts(model: nn.Module, share: ExpertShare, is_experts: Callable[[nn.Module], bool]) -> None:
-    """Replace the experts of a model on ``meta`` by this rank's part of them.
+def keep_own_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
+    """Replace the experts of a model on ``meta`` by one of ``shares`` equal parts of them; on ``meta`` all parts are the same.
 
     Raises:
         ConfigError: they cannot be divided.
@@ -117,15 +117,15 @@ def keep_own_experts(model: nn.Module, share: ExpertShare, is_experts: Callable[
     for name, module in modules:
         total = module.num_experts
         parameters = list(module.named_parameters())
-        if total % share.size or any("." in key or value.shape[0] != total for key, value in parameters):
+        if total % shares or any("." in key or value.shape[0] != total for key, value in parameters):
             raise ConfigError(
-                f"engine fsdp: parallel.expert={share.size} cannot divide {name}, {total} experts of "
+                f"engine fsdp: parallel.expert={shares} cannot divide {name}, {total} experts of "
                 f"{type(module).__name__}; set parallel.expert to a divisor, or to 1"
             )
         for key, value in parameters:
-            part = value.new_empty(total // share.size, *value.shape[1:])
+            part = value.new_empty(total // shares, *value.shape[1:])
             setattr(module, key, nn.Parameter(part, requires_grad=value.requires_grad))
-        module.num_experts = total // share.size
+        module.num_experts = total // shares
 
 
 class _AllToAll(torch.autograd.Function):

@@ -45,7 +45,7 @@ class RouterLoss:
         self._weight = 0.0
         self._recording = False
         self._logits: list[Tensor] = []
-        recorder = _recorder(model, moe, frozen=frozen)
+        recorder = router_recorder(model, moe, frozen=frozen)
         self._top_k = model.config.get_text_config().num_experts_per_tok
         self._index = recorder.index
         self._routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
@@ -97,7 +97,7 @@ def _counts(probabilities: Tensor, top_k: int, real: Tensor) -> Tensor:
     return (torch.zeros_like(probabilities).scatter(1, best, 1.0) * real).sum(0)
 
 
-def _recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:
+def router_recorder(model: Any, moe: Moe, *, frozen: bool) -> Any:
     """Return transformers' OutputRecorder of a model's router logits; ConfigError if it has no such loss."""
     setting, name = f"engine fsdp: moe.aux_loss={moe.aux_loss!r}", type(model).__name__
     if frozen:

@@ -276,7 +276,7 @@ def divide_experts(model: nn.Module, share: ExpertShare) -> None:
     Raises:
         ConfigError: the experts cannot be divided.
     """
-    keep_own_experts(model, share, is_fused_experts)
+    keep_own_experts(model, share.size, is_fused_experts)
     for module in filter(is_fused_experts, model.modules()):
         setattr(module, SHARE, share)
 

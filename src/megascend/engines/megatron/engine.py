@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mcore_bridge import ModelConfig
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,7 +22,7 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import CudaGraphs
 from megascend.distributed.objects import gather_objects, raise_on_all_ranks
-from megascend.engines.base import Engine, OnOutput, ScalarOutput, seed_generators
+from megascend.engines.base import Engine, OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import fresh_weights
@@ -40,16 +41,22 @@ from megascend.engines.megatron import (
 )
 from megascend.engines.megatron.build import build_chunks, build_config, check_window
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
+from megascend.engines.megatron.groups import pretended_groups
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.errors import CheckpointError
+from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
+from megascend.lora.target_modules import matches
+from megascend.platforms.base import Platform
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
+from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
 
 if TYPE_CHECKING:
+    from megascend.bootstrap import Runtime
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.layers import AdapterManager
     from megascend.selfcheck.process import Worker
@@ -84,7 +91,7 @@ class MegatronEngine(Engine):
         self.optimizer: MegatronOptimizer | None = None
         self._hf_slices: HfSlices | None = None
         self._cached: cached_attention.CachedAttention | None = None  # within caching()
-        self._overlaps = self.adam.overlap_grad_reduce and spec.adapters is None
+        self._overlaps = overlaps_reduction(spec)
         self.layout = SequenceLayout(
             packing=spec.batching.packing,
             context_size=self.topology.context,
@@ -94,7 +101,7 @@ class MegatronEngine(Engine):
         )
         # Megatron's layers draw from the random streams that this creates.
         seed_everything(spec.seed)
-        groups_experts = self._configure(spec)
+        self.config, groups_experts = configure(spec, platform, self.topology, info, self.device)
         self.groups.limit_timeouts()  # mcore-bridge has created a group with torch's timeout
         start = time.monotonic()
         self.self_check = self._check_slice(checker, enabled=spec.self_check)
@@ -127,27 +134,6 @@ class MegatronEngine(Engine):
 
     # --- construction ---
 
-    def _configure(self, spec: EngineSpec) -> bool:
-        """Build and check mcore-bridge's configuration; return True if experts are to be grouped."""
-        info, platform = self.info, self.runtime.platform
-        self.config = build_config(
-            self.model_dir,
-            self.topology,
-            spec.precision,
-            spec.recompute,
-            platform,
-            info.scalar_head,
-            tied=info.shape.tied,
-        )
-        routers.check(self.config, spec.moe, self.topology.pipeline, frozen=spec.adapters is not None)
-        groups_experts = grouped_experts.is_enabled(
-            spec.moe, self.config, spec.precision, self.device, overlapped=self._overlaps
-        )
-        if spec.batching.cuda_graphs is not None:
-            self._check_graphs(spec, groups_experts=groups_experts)
-        check_window(self.config, self.max_length)
-        return groups_experts
-
     def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and train adapters on it."""
         self.trainable = self.adapters = self._adapter_manager(spec)
@@ -157,7 +143,7 @@ class MegatronEngine(Engine):
         self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
-            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry))
+            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry.projections))
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Train the DDP-wrapped chunks."""
@@ -172,21 +158,6 @@ class MegatronEngine(Engine):
         )
         self._connect_schedule(self.optimizer)
         self.trainable = FullModel(self.optimizer, reduces_while_running=self.adam.overlap_grad_reduce)
-
-    def _check_graphs(self, spec: EngineSpec, *, groups_experts: bool) -> None:
-        """Raise ConfigError if no micro batch of this model can be captured."""
-        graph_support.refuse("does not support scalar heads" if self.info.scalar_head else None)
-        adam = None if spec.adapters is not None else spec.optimizer
-        problem = graph_support.refused_because(
-            self.device.type,
-            self.topology,
-            spec.precision,
-            spec.recompute,
-            self.config,
-            adam,
-            grouped=groups_experts,
-        )
-        graph_support.refuse(problem)
 
     def _build_chunks(self, spec: EngineSpec) -> list[Any]:
         """Build this rank's model chunks and fill them from the checkpoint. Collective."""
@@ -481,6 +452,57 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
+
+
+def overlaps_reduction(spec: EngineSpec) -> bool:
+    """Check whether gradients are reduced during the backward pass; those of adapters are reduced once a step."""
+    return spec.optimizer.overlap_grad_reduce and spec.adapters is None
+
+
+def configure(
+    spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
+) -> tuple[ModelConfig, bool]:
+    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped.
+
+    Raises:
+        CheckpointError, ConfigError: the engine does not support this model, or not with these settings.
+    """
+    check_head(spec, info)
+    frozen, tied = spec.adapters is not None, info.shape.tied
+    config = build_config(spec.model, topology, spec.precision, spec.recompute, platform, info.scalar_head, tied=tied)
+    routers.check(config, spec.moe, topology.pipeline, frozen=frozen)
+    overlapped = overlaps_reduction(spec)
+    grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
+    if spec.batching.cuda_graphs is not None:
+        graph_support.refuse("does not support scalar heads" if info.scalar_head else None)
+        adam = None if frozen else spec.optimizer
+        graph_support.refuse(
+            graph_support.refused_because(
+                device.type, topology, spec.precision, spec.recompute, config, adam, grouped=grouped
+            )
+        )
+    check_window(config, longest_sample(spec, info))
+    return config, grouped
+
+
+def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
+    """Raise what the constructor would raise before it builds layers; return the names of adapter targets.
+
+    Which layers of an architecture can be adapted is known only once they are built: the names are those of the checkpoint.
+    """
+    runtime.configure_topology(
+        topology, spec.timeout_s
+    )  # the provider's settings, which the configuration takes fields from
+    with pretended_groups(topology):
+        config, _ = configure(spec, runtime.platform, topology, info, torch.device(runtime.platform.device_type))
+        runtime.configure_model(config, spec.provider_options)
+    if spec.adapters is None:
+        return []
+    names = linear_layers({name: header.shape for name, header in info.tensors.items()})
+    if spec.batching.cuda_graphs is not None:
+        targets = [name for name in names if matches(name, spec.adapters.targets)]
+        graph_support.refuse(graph_support.targets_refused_because(targets))
+    return names
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megascend.config import Adam, Precision, Recompute
 from megascend.errors import ConfigError
+from megascend.lora.target_modules import is_embedding, is_output
 from megascend.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from megascend.lora.registry import AdapterRegistry
 
 ROPE_OF_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that depend on the sequence length, which padding to a captured shape changes."""
@@ -69,10 +67,9 @@ def refused_because(
     return None
 
 
-def targets_refused_because(registry: AdapterRegistry) -> str | None:
-    """Return the reason why micro batches of these adapters cannot be captured, or None."""
-    modules = [module for group in registry.shape_groups for module in group.target_modules]
-    if any(module.is_output or module.is_embedding for module in modules):
+def targets_refused_because(targets: Sequence[str]) -> str | None:
+    """Return the reason why micro batches of adapters on these layers cannot be captured, or None."""
+    if any(is_output(name) or is_embedding(name) for name in targets):
         return "does not support lm_head or embed_tokens among adapters.targets"
     return None
 

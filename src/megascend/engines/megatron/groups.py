@@ -60,19 +60,7 @@ class MegatronGroups:
         self._created = True
         # Megatron creates groups of one rank for every axis of size 1; here they share one.
         with shared_single_rank_groups():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=topology.tensor,
-                pipeline_model_parallel_size=topology.pipeline,
-                virtual_pipeline_model_parallel_size=topology.virtual_pipeline
-                if topology.virtual_pipeline > 1
-                else None,
-                context_parallel_size=topology.context,
-                expert_model_parallel_size=topology.expert,
-                expert_tensor_parallel_size=topology.expert_tensor,
-                distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
-                order="tp-cp-ep-dp-pp",
-                create_gloo_process_groups=True,
-            )
+            _initialize(topology, timeout_s, gloo=True)
         return EngineGroups(_device_groups(), _cpu_groups())
 
     def limit_timeouts(self, timeout_s: float) -> None:
@@ -86,6 +74,40 @@ class MegatronGroups:
         self._created = False
         _forget_kept_groups(destroy=destroy)  # before Megatron forgets them itself, without destroying them
         parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def pretended_groups(topology: Topology) -> Iterator[None]:
+    """Create Megatron's groups within the context as rank 0 of ``topology``, on torch's backend that communicates nothing.
+
+    mcore-bridge's configuration cannot be built without groups, and a dry run has no other ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+    require_none_alive()
+    dist.init_process_group("fake", rank=0, world_size=topology.world_size, store=FakeStore())
+    try:
+        _initialize(topology, 600.0, gloo=False)
+        yield
+    finally:
+        _forget_kept_groups(destroy=False)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _initialize(topology: Topology, timeout_s: float, *, gloo: bool) -> None:
+    """Create all groups of ``topology`` in ``parallel_state``; with ``gloo`` those on the CPU too. Collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tensor,
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        context_parallel_size=topology.context,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=topology.expert_tensor,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=gloo,
+    )
 
 
 def _device_groups() -> dict[str, ProcessGroup]:

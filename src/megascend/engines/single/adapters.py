@@ -18,6 +18,7 @@ from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
+from megascend.lora.target_modules import TargetModule
 from megascend.lora.transfer import scatter
 from megascend.lora.transformers_targets import is_transposed, layer_targets
 
@@ -35,8 +36,7 @@ class PeftAdapters(AdapterSet):
 
         assert spec.adapters is not None
         model.requires_grad_(False)
-        # peft before 0.20 swaps the dimensions of transposed experts.
-        targets = [target for target in layer_targets(model) if not is_transposed(target)]
+        targets = adapter_targets(model)
         registry = AdapterRegistry.for_model(
             targets,
             sorted(target.slices[0].name for target in targets),
@@ -104,6 +104,12 @@ class PeftAdapters(AdapterSet):
         if self._active is not None:
             self._active[1].deactivate()
             self._active = None
+
+
+def adapter_targets(model: Any) -> list[TargetModule]:
+    """Return every layer of a model, which may be on ``meta``, that adapters could act on."""
+    # peft before 0.20 swaps the dimensions of transposed experts.
+    return [target for target in layer_targets(model) if not is_transposed(target)]
 
 
 class ActiveAdapter:

@@ -12,13 +12,21 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 from megascend.engines.adamw import ModelAdamW
-from megascend.engines.base import OnOutput, ScalarOutput, seed_generators
+from megascend.engines.base import OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
-from megascend.engines.heads import PlainOutput, fresh_weights, model_class, output_layer, values_of, without_bias
+from megascend.engines.heads import (
+    PlainOutput,
+    fresh_weights,
+    model_class,
+    output_layer,
+    tie_embeddings,
+    values_of,
+    without_bias,
+)
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.single import cached_attention
-from megascend.engines.single.adapters import PeftAdapters
+from megascend.engines.single.adapters import PeftAdapters, adapter_targets
 from megascend.engines.single.model import (
     check_plain_head,
     check_router_loss,
@@ -26,13 +34,17 @@ from megascend.engines.single.model import (
     load_model,
     model_config,
     named_weights,
+    plain_head,
     router_loss,
 )
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
 from megascend.engines.transformers_names import tensor_slices
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.info import ModelInfo
 from megascend.kernels.reductions import out_of_range
 from megascend.lora.factors import merged
+from megascend.lora.registry import check_limits
+from megascend.selfcheck import in_process
 from megascend.topology.weight_routes import Receivers
 
 
@@ -61,10 +73,9 @@ class SingleEngine(TransformersEngine):
         if info.scalar_head is None:
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
-        frozen, recomputed = spec.adapters is not None, spec.recompute.granularity == "full"
-        check_router_loss(self.model, spec.moe, frozen=frozen, recomputed=recomputed)
+        check_support(self.model, spec, info)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
-        if recomputed:
+        if spec.recompute.granularity == "full":
             # transformers 5.11 renamed gradient_checkpointing_enable.
             name = "activation_checkpointing_enable"
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
@@ -191,3 +202,38 @@ def check_settings(spec: EngineSpec) -> None:
         raise ConfigError(
             f"engine single: recompute.layers={recompute.layers}; only single layers are recomputed, set 1"
         )
+
+
+def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
+    """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets.
+
+    Raises:
+        ConfigError: the engine does not support this model, or not with these settings.
+    """
+    check_head(spec, info)
+    if info.scalar_head is None:
+        plain_head(model)
+    frozen, recomputed = spec.adapters is not None, spec.recompute.granularity == "full"
+    check_router_loss(model, spec.moe, frozen=frozen, recomputed=recomputed)
+    if spec.adapters is None:
+        return []
+    targets = [target.slices[0].name for target in adapter_targets(model)]
+    check_limits(spec.adapters, targets)
+    return targets
+
+
+def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
+    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    config = model_config(spec.model)
+    if info.scalar_head is None:
+        tie_embeddings(config, info.shape.tied)
+    try:
+        with torch.device("meta"):
+            model = model_class(config, info.scalar_head).from_config(config)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"model: transformers cannot load {spec.model}: {error}") from error
+    targets = check_support(model, spec, info)
+    in_process.check_first_pass(
+        spec.model, model.config, longest_sample(spec, info), SingleSubject(info.scalar_head), called=spec.self_check
+    )
+    return targets

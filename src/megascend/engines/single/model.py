@@ -130,15 +130,21 @@ def hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor | None, **
     return output.last_hidden_state, output
 
 
+def plain_head(model: Any) -> Any:
+    """Return the output layer of a model, which may be on ``meta``; ConfigError if it is more than a product."""
+    head = model.get_output_embeddings()
+    if (problem := not_plain(head, None)) is not None:
+        raise ConfigError(f"engine single: {type(model).__name__} has {problem}; use another engine")
+    return head
+
+
 def check_plain_head(model: Any, vocab_size: int) -> None:
     """Compare the output layer's plain product with the model's own logits, for a few tokens.
 
     Raises:
         ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would omit.
     """
-    head = model.get_output_embeddings()
-    if (problem := not_plain(head, None)) is not None:
-        raise ConfigError(f"engine single: {type(model).__name__} has {problem}; use another engine")
+    head = plain_head(model)
     products: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: products.append(output))
     try:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from megascend.errors import MegascendError
+from megascend.io.lasting_output import LastingOutput
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.engines.vllm import VllmEngine
 from weightwire.errors import WireError
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--bearer", action="store_true", help="take bearer tokens as well, and AReaL's callbacks")
     parser.add_argument("--wait", type=float, default=900.0, metavar="S", help="for the servers to be ready")
     arguments = parser.parse_args()
+    # The address is printed and errors are logged: a reader that goes away (a pipe, ssh) must not end the controller.
+    LastingOutput().install()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(serve(arguments))

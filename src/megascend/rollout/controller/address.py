@@ -39,6 +39,7 @@ class PublishedAddress:
         self._path = Path(path)
         self._descriptor: int | None = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            # A lock instead of a pid file: the system releases it however the process ends.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._descriptor)
@@ -49,12 +50,14 @@ class PublishedAddress:
 
     def publish(self, address: Address) -> None:
         """Write the address atomically."""
+        # Clients read it at any moment, and must not find half of it.
         with replacing(self._path) as path:
             path.write_text(json.dumps({"version": 1, **asdict(address)}) + "\n", encoding="utf-8")
 
     def withdraw(self) -> None:
         """Remove the file and release the lock. May be called twice."""
         if self._descriptor is not None:
+            # Under the lock: the next controller's file must not be removed.
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None

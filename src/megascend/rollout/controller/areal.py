@@ -39,11 +39,13 @@ class ArealCallbacks:
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._claim: str | None = None
+        # AReaL may send continue before its pause was answered.
         self._changing = asyncio.Lock()
 
     async def answer(self, name: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Handle a callback; return status and JSON of the answer."""
         try:
+            # An offer and a seal cannot be made of these calls: AReaL names no digests, and activates while it sends.
             if name in WEIGHTS:
                 reason = "weights reach the controller's engines by megascend.WeightSync (docs/rl.md)"
                 return 501, {"error": f"{name} is not supported: {reason}"}
@@ -74,6 +76,7 @@ class ArealCallbacks:
         lease_s = self._controller.limits.max_lease_s
         try:
             if self._claim is not None:
+                # A pause during a pause extends it.
                 self._controller.renew(self._claim, lease_s)
         except LeaseLapsedError:
             self._claim = None
@@ -82,6 +85,7 @@ class ArealCallbacks:
         await self._controller.engine(self._claim).pause(lease_s)
 
     async def _continue(self) -> None:
+        # Forgotten first: a release that fails must not be tried again with a dead claim.
         claim, self._claim = self._claim, None
         if claim is not None:
             try:

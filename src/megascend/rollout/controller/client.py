@@ -91,6 +91,7 @@ class ControllerClient:
         try:
             yield claim
         finally:
+            # Before the release: a renewal after it would report a lost claim.
             renewing.cancel()
             await claim._release()
 
@@ -147,6 +148,8 @@ class ControllerClient:
             AuthError: it refuses our signature, or the answer is not from a holder of the key.
             MegascendError: it refused, or an engine did; the class is that of the error there.
         """
+        # The first call learns the instance. Without it a controller that was restarted in between could not be told
+        # apart.
         if not self._instance and route != "/v1/hello":
             async with self._hello:
                 if not self._instance:
@@ -163,7 +166,9 @@ class ControllerClient:
         failed, problem = False, None
         while True:
             try:
+                # Read for each attempt: a controller that was restarted has another port.
                 attempt = self._attempt(read_address(self._where), route, body)
+                # Each attempt has all that is left: a call that waits in the controller must not be cut short.
                 result = await asyncio.wait_for(attempt, deadline - loop.time())
             except AuthError:
                 raise
@@ -178,6 +183,7 @@ class ControllerClient:
                 problem = result
             if not failed:
                 failed, deadline = True, min(deadline, loop.time() + self._timeout_s)
+            # At random: all workers lose a controller at the same moment.
             pause = delay * random.uniform(0.5, 1.0)
             if loop.time() + pause >= deadline:
                 kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
@@ -251,12 +257,14 @@ class ClaimedEngines(RemoteEngine):
         try:
             return await self._client.call(route, {"claim": self._id, **arguments}, takes_s=max(0.0, takes_s))
         except (LeaseLapsedError, ControllerRestartedError) as error:
+            # Remembered: every later call of this claim would be refused, and says why without asking.
             self._lost = error
             raise
 
     async def _renew(self, lease_s: float) -> None:
         """Renew the lease at intervals of a third of its length, until it is lost."""
         while True:
+            # Two renewals may be lost before the lease ends.
             await asyncio.sleep(lease_s / 3)
             try:
                 await self._call("/v1/renew", lease_s=lease_s)
@@ -326,6 +334,7 @@ class ControllerEngine(RemoteEngine):
     async def _claimed(self) -> ClaimedEngines:
         async with self._claiming:
             if self._engines is None or self._engines.lost:
+                # The lost claim's renewal is still running.
                 await self._claims.aclose()
                 claim = self._client.claim(self._owner, lease_s=self._lease_s, wait_s=self._wait_s)
                 self._engines = await self._claims.enter_async_context(claim)

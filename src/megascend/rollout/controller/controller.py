@@ -60,6 +60,7 @@ class Controller:
         limits: ControllerLimits | None = None,
         clock: Clock | None = None,
     ) -> None:
+        # A client must notice a restart: claims and rollouts of the old process are gone.
         self.instance = secrets.token_hex(8)
         """Unique id of this controller: one that replaces it has another."""
         self.limits = limits or ControllerLimits()
@@ -166,6 +167,7 @@ class Controller:
         numbers = [self._names.index(name) for name in claim.engines]
         number = self._availability.best(numbers, self._sampling)
         self._sampling[number] += n
+        # A task of its own, which close() can cancel without the caller's.
         task = asyncio.ensure_future(work(self._engines[self._names[number]]))
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
@@ -187,6 +189,7 @@ class Controller:
     async def _close(self, reason: str) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        # First of all: an operation that goes on could pause engines after they were resumed below.
         for operation in list(self._operations):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)
@@ -218,9 +221,11 @@ class Controller:
             except ControllerError:
                 raise  # refused without effect
             except BaseException:
+                # Also if the caller disconnects: engines must not stay paused or half updated.
                 await asyncio.shield(self._clean_up(self._undo(claim)))
                 raise
 
+        # A claim does not lapse during its own call, which may take longer than the lease.
         claim.running += 1
         task = asyncio.ensure_future(run_or_undo())
         self._operations.add(task)
@@ -252,6 +257,7 @@ class Controller:
         async with self._locks[claim.id]:
             await self._undo(claim)
         self._locks.pop(claim.id, None)
+        # Only after its engines are as they were: a new owner must not find them paused.
         self._updates.forget(claim)
         self._ownership.end(claim)
         self._wake()
@@ -264,6 +270,7 @@ class Controller:
 
     async def _freed_within(self, seconds: float) -> bool:
         """Wait until engines are freed; return False at the deadline."""
+        # A future for each waiter, which the deadline can settle as well.
         freed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         timer = self._clock.call_at(self._clock.now() + seconds, lambda: freed.done() or freed.set_result(False))
         self._waiting.add(freed)
@@ -279,6 +286,7 @@ class Controller:
             self._timer.cancel()
             self._timer = None
         ends = [end for end in (self._ownership.next_lapse(), self._pauses.next_lapse()) if end is not None]
+        # A closing controller ends all claims itself.
         if ends and self._closed is None:
             self._timer = self._clock.call_at(min(ends), self._on_lapse)
 
@@ -288,6 +296,7 @@ class Controller:
             log.warning("%s; its engines are resumed", reason)
             self._ownership.begin_end(claim, reason)
             self._clean_up(self._end(claim))
+        # The engine's own lease ends the pause too; this one covers engines without one.
         for name, retry_at in self._pauses.lapsed():
             self._clean_up(self._pauses.end_lapsed(name, retry_at))
         self._arm()

@@ -101,6 +101,7 @@ class Updates:
         """
         if (update := self._updates.get(claim.id)) is not None:
             raise ControllerError(f"update {update.name!r} of {claim.owner!r} is open: commit or drop it first")
+        # Asked once for a claim: an engine's workers do not change while it runs.
         members = self._members.get(claim.id) or await self.members(claim)
         if (offer.first, offer.workers) != (1, sum(members.values())):
             raise MessageError(
@@ -112,6 +113,7 @@ class Updates:
         async def begin(engine: InferenceEngine) -> None:
             await engine.begin_update(replace(offer, first=firsts[engine.name], workers=members[engine.name]))
 
+        # Before the call: an engine may have begun even if its answer is lost, and must then drop.
         self._updates[claim.id] = _OpenUpdate(offer.update, set(claim.engines))
         await self._engines.each(claim.engines, "begin_update", begin)
 
@@ -135,6 +137,7 @@ class Updates:
 
         async def commit(engine: InferenceEngine) -> None:
             await engine.commit(name)
+            # A committed engine is not dropped if another one fails.
             update.engines.discard(engine.name)
 
         await self._engines.each(claim.engines, "commit", commit, self._engines.commit_s + ERROR_S)
@@ -179,6 +182,7 @@ class Pauses:
         self._changed = changed
         self._until: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
+        # A pause and a resume of one engine must not overtake each other.
         self._locks = {name: asyncio.Lock() for name in names}
 
     def until(self, name: str) -> float | None:
@@ -224,6 +228,7 @@ class Pauses:
         """Return engines whose pause has ended, with the time of a second attempt; pass each pair to :meth:`end_lapsed`."""
         now = self._clock.now()
         lapsed = [(name, now + RESUME_AGAIN_S) for name, until in self._until.items() if until <= now]
+        # Moved forward at once: the timer must not find the same pause again while its end is under way.
         self._until.update(lapsed)
         return lapsed
 

@@ -116,6 +116,7 @@ def write_result(instance: str, result: Mapping[str, Any]) -> Answer:
 
 def write_error(instance: str, error: Exception) -> Answer:
     """Encode the answer to a call that was refused or failed."""
+    # Errors cross as kinds: another version may not have the class.
     kind = next((kind for kind, (_, error_type) in _KINDS.items() if isinstance(error, error_type)), "internal")
     status, _ = _KINDS[kind]
     message = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
@@ -150,6 +151,7 @@ def _check_version(data: Mapping[str, Any]) -> None:
 
 def _dump(data: Mapping[str, Any]) -> bytes:
     try:
+        # NaN is not JSON; Python would write it, and other parsers refuse it.
         return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise MessageError(f"cannot be encoded as JSON: {error}") from error

@@ -87,6 +87,7 @@ class Ownership:
         if not names:
             raise ControllerError("a claim on no engine")
         self.check_lease(lease_s)
+        # All or none: two owners with a part each would wait for each other.
         for name in names:
             if (other := self.owner_of(name)) is not None:
                 state = "is being released by" if other.ending else "belongs to"
@@ -122,6 +123,7 @@ class Ownership:
 
     def begin_end(self, claim: Claim, reason: str) -> None:
         """Deactivate a claim; its engines are not free yet."""
+        # Two steps: calls are refused from now on, while the engines are still being resumed.
         claim.ending = True
         self._ended.append((claim.id, reason))
 
@@ -139,6 +141,7 @@ class Ownership:
 
     def lapsed(self, now: float) -> list[Claim]:
         """Return the claims whose lease has ended."""
+        # A running call keeps its claim; it renews the lease at its end.
         return [claim for claim in self._claims.values() if claim.until <= now and not (claim.ending or claim.running)]
 
     def next_lapse(self) -> float | None:

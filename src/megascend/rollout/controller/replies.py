@@ -53,6 +53,7 @@ class Replies:
             ControllerBusyError: too many calls.
             Exception: raised by ``execute``.
         """
+        # An id that comes with another body is a mistake of the caller's, and not a repetition.
         digest = hashlib.sha256(f"{route}\n".encode() + body).digest()
         reply = self._replies.get(call.id)
         if reply is None:
@@ -62,11 +63,13 @@ class Replies:
             task.add_done_callback(lambda task: self._settle(call.id, reply, task))
         elif reply.digest != digest:
             raise MessageError(f"the id {call.id} was used for another call")
+        # One of several callers that gives up must not cancel the answer of the others.
         return await asyncio.shield(reply.answer)
 
     def _new(self, call: Call, digest: bytes) -> _Reply:
         now = self._clock()
         self._forget(now)
+        # Its answer may have been forgotten: executing it could be the second time.
         if now - call.created > self._keep_s or call.created <= self._forgotten_until:
             raise MessageError(
                 f"call {call.id} was made {now - call.created:.1f} s ago; after {self._keep_s:g} s a call is not executed, "
@@ -101,6 +104,7 @@ class Replies:
             self._answered.append((call_id, max(reply.created, self._clock()) + self._keep_s))
             reply.answer.set_result(task.result())
             return
+        # Refused without effect: the next attempt is executed.
         self._replies.pop(call_id, None)
         reply.answer.set_exception(error)
         reply.answer.exception()  # retrieved: asyncio would log it if the caller has disconnected

@@ -66,13 +66,13 @@ class ClaimEngines(ControllerCall):
         return _claimed(await controller.claim(self.owner, self.engines, lease_s=self.lease_s, wait_s=self.wait_s))
 
 
-class ClaimService(ControllerCall):
+class ClaimedCall(ControllerCall):
     """A call that needs a claim."""
 
     claim: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Renew(ClaimService):
+class Renew(ClaimedCall):
     lease_s: Seconds
     once = False
 
@@ -80,7 +80,7 @@ class Renew(ClaimService):
         return _claimed(controller.renew(self.claim, self.lease_s))
 
 
-class Release(ClaimService):
+class Release(ClaimedCall):
     async def run(self, controller: Controller, size: int) -> dict[str, Any]:
         await controller.release(self.claim)
         return {}
@@ -138,7 +138,7 @@ def _claimed(claim: Claim) -> dict[str, Any]:
     return {"claim": claim.id, "engines": list(claim.engines), "lease_s": claim.lease_s}
 
 
-SERVICES: dict[str, type[ControllerCall]] = {
+CONTROLLER_CALLS: dict[str, type[ControllerCall]] = {
     "hello": Hello,
     "status": Status,
     "claim": ClaimEngines,
@@ -151,7 +151,7 @@ SERVICES: dict[str, type[ControllerCall]] = {
     "rollouts/forget": Forget,
 }
 """Calls of the controller, in addition to those of an engine (:data:`weightwire.remote_engine.CALLS`), which need a claim."""
-ROUTES = tuple(PREFIX + name for name in (*SERVICES, *CALLS))
+ROUTES = tuple(PREFIX + name for name in (*CONTROLLER_CALLS, *CALLS))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class ReadCall:
     """A call with validated arguments.
 
     Attributes:
-        once: as of :class:`Service`.
+        once: as of :class:`ControllerCall`.
     """
 
     run: Callable[[Controller], Awaitable[dict[str, Any]]]
@@ -176,12 +176,14 @@ def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
     if target not in ROUTES:
         raise MessageError(f"there is no POST {target[:200]}; there is POST {', '.join(ROUTES)}")
     try:
-        if name in SERVICES:
-            service = SERVICES[name].model_validate(values)
+        if name in CONTROLLER_CALLS:
+            service = CONTROLLER_CALLS[name].model_validate(values)
             return ReadCall(lambda controller: service.run(controller, size), service.once)
-        claim = ClaimService.model_validate({"claim": values.get("claim")}).claim
+        # An engine's calls are parsed by weightwire; the claim is this controller's own.
+        claim = ClaimedCall.model_validate({"claim": values.get("claim")}).claim
         run = read_call(name, {key: value for key, value in values.items() if key != "claim"})
     except ValidationError as error:
+        # Without the input: it may hold prompts, and the message goes to a log.
         problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         text = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
         raise MessageError(f"arguments: {text}") from None

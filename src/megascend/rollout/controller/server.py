@@ -114,6 +114,7 @@ class ControllerServer:
         self._publish = publish
         self._advertise = advertise
         self._published: PublishedAddress | None = None
+        # Twice as many nonces as replies: a repeated call has the same id and a new nonce.
         self._verifier = verifier or Verifier(
             key, audience=AUDIENCE, bearer=BEARER if bearer else None, max_nonces=max(2**16, 2 * max_replies)
         )
@@ -138,6 +139,7 @@ class ControllerServer:
             ConfigError: the port is taken, the host is not an address of this machine, or is a wildcard and none is advertised.
             ControllerError: another controller holds the file.
         """
+        # The file would contain an address that leads other machines to themselves.
         if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(
                 f"host={self._host!r} listens on all addresses; set advertise= to the one that others connect to"
@@ -169,11 +171,13 @@ class ControllerServer:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        # uvicorn has no event for it.
         while not self._server.started:
             if self._serving.done():
                 self._withdraw()
                 raise ConfigError(f"the controller's HTTP server did not start: {self._serving.exception()}")
             await asyncio.sleep(0.005)
+        # After it listens: whoever reads the file may connect at once.
         self.address = Address(self._advertise or host, port, self.controller.instance)
         if self._published is not None:
             self._published.publish(self.address)
@@ -192,6 +196,7 @@ class ControllerServer:
         """
         if self._closed is None:
             self._closed = asyncio.ensure_future(self._close(reason))
+        # A second signal, or a cancelled caller, must not end the closing halfway.
         await asyncio.shield(self._closed)
 
     async def until_signal(self) -> signal.Signals:
@@ -297,6 +302,7 @@ class ControllerServer:
             route = read_route(target, call.arguments, len(body))
             if route.once:
                 return await self._replies.once(call, target, body, lambda: self._execute(route, call))
+            # Calls without effect end with their caller; the others are completed.
             work = asyncio.ensure_future(self._execute(route, call))
             return await unless_gone(work, receive) or Answer(499, b"")
         except (MegascendError, AuthError) as error:
@@ -308,6 +314,7 @@ class ControllerServer:
             raise ControllerLostError(self._stopping)
         try:
             return write_result(self.controller.instance, await route.run(self.controller))
+        # Raised, not answered: replies must not keep them, since the caller retries.
         except (ControllerBusyError, ControllerLostError):
             raise
         except MegascendError as error:
@@ -327,6 +334,7 @@ class ControllerServer:
     async def _close(self, reason: str) -> None:
         self._stopping = reason
         if self._server is not None:
+            # No new connections, while running calls are still answered.
             for listener in self._server.servers:
                 listener.close()
         try:
@@ -350,6 +358,7 @@ class RefusedResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with contextlib.suppress(asyncio.TimeoutError, WireError):
+            # Bounded: the caller may send slowly, or for ever.
             await asyncio.wait_for(_discard(receive), DISCARD_S)
         await send({"type": "http.response.body", "body": b""})
 

@@ -65,6 +65,7 @@ class RolloutTasks:
         if len(self._tasks) >= self._max_tasks:
             raise self._full()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # A rollout may fail before anybody waits for it.
         future.add_done_callback(_retrieve_exception)
         message = f"rollout {name!r} was not completed within {deadline_s:g} s"
         timer = self._clock.call_at(
@@ -80,6 +81,7 @@ class RolloutTasks:
 
     def expect_all(self, names: Sequence[str], deadline_s: float) -> None:
         """Expect several rollouts, all or none, and keep their results for :meth:`wait`. Raises like :meth:`expect`."""
+        # Everything is checked before the first one is created: all or none.
         if len(set(names)) < len(names):
             raise MessageError("a rollout is named twice")
         if len(self._tasks) + len(names) > self._max_tasks:
@@ -137,6 +139,7 @@ class RolloutTasks:
         for future, (name, task) in waiting.items():
             if future.done() and not future.cancelled():
                 max_bytes -= task.size
+                # The first result goes out whatever its size, or it could never be fetched.
                 if results and max_bytes < 0:
                     break
                 results[name] = future.exception() or future.result()
@@ -201,6 +204,7 @@ class RolloutTasks:
         self._kept_bytes -= task.size
         if not task.future.done():
             task.future.cancel()
+        # Remembered for late callbacks; the oldest are forgotten, so that memory is bounded.
         self._over[name] = reason
         while len(self._over) > FORGOTTEN:
             self._over.popitem(last=False)

@@ -26,10 +26,13 @@ def main() -> None:
     session = os.getpid()
     between = os.fork()
     if between == 0:
+        # Out of the program's session, which the watcher ends.
         os.setsid()
+        # Orphaned: whoever kills the owner's children and theirs does not find the watcher among them.
         if os.fork() == 0:
             watch(owner, pipe, session)
         os._exit(0)
+    # No zombie may be left: the program does not know of this child.
     os.waitpid(between, 0)
     os.close(pipe)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -44,6 +47,7 @@ def main() -> None:
 def watch(owner: int, pipe: int, session: int) -> None:
     """Wait until the owner is gone or the session has ended; then end what is left of the session."""
     nothing = os.open(os.devnull, os.O_RDWR)
+    # A reader of the program's output sees its end only when nobody holds it any more.
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, pipe}:
@@ -54,9 +58,11 @@ def watch(owner: int, pipe: int, session: int) -> None:
         if not exists(session):
             return
     for number, patience in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
+        # One by one: processes of the session may have groups of their own.
         for process in members(session):
             send(process, number)
         deadline = time.monotonic() + patience
+        # Asked again each time: a process may have started another one meanwhile.
         while members(session) and time.monotonic() < deadline:
             time.sleep(0.05)
 

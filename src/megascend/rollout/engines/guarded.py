@@ -45,12 +45,14 @@ class GuardedProcess:
         read_end, self._write_end = os.pipe()
         try:
             self.process = subprocess.Popen(
+                # -I and -S: neither the user's modules nor site packages, which take time and may fail.
                 [sys.executable, "-IS", str(GUARD), str(os.getpid()), str(read_end), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 env=child_environment() if environment is None else environment,
                 pass_fds=(read_end, *descriptors),
+                # A Ctrl-C on the terminal is for this process, which ends the program in order.
                 start_new_session=True,
             )
         except BaseException:
@@ -62,6 +64,7 @@ class GuardedProcess:
     def release(self) -> None:
         """Make the watcher end what is left of the program, without waiting. May be called twice."""
         write_end, self._write_end = self._write_end, -1
+        # Closing the pipe is the message to the watcher.
         if write_end >= 0:
             with contextlib.suppress(OSError):
                 os.close(write_end)

@@ -120,6 +120,7 @@ class ModelProcess:
         self.process = self._guarded.process
         self._requests = os.fdopen(request_end, "w", encoding="utf-8")
         self._answers = os.fdopen(answer_end, encoding="utf-8")
+        # Callers write requests while the reader's thread completes earlier ones.
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
         self._count = 0
@@ -132,6 +133,7 @@ class ModelProcess:
         future.set_running_or_notify_cancel()  # cannot be cancelled: the child answers it in any case
         with self._lock:
             number = self._count = self._count + 1
+            # Before the request is written: the answer may arrive at once.
             self._waiting[number] = future
             try:
                 self._requests.write(json.dumps([number, call, arguments]) + "\n")
@@ -151,12 +153,14 @@ class ModelProcess:
             else:
                 future.set_exception(error_from_json(error))
         with self._lock:
+            # The end of the pipe is the end of the process: nobody will answer these.
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(self._lost())
 
     def _lost(self) -> EngineLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # The pipe may close a moment before the process can be waited for, and its exit code helps.
             self.process.wait(1.0)
         code = self.process.poll()
         ending = "does not listen any more" if code is None else f"has ended with exit code {code}"
@@ -168,6 +172,7 @@ class ModelProcess:
 
     def _close(self) -> None:
         with self._lock, contextlib.suppress(OSError):
+            # The end of its input ends the child.
             self._requests.close()
         try:
             self.process.wait(KILL_AFTER_S)
@@ -175,6 +180,7 @@ class ModelProcess:
             self.process.kill()
             self.process.wait()
         self._guarded.release()
+        # It ends with the child, whose end of the pipe is closed.
         self._reader.join()
         self._answers.close()
 
@@ -189,6 +195,7 @@ def error_from_json(error: Sequence[str]) -> Exception:
     module, name, message = error
     for errors, base in ((megascend.errors, MegascendError), (weightwire.errors, WireError)):
         kind = getattr(errors, name, None)
+        # By name from two known modules: text of a pipe must not choose any class to be called.
         if module == errors.__name__ and isinstance(kind, type) and issubclass(kind, base):
             return kind(message)
     return EngineError(f"local engine: {name}: {message}")
@@ -205,6 +212,7 @@ def serve(call: Callable[[str, dict[str, Any]], Any], requests: IO[str], answers
             answers.write(json.dumps(line) + "\n")
             answers.flush()
 
+    # Concurrent: a pause or a commit must not wait for the responses that it interrupts.
     thread = LoopThread("local engine calls")
     for line in requests:
         number, name, arguments = json.loads(line)
@@ -227,6 +235,7 @@ def main() -> None:
         try:
             call = ModelInProcess(arguments.name, arguments.model, arguments.settings).call
         except MegascendError as error:
+            # Reported by the first call: the parent waits for answers, not for the start.
             call = partial(_refuse, error)
         serve(call, requests, answers)
         os._exit(0)  # nobody waits for running samples any more

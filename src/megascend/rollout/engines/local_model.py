@@ -62,6 +62,7 @@ class LocalModel(InferenceEngine):
         self._receiver = Receiver("local engine", device=self._device, check=self._check)
         self._rows, self._seeds = rows, itertools.count(seed * 1_000_003)
         self._requests: queue.SimpleQueue[tuple[list[Row], Future[list[Completion]]] | None] = queue.SimpleQueue()
+        # Held during a forward pass, and while weights change: no pass mixes two versions.
         self._weights = threading.RLock()
         self._resumed = threading.Condition()
         self._paused_until = 0.0
@@ -101,6 +102,7 @@ class LocalModel(InferenceEngine):
         """Sample waiting requests as one batch, until None arrives."""
         while (first := self._requests.get()) is not None:
             batch, stop = [first], False
+            # Requests that wait already are sampled together; none is waited for.
             while sum(len(rows) for rows, _ in batch) < self._rows:
                 try:
                     request = self._requests.get_nowait()
@@ -125,6 +127,7 @@ class LocalModel(InferenceEngine):
     def _step(self) -> Iterator[int]:
         """Context of each forward pass: wait for the end of a pause, and keep the weights unchanged."""
         with self._resumed:
+            # A loop: the pause may be renewed while this waits.
             while (remaining := self._paused_until - time.monotonic()) > 0:
                 self._resumed.wait(remaining)
         with self._weights:
@@ -172,6 +175,7 @@ class LocalModel(InferenceEngine):
         """See :class:`InferenceEngine`. Weights change between two tokens."""
 
         def commit() -> None:
+            # References suffice for undoing: a load replaces the parameters' memory and writes to none of it.
             before = {name: parameter.data for name, parameter in self._model.named_parameters()}
             with self._weights:
                 self._receiver.commit(update, self._load, lambda: self._set_parameters(before))
@@ -187,6 +191,7 @@ class LocalModel(InferenceEngine):
         self._require_no_adapter(name)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # A copy: views would keep the whole staging memory allocated.
         self._set_parameters({name: tensor.to(self._device, copy=True) for name, tensor in tensors})
 
     def _set_parameters(self, tensors: Mapping[str, Tensor]) -> None:
@@ -199,6 +204,7 @@ class LocalModel(InferenceEngine):
         if manifest.adapter is not None:
             raise ManifestError("local engine: adapters are not loaded; push the model with the adapter merged")
         parameters = dict(self._model.named_parameters())
+        # The model lists a tied parameter once, and a manifest may list it twice.
         tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - parameters.keys()
         offered = {spec.name: spec for spec in manifest.tensors}
         missing, unknown = sorted(parameters.keys() - offered.keys()), sorted(offered.keys() - parameters.keys() - tied)
@@ -224,6 +230,7 @@ class LocalModel(InferenceEngine):
         """Complete the requests being sampled, and end the thread. May be called twice."""
         self._receiver.close()
         self._resume()
+        # After the pause has ended: a paused thread would never reach it.
         self._requests.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -244,6 +251,7 @@ def load(model: Path, dtype: torch.dtype, device: torch.device) -> Any:
         loaded, report = loader.from_pretrained(model, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"local engine: transformers cannot load {model}: {error}") from error
+    # transformers would initialise these at random and only log it.
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
             raise CheckpointError(f"local engine: {model}: {problem.replace('_', ' ')}: {sorted(report[problem])[:3]}")

@@ -43,6 +43,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
     """
     if VISIBLE not in environment:
         return [str(index) for index in range(count)]
+    # Names, not indices: they may be UUIDs, or a part of the host's GPUs.
     return [name.strip() for name in environment[VISIBLE].split(",")][:count]
 
 
@@ -61,6 +62,7 @@ def place_engines(gpus: Sequence[str], trainers: int, engines: int) -> list[Plac
     if not gpus:
         return []
     free = list(gpus[trainers:])
+    # Beside a trainer most of the memory is the trainer's.
     candidates, total = free or [gpus[0]], EXCLUSIVE if free else BESIDE_TRAINER
     names = [candidates[number % len(candidates)] for number in range(engines)]
     return [Placement(name, total / names.count(name), not free) for name in names]

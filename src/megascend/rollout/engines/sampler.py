@@ -84,6 +84,7 @@ def sample(model: Any, rows: Sequence[Row], step: Callable[[], AbstractContextMa
     version, mask = -1, torch.empty(0)
     while not all(row.finished for row in rows):
         with step() as current:
+            # A token must not attend to states of weights that are gone.
             if cache is None or current != version:
                 version = current
                 ids, mask = left_padded(rows, pad, device)
@@ -92,6 +93,7 @@ def sample(model: Any, rows: Sequence[Row], step: Callable[[], AbstractContextMa
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
                 ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
                 position = positions(mask)[:, -1:]
+                # Under the name that this version of transformers has.
                 past = {argument: cache}
                 output = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, **past)
             cache = output["cache" if "cache" in output else "past_key_values"]
@@ -112,6 +114,7 @@ def left_padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Te
 
 def positions(mask: Tensor) -> Tensor:
     """Return the position of every token in its row, not counting padding; int64 like ``mask``."""
+    # Padding on the left must not shift positions; its own are never attended to.
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -121,6 +124,7 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
     Args:
         logits: [rows, vocabulary], of the preceding position.
     """
+    # A draw depends on request, row and position alone: other rows of the batch do not change it.
     draws = [Draw(row.sampling.temperature, uniform(row.seed, row.number, len(row.tokens))) for row in rows]
     choice = choose(logits, draws)
     return choice.tokens, choice.drawn_logprobs

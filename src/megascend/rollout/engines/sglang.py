@@ -70,6 +70,7 @@ class SglangEngine(InferenceEngine):
         self._in_force = self._model
         self._versions = {"model": 0}
         self._receiver = Receiver(self.name, device="cpu")
+        # Commit, pause and adapters stop the same server.
         self._changing = asyncio.Lock()
         self._pause: asyncio.Task[None] | None = None
         self._not_serving: str | None = None
@@ -155,6 +156,7 @@ class SglangEngine(InferenceEngine):
             CommitError: it failed, and the old weights were reloaded.
             NotServingError: the reload failed too. The server stays paused until a commit succeeds.
         """
+        # A caller that gives up must not leave the server paused halfway.
         await asyncio.shield(asyncio.ensure_future(self._commit(update)))
 
     async def _commit(self, update: str) -> None:
@@ -169,6 +171,7 @@ class SglangEngine(InferenceEngine):
                 await self._load(target, status["version"])
             except EngineError as error:
                 shutil.rmtree(target, ignore_errors=True)
+                # The receiver has committed, to files; the same version may be offered again.
                 self._receiver.forget("model")
                 await self._go_back(error)
                 await self._continue()
@@ -176,9 +179,11 @@ class SglangEngine(InferenceEngine):
             except BaseException:
                 await self._continue()
                 raise
+            # The directory is kept while its version is active: a failed update reloads it.
             previous, self._in_force = self._in_force, target
             self._versions["model"], self._not_serving = status["version"], None
             await self._continue()
+            # The checkpoint from which the server was started is the user's.
             if previous != self._model:
                 await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
 
@@ -202,6 +207,7 @@ class SglangEngine(InferenceEngine):
             raise EngineError(f"{self.name}: {directory} was not loaded: {str(answer)[:500]}")
 
     async def _continue(self) -> None:
+        # The owner's own pause goes on.
         if self._pause is None:
             await self._ask("/continue_generation", {}, CONTROL_S)
 

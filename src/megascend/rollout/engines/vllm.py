@@ -67,6 +67,7 @@ class VllmEngine(RemoteEngine):
         self._server = EngineServer(self.kind, address)
         self.name = self._server.name
         self._key = load_key(key)
+        # The suffix tells two processes of one trainer apart: the older one loses the engine.
         self.owner = f"{owner or f'{socket.gethostname()}:{os.getpid()}'}#{uuid.uuid4().hex[:8]}"
         self._lease_s, self._take_over = lease_s, take_over
         self.answer_s = generate_timeout_s
@@ -134,6 +135,7 @@ class VllmEngine(RemoteEngine):
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a route and return its answer; idempotent calls are repeated if the connection breaks."""
+        # The answer may be lost after the call has taken effect; repeated calls need to be idempotent.
         left = 1 if call in _SENT_ONCE else ATTEMPTS
         while True:
             left -= 1
@@ -142,16 +144,19 @@ class VllmEngine(RemoteEngine):
             except EngineLostError:
                 if not left:
                     raise
+            # At random: many rollouts lose their connections at the same moment.
             await asyncio.sleep(0.2 * 2 ** (ATTEMPTS - 1 - left) * (0.5 + random.random()))
 
     async def _once(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         target, body = PREFIX + call, json.dumps({"owner": self.owner, **arguments}).encode()
+        # For each attempt: a nonce counts once.
         signed = sign(self._key, "POST", target, body)
         answer = await self._server.ask(target, body, signed.headers, timeout_s, label=call)
         return self._read(call, answer, signed.nonce)
 
     def _read(self, call: str, answer: Answer, nonce: str) -> dict[str, Any]:
         where = f"{self.name}: {call}"
+        # vLLM's own errors, and proxies, answer without a signature.
         if ANSWER_HEADER not in answer.headers:
             text = answer.body[:300].decode("utf-8", "replace")
             raise EngineError(f"{where}: status {answer.status}, not signed: {text}")
@@ -163,6 +168,7 @@ class VllmEngine(RemoteEngine):
         if answer.status == 200:
             return fields
         error = from_json(fields, where)
+        # An older receiver on the other side does not know the route.
         if "there is no POST" in str(error):
             raise EngineError(f"{error}; {REINSTALL}")
         raise error if type(error) is not WireError else EngineError(str(error))

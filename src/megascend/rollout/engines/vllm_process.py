@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -39,6 +40,12 @@ RAY_ADDRESS = "RAY_ADDRESS"
 PORT_TAKEN = "Address already in use"
 TAIL = 3000
 """Characters of the log's end in an error."""
+CAUSE = 1500
+"""Characters of the first error."""
+ERROR_LINE = re.compile(
+    r"(?P<source>(?:\([^)]*\) |\[[^\]]*\] )*)ERROR \d\d-\d\d [\d:]{8} (?P<place>\[[^\]]*\]) ?(?P<text>.*)"
+)
+"""A line of vLLM's log: ``(EngineCore_DP0 pid=123) ERROR 11-25 21:00:00 [core.py:708] EngineCore failed to start.``"""
 
 
 class VllmProcess:
@@ -84,6 +91,7 @@ class VllmProcess:
 
     def _start(self) -> GuardedProcess:
         self.port = self._port or _free_port()
+        # Emptied: with a second start on another port, the first one's error must not be found again.
         with self._log.open("wb") as output:
             return GuardedProcess(
                 [*self._command, "--port", str(self.port)], output=output, environment=self._variables
@@ -104,10 +112,14 @@ class VllmProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise EngineLostError, with the end of the log, if the server has ended."""
+        """Raise EngineLostError, with the first error in the log and its end, if the server has ended."""
+        # Looked at by whoever waits: nobody else notices that a server has ended.
         if (code := self._process.poll()) is not None:
-            tail = self._log.read_text(errors="replace", encoding="utf-8")[-TAIL:]
-            raise EngineLostError(f"vLLM has ended with code {code}; the end of {self._log}:\n{tail}")
+            text = self._log.read_text(errors="replace", encoding="utf-8")
+            end, cause = text[-TAIL:], first_error(text)
+            # vLLM's API server ends with "See root cause above": the engine core has logged it before, often far above the end.
+            first = "" if not cause or cause in end else f"the first error in {self._log}:\n{cause}\n"
+            raise EngineLostError(f"vLLM has ended with code {code}; {first}the end of {self._log}:\n{end}")
 
     def wait_until_listening(self, timeout_s: float) -> None:
         """Wait until the server accepts connections, after loading its model. If its port was taken meanwhile, use another.
@@ -121,6 +133,7 @@ class VllmProcess:
             try:
                 self.check()
             except EngineLostError:
+                # Only a port that was chosen here may be replaced: the user's own is part of the setup.
                 if self._port is not None or PORT_TAKEN not in self._log.read_text(errors="replace", encoding="utf-8"):
                     raise
                 self._guarded.release()
@@ -134,6 +147,7 @@ class VllmProcess:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """End the server and all its processes; those that do not end are killed. May be called twice."""
+        # The group: vLLM's workers would survive their server.
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -155,6 +169,28 @@ class VllmProcess:
         self.close()
 
 
+def first_error(log: str) -> str:
+    """Return the first error that vLLM has logged, with its traceback but without prefixes; empty if there is none.
+
+    Only lines of the process and place in the code that logged it belong to it: several workers write to the log at once.
+    """
+    lines = [match for line in log.splitlines() if (match := ERROR_LINE.match(line)) is not None]
+    if not lines:
+        return ""
+    origin = lines[0].group("source", "place")
+    text = [match["text"] for match in lines if match.group("source", "place") == origin]
+    if sum(map(len, text)) <= CAUSE:
+        return "\n".join(text)
+    # A traceback says what has failed in its first line, and why in its last ones.
+    kept, size = [], 0
+    for line in reversed(text[1:]):
+        size += len(line)
+        if kept and size > CAUSE:
+            break
+        kept.append(line[-CAUSE:])
+    return "\n".join([text[0], "[...]", *reversed(kept)])
+
+
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of an engine's process: this process's, without the trainer's variables.
 
@@ -167,6 +203,7 @@ def engine_environment(python: str | Path, environment: Mapping[str, str] | None
     """
     dropped = {*TRAINER_VARIABLES, *(() if Path(python).absolute() == Path(sys.executable) else INTERPRETER_VARIABLES)}
     inherited = child_environment(environment)
+    # Not imported: a process without Ray should not load it for this.
     return ray_address(sys.modules.get("ray")) | {
         name: value for name, value in inherited.items() if name not in dropped
     }

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app.lasting_output import LastingOutput
+from megascend.io.lasting_output import LastingOutput
 
 PROGRAM = """
 import contextlib, json, os, sys, warnings
-from megascend.app.lasting_output import LastingOutput
+from megascend.io.lasting_output import LastingOutput
 output = LastingOutput()
 output.install()
 with open(sys.argv[1], "w") as report:
@@ -83,7 +83,7 @@ def test_closed_terminal(tmp_path: Path) -> None:
 
 def test_writable_output_keeps_its_order(tmp_path: Path) -> None:
     program = (
-        "import os, sys\nfrom megascend.app.lasting_output import LastingOutput\nprint('one')\n"
+        "import os, sys\nfrom megascend.io.lasting_output import LastingOutput\nprint('one')\n"
         "output = LastingOutput()\noutput.install()\nprint('two')\nLastingOutput().install()\nprint('three', flush=True)\n"
         "os.set_blocking(1, False)\nprint('x' * 300_000)\noutput.restore()\nprint('four')\n"
     )

@@ -1,0 +1,290 @@
+"""The members of a group as one of them sees the others: failure detector over heartbeats, reports and processes.
+
+Three sources of evidence, in the order in which they can be trusted:
+
+- a member's process on this machine has ended or is stopped: known at once;
+- a member reported its own failure: in the store, once a group;
+- a member's heartbeat is overdue by :data:`SILENCE_S`: all that there is to see of another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from weightwire.errors import PeerLostError, TransportError
+from weightwire.liveness import Identity
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Interval of a member's heartbeats, in seconds."""
+SILENCE_S = 30.0
+"""A member without a heartbeat for this long counts as gone, in seconds."""
+STORE_S = 5.0
+"""Deadline of one request to the store, in seconds."""
+PROBE_S = 1.0
+"""Deadline of a connection that only tests whether the listener's port is open, in seconds."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Last record of another member; ``changed`` is the local time of its last change (``time.monotonic()``).
+
+    Clocks of machines are never compared: a beat is a counter, and only its changes are timed, here.
+    """
+
+    beat: int
+    progress: int
+    left: bool
+    changed: float
+
+
+class Records:
+    """Records of one group in the store, all of them texts. No call waits for a record to appear.
+
+    ``get`` of torch's store waits for a key, and would hold the connection for the store's deadline; hence ``check`` first.
+
+    A lock serialises the calls: the watcher's thread uses the same connection as the caller's.
+
+    Raises, in any method:
+        RuntimeError: the store does not answer.
+    """
+
+    def __init__(self, store: Store, group: str) -> None:
+        self._store, self._group = store, group
+        # Two threads in one request would read each other's answers.
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> str | None:
+        """Return a record; None if it does not exist yet."""
+        key = f"{self._group}/{name}"
+        with self._lock:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def put(self, name: str, text: str) -> None:
+        """Write a record."""
+        with self._lock:
+            self._store.set(f"{self._group}/{name}", text)
+
+    def put_once(self, name: str, text: str) -> None:
+        """Write a record unless it exists."""
+        with self._lock:
+            self._store.compare_set(f"{self._group}/{name}", "", text)
+
+    def count(self, name: str) -> int:
+        """Increment a counter that all members share, and return it."""
+        with self._lock:
+            return self._store.add(f"{self._group}/{name}", 1)
+
+
+class Peers:
+    """The members of a group, and a thread that writes this one's heartbeat and looks after the others.
+
+    The sender watches every receiver. Receivers watch the sender alone, which reports what it knows of the others: with every
+    member watching every other, a store of n members would answer n * n requests per beat.
+
+    Args:
+        host, port: address of the listener, which lives in the sender's process.
+
+    Attributes:
+        names: for messages, by rank.
+        identities: processes of the members that have joined, by rank.
+        progress: buckets that this member has finished; the next heartbeat reports it.
+        lost: the first loss that was noticed, or None.
+        at_fault: False if the member that reported a failure only waited for another one.
+        ended: set when this member leaves.
+    """
+
+    def __init__(self, records: Records, group: str, rank: int, names: Sequence[str], host: str, port: int) -> None:
+        self.rank, self.names = rank, tuple(names)
+        self.identities: dict[int, Identity] = {}
+        self.progress = 0
+        self.lost: PeerLostError | None = None
+        self.at_fault = True
+        self.ended = threading.Event()
+        self.watched = range(1, len(names)) if rank == 0 else range(1)
+        self._records, self._group, self._address = records, group, (host, port)
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._beat, self._left, self._unanswered = 0, False, 0.0
+        self._watcher: threading.Thread | None = None
+
+    def describe(self, rank: int) -> str:
+        """Return a member's name for messages, with its process if that is known."""
+        role = "the sender" if rank == 0 else f"receiver {rank}"
+        process = f", {self.identities[rank]}" if rank in self.identities else ""
+        return f"{role} ({self.names[rank]}{process})"
+
+    # --- joining ---
+
+    def announce(self) -> None:
+        """Write this member's process, which tells the others that it has joined."""
+        self._records.put(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
+
+    def has_joined(self, rank: int) -> bool:
+        """Check whether a member has announced itself."""
+        if rank in self.identities:
+            return True
+        text = self._records.get(f"here/{rank}")
+        if text is not None:
+            self.identities[rank] = Identity(*fields(text, (str, str, int, int)))
+        return text is not None
+
+    def start(self) -> None:
+        """Start the thread that writes heartbeats and watches."""
+        self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self._group}", daemon=True)
+        self._watcher.start()
+
+    def leave(self) -> None:
+        """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing."""
+        self._left = (
+            True  # before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat
+        )
+        self.ended.set()
+        if self._watcher is not None:
+            self._watcher.join(STORE_S + BEAT_S)
+        self._write_heartbeat()
+
+    # --- evidence ---
+
+    def look(self) -> None:
+        """Set ``lost`` if a member has failed or gone. An ended process is seen at once, silence after :data:`SILENCE_S`."""
+        if self.lost is not None:
+            return
+        for rank, state in self.halted().items():
+            if state == "ended":
+                # Its last record may say that it has left; a store that does not answer cannot tell.
+                with contextlib.suppress(RuntimeError):
+                    self._read_heartbeat(rank, time.monotonic())
+                    if self.has_left(rank):
+                        continue
+                self.lost = PeerLostError(f"{self.describe(rank)} is gone: it has ended{self._progress_note(rank)}")
+                return
+        try:
+            self.lost = self.failure()
+            now = time.monotonic()
+            for rank in self.watched:
+                self._read_heartbeat(rank, now)
+            self._unanswered = 0.0
+        except RuntimeError as error:
+            self._note_silent_store(error)
+            return
+        for rank in self.watched:
+            last = self._heartbeats[rank]
+            if self.lost is None and not last.left and now - last.changed > SILENCE_S:
+                state = self.identities[rank].state()
+                symptom = f"is {state}" if state else "sends no heartbeats"
+                self.lost = PeerLostError(
+                    f"{self.describe(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
+                )
+
+    def failure(self) -> PeerLostError | None:
+        """Return the failure that another member has reported, if any."""
+        text = self._records.get("failure")
+        if text is None:
+            return None
+        rank, reason, at_fault = fields(text, (int, str, int))
+        # Its own report is no news to this member, and the store is not authenticated: a rank may be any number.
+        if rank == self.rank or not 0 <= rank < len(self.names):
+            return None
+        self.at_fault = bool(at_fault)
+        return PeerLostError(f"{self.describe(rank)} has failed: {reason}")
+
+    def beats(self) -> dict[int, int]:
+        """Return the counters of the watched members' last heartbeats."""
+        return {rank: self._heartbeats[rank].beat for rank in self.watched if rank in self._heartbeats}
+
+    def progress_of(self, rank: int) -> int:
+        """Return the number of buckets that a watched member had finished at its last heartbeat."""
+        last = self._heartbeats.get(rank)
+        return 0 if last is None else last.progress
+
+    def has_left(self, rank: int) -> bool:
+        """Check whether a member has closed the group, so that the end of its process means nothing."""
+        last = self._heartbeats.get(rank)
+        return last is not None and last.left
+
+    def halted(self) -> dict[int, str]:
+        """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
+        # Processes of other machines have no state here, and are left out.
+        peers = ((rank, identity) for rank, identity in self.identities.items() if rank != self.rank)
+        states = {rank: identity.state() for rank, identity in peers if not self.has_left(rank)}
+        return {rank: state for rank, state in states.items() if state is not None}
+
+    def report(self) -> str:
+        """Describe the progress of the watched members, and the age of their heartbeats."""
+        parts, now = [], time.monotonic()
+        for rank in self.watched:
+            last = self._heartbeats.get(rank)
+            if last is None:
+                parts.append(f"{self.describe(rank)} has sent no heartbeat")
+            else:
+                age = "has left" if last.left else f"last heard of {max(0.0, now - last.changed):.1f} s ago"
+                parts.append(f"{self.describe(rank)} has done {last.progress} buckets, {age}")
+        return "; ".join(parts)
+
+    # --- the watcher's thread ---
+
+    def _watch(self) -> None:
+        while not self.ended.wait(BEAT_S):
+            try:
+                self._beat += 1
+                self._write_heartbeat()
+                self.look()
+            except RuntimeError as error:  # the store's; a thread that died of it would fall silent itself
+                log.debug("%s: %s", self.describe(self.rank), error)
+                self._note_silent_store(error)
+            if self.lost is not None:
+                return
+
+    def _write_heartbeat(self) -> None:
+        self._records.put(f"alive/{self.rank}", json.dumps([self._beat, self.progress, int(self._left)]))
+
+    def _read_heartbeat(self, rank: int, now: float) -> None:
+        text = self._records.get(f"alive/{rank}")
+        beat, progress, left = (0, 0, 0) if text is None else fields(text, (int, int, int))
+        last = self._heartbeats.get(rank)
+        if last is None or (last.beat, last.progress, last.left) != (beat, progress, bool(left)):
+            self._heartbeats[rank] = Heartbeat(beat, progress, bool(left), now)
+
+    def _note_silent_store(self, error: RuntimeError) -> None:
+        """Set ``lost`` if the sender, whose process holds the store, has ended or no longer listens."""
+        now = time.monotonic()
+        self._unanswered = self._unanswered or now
+        sender = self.identities.get(0)
+        state = None if sender is None else sender.state()
+        # torch's error does not say whether the store was slow or is gone, so the port is asked instead.
+        if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
+            reason = f"its process has {state}" if state else "its store does not answer"
+            self.lost = PeerLostError(f"{self.describe(0)} is gone: {reason} ({str(error)[:200]})")
+
+    def _listening(self) -> bool:
+        """Return False if the listener's machine refuses connections to its port."""
+        try:
+            socket.create_connection(self._address, timeout=PROBE_S).close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return False
+        except OSError:  # slow, or unreachable for the moment
+            return True
+        return True
+
+    def _progress_note(self, rank: int) -> str:
+        last = self._heartbeats.get(rank)
+        return "" if last is None or rank == 0 else f"; it had done {last.progress} buckets"
+
+
+def fields(text: str, kinds: Sequence[type]) -> Any:
+    """Parse a record: a JSON list of values of these types."""
+    values = json.loads(text)
+    if not isinstance(values, list) or [type(value) for value in values] != list(kinds):
+        raise TransportError(f"the store holds {text!r:.80}, which is not a record of a member")
+    return values
