@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
+from megascend.serve.api.bodies import LoraSettings
 from megascend.serve.errors import RequestRefusedError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -138,6 +139,11 @@ class Record:
     optimizer: bool = True
     user_metadata: Mapping[str, str] | None = None
     request: int | None = None
+
+    @property
+    def lora(self) -> LoraSettings:
+        """The adapter's LoRA settings."""
+        return LoraSettings(rank=self.rank, train_attn=self.attention, train_mlp=self.mlp, train_unembed=self.output)
 
 
 class Checkpoints:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
-from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, LoraSettings, SaveWeights, adam_of
+from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, adam_of
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
 from megascend.serve.checkpoints import CheckpointPath, Kind, Record, sampler_name
 from megascend.serve.errors import RequestRefusedError
@@ -82,9 +82,9 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
-        now, ttl = time.time(), options.ttl_seconds
+        now, ttl, lora = time.time(), options.ttl_seconds, model.lora
         return Record(
-            path, service.base.names[0], model.rank, model.attention, model.mlp, model.output, now,
+            path, service.base.names[0], lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed, now,
             None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=options.user_metadata,
             request=number,
         )  # fmt: skip
@@ -140,7 +140,7 @@ def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Futur
         return service.enqueue_failure(model, number, "load_weights", ConfigError(str(error)))
 
     def answer(_: Any) -> dict[str, Any]:
-        model.rank, model.attention, model.mlp, model.output = record.rank, record.attention, record.mlp, record.output
+        model.lora = record.lora
         return {"type": "load_weights", "path": str(record.path)}
 
     def command(ticket: int) -> Load:
@@ -153,15 +153,12 @@ def _load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Fu
     """Create a new model of a session from a checkpoint."""
     options = LoadNewModel.read(body)
     record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(options.path), public=True)
-    lora = LoraSettings(
-        rank=record.rank, train_attn=record.attention, train_mlp=record.mlp, train_unembed=record.output
-    )
     _check_optimizer(options, record)
 
     def command(model: Model, ticket: int) -> Create:
         return Create(ticket, model.adapter, None, str(directory), options.optimizer)
 
-    return service.new_model(session, options.model_seq_id, lora, options.user_metadata, command, "load_weights")
+    return service.new_model(session, options.model_seq_id, record.lora, options.user_metadata, command, "load_weights")
 
 
 def _check_optimizer(options: LoadWeights, record: Record) -> None:

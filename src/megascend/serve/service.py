@@ -171,21 +171,21 @@ class Service:
 
     def create_model(self, session: Session, body: CreateModel) -> Future:
         """Create a new adapter; a repeated number of the session returns the same future."""
-        lora_settings = body.lora
+        settings = body.lora
         if body.base_model not in (*self.base.names, str(self.base.path)):
             raise ConfigError(
                 f"base_model {body.base_model[:200]!r} is not served here; this server has {self.base.names[0]!r}"
             )
         targets = self.base.targets(
-            attention=lora_settings.train_attn, mlp=lora_settings.train_mlp, output=lora_settings.train_unembed
+            attention=settings.train_attn, mlp=settings.train_mlp, output=settings.train_unembed
         )
-        seed = secrets.randbelow(2**31) if lora_settings.seed is None else lora_settings.seed
-        lora = Lora(rank=lora_settings.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
+        seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
+        lora = Lora(rank=settings.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
 
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, lora)
 
-        return self.new_model(session, body.model_seq_id, lora_settings, body.user_metadata, command, "create_model")
+        return self.new_model(session, body.model_seq_id, settings, body.user_metadata, command, "create_model")
 
     def new_model(
         self,
@@ -201,10 +201,7 @@ class Service:
         earlier = self.futures.get(name, session.tenant)
         if earlier is not None:
             return earlier
-        model = self.tenancy.add_model(
-            session, number, rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, output=lora.train_unembed,
-            metadata=metadata,
-        )  # fmt: skip
+        model = self.tenancy.add_model(session, number, lora, metadata)
 
         def then(succeeded: bool) -> None:
             model.ready = succeeded
@@ -350,6 +347,12 @@ class Service:
         """Generate an unguessable name for a future."""
         return f"{kind}:{secrets.token_hex(16)}"
 
+    def make_internal(
+        self, kind: str, tenant: str = "", then: Callable[[bool], None] = lambda succeeded: None
+    ) -> Future:
+        """Make a future for a command of the server's own, whose outcome no client fetches."""
+        return self.futures.make(self.new_label(kind), tenant, None, kind, then=then, internal=True)
+
     def break_future(self, number: int, error: MegascendError) -> None:
         """Fail a future that has no command on the ranks."""
         future = self.futures.by_number(number)
@@ -393,7 +396,7 @@ class Service:
             except (TimeoutError, asyncio.TimeoutError):
                 self._touch_session(future)
                 return future
-        future.retrieved = future.retrieved or self.clock()  # retries do not extend the retention
+        self.futures.mark_fetched(future)
         return future
 
     def _touch_session(self, future: Future) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megascend.serve.api.bodies import LoraSettings
 from megascend.serve.checkpoints import model_name, new_session
 from megascend.serve.errors import RequestRefusedError
 
@@ -94,6 +95,7 @@ class Model:
 
     Attributes:
         adapter: adapter name on the backend.
+        lora: rank and trained layers.
         order: request order; holds the submit function of each early request.
         gap_since: clock time since which requests wait for a missing number.
         ready: True once the ranks have created it.
@@ -105,10 +107,7 @@ class Model:
     session: str
     tenant: str
     adapter: str
-    rank: int
-    attention: bool
-    mlp: bool
-    output: bool
+    lora: LoraSettings
     created: float
     used: float
     order: Order[Callable[[], None]] = field(default_factory=lambda: Order[Callable[[], None]]())
@@ -189,15 +188,7 @@ class Tenancy:
         return model
 
     def add_model(
-        self,
-        session: Session,
-        number: int,
-        *,
-        rank: int,
-        attention: bool,
-        mlp: bool,
-        output: bool,
-        metadata: Any = None,
+        self, session: Session, number: int, lora: LoraSettings, metadata: Mapping[str, Any] | None = None
     ) -> Model:
         """Add a model to a session.
 
@@ -211,11 +202,8 @@ class Tenancy:
                 f"{holder} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
         self._adapters += 1
-        now = self._clock()
-        model = Model(
-            model_name(session.name, number), session.name, session.tenant, f"a{self._adapters}", rank, attention, mlp, output,
-            now, now, metadata=metadata,
-        )  # fmt: skip
+        now, name = self._clock(), model_name(session.name, number)
+        model = Model(name, session.name, session.tenant, f"a{self._adapters}", lora, now, now, metadata=metadata)
         self.models[model.name] = model
         session.models.append(model.name)
         return model

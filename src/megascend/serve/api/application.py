@@ -83,7 +83,7 @@ class Api:
             "session_heartbeat": self.heartbeat,
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
-            "forward": self.forward,
+            "forward": partial(self.forward_backward, forward_only=True),
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
             "retrieve_future": self.retrieve_future,
@@ -133,7 +133,7 @@ class Api:
         data = {"arch": base.architecture, "model_name": base.names[0], "tokenizer_id": base.names[0]}
         return Json({
             "type": "get_info", "model_id": model.name, "model_name": base.names[0], "model_data": data,
-            "is_lora": True, "lora_rank": model.rank,
+            "is_lora": True, "lora_rank": model.lora.rank,
         })  # fmt: skip
 
     async def capabilities(self, request: Request, tenant: str) -> Response:
@@ -165,9 +165,6 @@ class Api:
         future = BY_PATH[path](self.service, tenant, body)
         self.service.durability.note_request(future, path, body, number_in(path, body))
         return _pending_answer(future)
-
-    async def forward(self, request: Request, tenant: str) -> Response:
-        return await self.forward_backward(request, tenant, forward_only=True)
 
     # --- sampling ---
 
@@ -226,7 +223,9 @@ class Api:
         timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
         for name in retrieved if isinstance(retrieved, list) else []:
             if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
-                futures.release(name, tenant)
+                future = futures.get(name, tenant)
+                if future is not None:
+                    futures.mark_fetched(future)
         clone = query.target.cloned_sampler_id
         ended, cursor = await futures.completions.since(sampler, clone, query.prev_cursor, timeout_s)
         completions = [

@@ -117,6 +117,23 @@ class CreateModel(WithMetadata):
         return self.lora_config
 
 
+class TrainInput(Body):
+    """Samples and loss of ``forward_backward`` and ``forward``, whose errors belong to the request's future."""
+
+    data: list[Any]
+    loss_fn: Any = None
+    loss_fn_config: Any = None
+
+
+class TrainBody(Body):
+    """``forward_backward`` and ``forward`` in JSON."""
+
+    model_id: str
+    seq_id: Any = None
+    forward_backward_input: TrainInput | None = None
+    forward_input: TrainInput | None = None
+
+
 class AdamParams(Body):
     """Settings of an optimizer step, with the defaults of the Tinker client."""
 

@@ -131,7 +131,7 @@ def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
         "base_model": service.base.names[0],
         "model_owner": tenant,
         "is_lora": True,
-        "lora_rank": model.rank,
+        "lora_rank": model.lora.rank,
         "corrupted": False,
         "last_request_time": _time(datetime.now(timezone.utc).timestamp() - ago),
         "last_checkpoint": last["training"],

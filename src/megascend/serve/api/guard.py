@@ -89,7 +89,8 @@ class RequestGuard:
 
     def __init__(self, service: Service, keys: Keys, audit: Audit) -> None:
         self._service, self._keys, self._audit = service, keys, audit
-        self._bodies = Bodies(service.settings.limits.body_bytes)
+        self._max_body_bytes = service.settings.limits.body_bytes
+        self._bodies = Bodies(self._max_body_bytes)
         self._open: Counter[str] = Counter()  # requests in progress by tenant
 
     def before(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -103,8 +104,8 @@ class RequestGuard:
             request.scope[OWNER] = tenant  # tells the connection limits whose connection this is
             self._open[tenant] += 1
             try:
-                with self._bodies.reserve(tenant) as body:
-                    request.state.body = body
+                with self._bodies.reserve(tenant) as charge:
+                    request.state.charge, request.state.max_body_bytes = charge, self._max_body_bytes
                     response = await self._respond(handler, request, tenant)
             finally:
                 self._open[tenant] -= 1

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascend.errors import DataError, MissingDependencyError
+from megascend.serve.api.bodies import TrainBody
 from megascend.serve.errors import RequestRefusedError
 
 
@@ -232,21 +233,16 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
     Raises:
         RequestRefusedError: model, number or loss are missing, or there are too many samples.
     """
-    inside = body.get("forward_input" if forward_only else "forward_backward_input")
-    data = inside.get("data") if isinstance(inside, dict) else None
-    if not isinstance(inside, dict) or not isinstance(data, list) or not isinstance(body.get("model_id"), str):
-        raise RequestRefusedError("expected model_id and an input with data and loss_fn", 422)
-    if len(data) > max_data:
-        raise RequestRefusedError(f"the request has {len(data)} samples, more than {max_data}", 413)
-    settings = inside.get("loss_fn_config") or {}
-    request = TrainRequest(
-        body["model_id"],
-        number_of(body.get("seq_id")),
-        str(inside.get("loss_fn")),
-        settings if isinstance(settings, dict) else {"": settings},
-        forward_only,
-    )
-    return _with_data(request, data, _datum_of_json, _sparse_shapes_of_json)
+    fields = TrainBody.read(body)
+    inside = fields.forward_input if forward_only else fields.forward_backward_input
+    if inside is None:
+        raise RequestRefusedError(f"forward{'' if forward_only else '_backward'}_input: Field required", 422)
+    if len(inside.data) > max_data:
+        raise RequestRefusedError(f"the request has {len(inside.data)} samples, more than {max_data}", 413)
+    settings = inside.loss_fn_config or {}
+    settings = settings if isinstance(settings, dict) else {"": settings}
+    request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
+    return _with_data(request, inside.data, _datum_of_json, _sparse_shapes_of_json)
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:

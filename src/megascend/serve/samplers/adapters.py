@@ -154,8 +154,7 @@ class Samplers:
             if not succeeded:
                 self._loaded.pop(key, None)
 
-        label = self._service.new_label("load_sampler")
-        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then, internal=True)
+        future = self._service.make_internal("load_sampler", tenant, then)
         self._submit_command(Create(future.number, loaded.adapter, None, directory, False))
 
     def _make_room(self, tenant: str) -> None:
@@ -178,6 +177,5 @@ class Samplers:
                 f"{occupied} are being sampled from (limits.samplers, max_samplers); try again later", 429
             )
         evicted = self._loaded.pop(key)
-        label = self._service.new_label("unload_sampler")
-        future = self._service.futures.make(label, "", None, "unload_sampler", internal=True)
+        future = self._service.make_internal("unload_sampler")
         self._submit_command(Remove(future.number, evicted.adapter))

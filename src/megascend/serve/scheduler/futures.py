@@ -190,11 +190,10 @@ class Futures:
             self._drop(next(iter(account.answers.values())))
         self.full(future.tenant)
 
-    def release(self, name: str, tenant: str) -> None:
-        """Mark an answer as fetched, as acknowledged by the client."""
-        future = self.get(name, tenant)
-        if future is not None and future.ended is not None:
-            future.retrieved = future.retrieved or self._clock()
+    def mark_fetched(self, future: Future) -> None:
+        """Mark a finished future as fetched, from which its shorter retention counts; a repeated fetch does not extend it."""
+        if future.ended is not None and future.retrieved is None:
+            future.retrieved = self._clock()
 
     def forget_fetched(self, model: str) -> None:
         """Drop fetched answers of a removed model: its client will not ask again."""

@@ -131,7 +131,7 @@ class CommandRunner:
     def __init__(self, backend: AdapterStore, queue: AdapterQueue, generate: Generate | None = None) -> None:
         self._backend, self._queue, self._generate = backend, queue, generate
         self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
-        self._to_sample: dict[str, deque[Respond]] = {}
+        self._to_sample: list[Respond] = []  # in the order of arrival
         self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
         self._sampling: SamplingBatch | None = None
         self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
@@ -160,7 +160,7 @@ class CommandRunner:
             elif isinstance(command, Cancel):
                 outcomes += self._cancel(command.number)
             elif isinstance(command, Respond):
-                self._to_sample.setdefault(command.adapter, deque()).append(command)
+                self._to_sample.append(command)
             else:
                 self._running.setdefault(command.adapter, deque()).append((command, self._submit(command)))
         return outcomes
@@ -288,33 +288,22 @@ class CommandRunner:
     def _take_samples(self) -> list[Respond]:
         """Take up to ``SAMPLES_AT_ONCE`` responses of adapters without pending training commands."""
         # An adapter with other commands has to wait for them: its own load may be among them.
-        ready = [
-            command for adapter, line in self._to_sample.items() if adapter not in self._running for command in line
-        ]
+        ready = [command for command in self._to_sample if command.adapter not in self._running]
         selected = self._turns.take(ready, SAMPLES_AT_ONCE)
         for command in selected:
-            self._remove_waiting(command)
+            self._to_sample.remove(command)
         return selected
-
-    def _remove_waiting(self, command: Respond) -> None:
-        line = self._to_sample[command.adapter]
-        line.remove(command)
-        if not line:
-            del self._to_sample[command.adapter]
 
     def _cancel(self, number: int) -> list[Outcome]:
         """Cancel a sampling request; one that is being sampled ends with the next slice."""
-        waiting = [*self._one_by_one, *(command for line in self._to_sample.values() for command in line)]
-        command = next((command for command in waiting if command.number == number), None)
-        if command is None:
-            if self._sampling is not None:
-                self._sampling.cancel(number)
-            return []
-        if command in self._one_by_one:
-            self._one_by_one.remove(command)
-        else:
-            self._remove_waiting(command)
-        return [Outcome(number, error=CANCELLED)]
+        for line in (self._one_by_one, self._to_sample):
+            for command in line:
+                if command.number == number:
+                    line.remove(command)
+                    return [Outcome(number, error=CANCELLED)]
+        if self._sampling is not None:
+            self._sampling.cancel(number)
+        return []
 
     def _sampled_from(self) -> set[str]:
         left = [*self._one_by_one, *(self._sampling.left if self._sampling is not None else ())]
@@ -322,10 +311,9 @@ class CommandRunner:
 
     def _remove(self, command: Remove) -> list[Outcome]:
         adapter = command.adapter
-        waiting = [
-            *(waiting_command for waiting_command, _ in self._running.pop(adapter, ())),
-            *self._to_sample.pop(adapter, ()),
-        ]
+        waiting = [waiting_command for waiting_command, _ in self._running.pop(adapter, ())]
+        waiting += [request for request in self._to_sample if request.adapter == adapter]
+        self._to_sample = [request for request in self._to_sample if request.adapter != adapter]
         self._waits.forget(adapter)
         self._queue.cancel(adapter)
         if adapter in self._backend.adapters:
@@ -342,15 +330,11 @@ def _outcome(
     wait_seconds: float = 0.0,
 ) -> Outcome:
     """Build the Outcome of a finished future."""
-    number, error = command.number, None
-    try:
-        return Outcome(
-            number, future.result(), batch_adapters=batch_adapters, wait_units=wait_units, wait_seconds=wait_seconds
-        )
-    except Exception as problem:  # noqa: BLE001  reported as the request's outcome
-        error = problem
-    reason = command.problem if isinstance(command, OptimizerStep) else None
-    return Outcome(number, error=error if reason is None else DataError(reason), batch_adapters=batch_adapters)
+    if future.error is None:
+        return Outcome(command.number, future.result(), None, batch_adapters, wait_units, wait_seconds)
+    # The queue reports that the step was skipped for an earlier failure; the client needs the reason, its own settings.
+    problem = command.problem if isinstance(command, OptimizerStep) else None
+    return Outcome(command.number, None, future.error if problem is None else DataError(problem), batch_adapters)
 
 
 class SamplingBatch:

@@ -69,6 +69,7 @@ class DurableState(Durability):
 
     Attributes:
         restoring: True while a model is loaded from its save.
+        repeated: names of replayed requests that have not ended.
         when_recovered: called when the last replayed request has ended.
     """
 
@@ -76,13 +77,13 @@ class DurableState(Durability):
         self._service, self._writer, self._saves, self._resources = service, writer, saves, resources
         self._steps = service.settings.durable_steps
         self._models: dict[str, SinceSave] = {}
-        self._repeated: set[str] = set()
+        self.repeated: set[str] = set()
         self.replaying = self.restoring = False
         self.when_recovered: Callable[[], None] = lambda: None
 
     @property
     def recovered(self) -> bool:
-        return not self._repeated
+        return not self.repeated
 
     @property
     def stalled(self) -> bool:
@@ -137,10 +138,6 @@ class DurableState(Durability):
 
     # --- after a restart ---
 
-    def save_directory(self, name: str) -> Path:
-        """Return the path of a save."""
-        return self._saves / name
-
     def resume_from(self, model: Model, number: int) -> None:
         """Track a model restored from its save, from its next request on."""
         self._models[model.name] = SinceSave(following=number)
@@ -148,10 +145,6 @@ class DurableState(Durability):
     def note_lost(self, model: str) -> None:
         """Drop a model that cannot be restored and has no completed requests."""
         self._writer.enqueue(Removal("model", model))
-
-    def await_futures(self, names: set[str]) -> None:
-        """Set the names of the futures that must end before the service has recovered."""
-        self._repeated = names
 
     # --- saves ---
 
@@ -198,15 +191,15 @@ class DurableState(Durability):
                 progress.steps = self._steps  # due again with the next step
                 self._refuse(model, progress)
 
-        label = self._service.new_label("keep_model")
-        future = self._service.futures.make(label, "", None, "keep_model", then=then, internal=True)
+        future = self._service.make_internal("keep_model", then=then)
         self._service.submit(Save(future.number, model.adapter, str(self._saves / directory), True))
 
     def _note_save(self, model: Model, directory: str, following: int) -> None:
         """Store a save, and the answers of requests that it covers, which are not replayed but may still be fetched."""
+        lora = model.lora
         values = {
-            "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": model.rank,
-            "parts": [model.attention, model.mlp, model.output],
+            "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": lora.rank,
+            "parts": [lora.train_attn, lora.train_mlp, lora.train_unembed],
         }  # fmt: skip
         futures = self._service.futures.ended_of(model.name)
         answers = [answer_row(future) for future in futures if (future.number_in_line or following) < following]
@@ -236,9 +229,9 @@ class DurableState(Durability):
         stored = future.kind in SAVES or future.failure is not None
         if stored and future.model in self._models and future.number_in_line is not None:
             self._writer.enqueue(answer_row(future))
-        if future.name in self._repeated:
-            self._repeated.discard(future.name)
-            if not self._repeated:
+        if future.name in self.repeated:
+            self.repeated.discard(future.name)
+            if not self.repeated:
                 self.when_recovered()
 
     async def writable(self) -> None:

@@ -68,7 +68,7 @@ def keep_state(service: Service) -> None:
 
         writer = StateWriter(database, remove)
         service.durability = state = DurableState(service, writer, saves, resources)
-        count = Recovery(service, state, database).run()
+        count = Recovery(service, state, database, saves).run()
     except BaseException:
         resources.close()
         raise
@@ -139,10 +139,11 @@ class Recovery:
 
     Args:
         service: without sessions and models.
+        saves: directory of the models' saves.
     """
 
-    def __init__(self, service: Service, state: DurableState, database: StateDatabase) -> None:
-        self._service, self._state, self._database = service, state, database
+    def __init__(self, service: Service, state: DurableState, database: StateDatabase, saves: Path) -> None:
+        self._service, self._state, self._database, self._saves = service, state, database, saves
 
     def run(self) -> int:
         """Restore everything; return the number of requests that are enqueued again.
@@ -164,9 +165,8 @@ class Recovery:
             futures = [future for model in list(rows("model")) for future in self._restore(model)]
         finally:
             state.replaying = False
-        pending = {future.name for future in futures if future.ended is None and self._was_started(future)}
-        state.await_futures(pending)
-        return len(pending)
+        state.repeated = {future.name for future in futures if future.ended is None and self._was_started(future)}
+        return len(state.repeated)
 
     def _was_started(self, future: Future) -> bool:
         model = self._service.tenancy.models.get(future.model or "")
@@ -205,7 +205,7 @@ class Recovery:
         session = service.tenancy.sessions[row.parent or ""]
         attention, mlp, output = values["parts"]
         lora = LoraSettings(rank=values["rank"], train_attn=attention, train_mlp=mlp, train_unembed=output)
-        directory = self._state.save_directory(values["directory"])
+        directory = self._saves / values["directory"]
 
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, None, str(directory), True)
@@ -259,7 +259,7 @@ class Recovery:
     def _fail_again(self, model: Model, kind: str, message: str) -> None:
         """Fail the optimizer step of a failed request again, even if its cause (full memory, say) would not recur."""
         service = self._service
-        ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again", internal=True).number
+        ticket = service.make_internal("fail_again").number
         if kind == "forward_backward":
             service.submit(ForwardBackward(ticket, model.adapter, (), None, message))
         elif kind == "optim_step":
