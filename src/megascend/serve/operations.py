@@ -45,6 +45,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
     def answer(value: Any) -> TrainAnswer:
         if request.forward_only:
             return TrainAnswer(arrange_as_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
+        # A new list: a save that is being written holds the old one.
         model.losses = [*model.losses[-199:], (model.steps, value.loss, value.tokens)]
         metrics = {f"{name}:mean": metric for name, metric in value.metrics.items()}
         return TrainAnswer(arrange_as_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
@@ -55,6 +56,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         return ForwardBackward(number, model.adapter, flat, loss)
 
     future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
+    # Stored with its log-probabilities: the sequences may be dropped before a restart, which repeats the request.
     if recorded and not request.forward_only:
         service.durability.note_resolved_request(future, replace(request, data=data))
     return future
@@ -89,6 +91,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
             request=number,
         )  # fmt: skip
 
+    # The record is written after the ranks have the files, and before the client knows of them: it publishes the checkpoint.
     def answer(_: Any) -> dict[str, Any]:
         service.checkpoints.commit(model.tenant, record())
         if sampler is not None:
@@ -121,6 +124,7 @@ def _save_target(
     """Return the checkpoint path, and the name of the sampler to create from it, or None."""
     if options.path is not None:
         return CheckpointPath(model.name, kind, options.path), None
+    # Names made from the request's number, not at random: a replay after a restart must save under the same one.
     sampler_number = options.sampling_session_seq_id
     if kind == "sampler_weights" and sampler_number is not None:
         return CheckpointPath(model.name, kind, f"session-{sampler_number}"), sampler_name(

@@ -38,11 +38,7 @@ class ServedModel:
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:
-        """Return the layers that a client's switches select; ``output`` has no effect if the output layer cannot be adapted.
-
-        Raises:
-            ConfigError: no layer is selected.
-        """
+        """Return the layers that a client's switches select; ``output`` has no effect if the output layer cannot be adapted."""
         layers = [
             name
             for name in self.projections

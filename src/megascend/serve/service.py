@@ -153,11 +153,7 @@ class Service:
     # --- sessions ---
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
-        """Open a session for a tenant.
-
-        Raises:
-            RequestRefusedError: 429, the tenant is at its session limit.
-        """
+        """Open a session for a tenant."""
         session = self.tenancy.open_session(tenant, metadata)
         self.durability.note_session(session)
         return session
@@ -203,6 +199,8 @@ class Service:
             return earlier
         model = self.tenancy.add_model(session, number, lora, metadata)
 
+        # The model exists from here on, before the ranks have it: clients send its first requests without waiting, and they are
+        # queued behind the command. So a failure has to take it back.
         def then(succeeded: bool) -> None:
             model.ready = succeeded
             if not succeeded:
@@ -232,7 +230,8 @@ class Service:
             name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer, internal=internal
         )
         self._inbox.submit(Remove(future.number, model.adapter))
-        while model.order.early:  # requests behind a gap fail, too
+        # Behind the removal in the inbox, so that the ranks refuse the requests that waited for a missing number.
+        while model.order.early:
             for turn in model.order.give_up():
                 turn()
         self._count_models()
@@ -259,13 +258,10 @@ class Service:
         Args:
             number: position in the model's order; None: its turn is now.
             command: builds the command; returns None if the future has ended already.
-
-        Raises:
-            RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was used for another kind of
-                request, or its answer has been dropped.
         """
         self.durability.check_number(number)
         name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
+        # A client that lost the response sends the request again under the same number; the work is done once.
         if number is not None and model.order.seen(number):
             earlier = self.futures.get(name, model.tenant)
             if earlier is None or earlier.kind != kind:
@@ -281,6 +277,7 @@ class Service:
         future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
 
         def submit() -> None:
+            # Built in its turn, not on arrival: whether a checkpoint exists, for one, depends on the requests before it.
             built = command(future.number)
             if built is not None:
                 self.submit(built)
@@ -320,6 +317,7 @@ class Service:
             raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
         self.check_answers(model.tenant)
         pending = self.futures.tokens(model.tenant)
+        # A request larger than the limit is accepted when nothing else is pending; otherwise it could never run.
         if pending and pending + tokens > limits.tokens:
             raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
 
@@ -363,6 +361,7 @@ class Service:
         """Complete the futures of finished commands, at most one batch of gradients among them."""
         ended = []
         for outcome in outcomes:
+            # A load whose state is not saved yet is deferred: a client must not learn of what a restart would lose.
             future = self.futures.by_number(outcome.number)
             if future is None or self.durability.defers(future, outcome):
                 continue  # None: ended and dropped meanwhile
@@ -378,20 +377,17 @@ class Service:
             self.futures.complete(future, outcome.value)
         self.figures.count(future, outcome.batch_adapters, self.clock())
         self.figures.count_wait(future, outcome.wait_units, outcome.wait_seconds)
-        self.durability.note_end(future)
+        self.durability.note_end(future)  # last: it stores the answer, or the failure that building the answer led to
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
-        """Return a tenant's future once it has ended, or pending after ``timeout_s``.
-
-        Raises:
-            RequestRefusedError: 410, unknown request, or its answer has expired.
-        """
+        """Return a tenant's future once it has ended, or pending after ``timeout_s``."""
         future = self.futures.get(name, tenant) if isinstance(name, str) else None
         if future is None:
             raise RequestRefusedError(f"unknown or expired request id {str(name)[:160]!r}", 410)
         self._touch_session(future)
         if future.ended is None:
             try:
+                # An Event, not an asyncio.Future: wait_for cancels what it waits for, and several polls may wait for one answer.
                 await asyncio.wait_for(future.changed.wait(), timeout_s)
             except (TimeoutError, asyncio.TimeoutError):
                 self._touch_session(future)

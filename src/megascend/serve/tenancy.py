@@ -77,6 +77,7 @@ class Session:
 
     def add_sampler(self, name: str, path: str | None) -> None:
         """Add a sampler; evict the oldest beyond the limit."""
+        # Clients create a sampler for every saved checkpoint and never remove one; a long run would fill the memory.
         while len(self.samplers) >= MAX_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
@@ -135,11 +136,7 @@ class Tenancy:
         self._adapters = 0
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
-        """Open a session.
-
-        Raises:
-            RequestRefusedError: 429, the tenant is at its session limit.
-        """
+        """Open a session."""
         if sum(session.tenant == tenant for session in self.sessions.values()) >= self._sessions_each:
             raise RequestRefusedError(f"you have {self._sessions_each} sessions already; end some", 429)
         session = Session(new_session(), tenant, self._clock(), metadata=metadata)
@@ -151,11 +148,7 @@ class Tenancy:
         self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
 
     def session(self, name: Any, tenant: str) -> Session:
-        """Return a tenant's session and reset its timeout.
-
-        Raises:
-            RequestRefusedError: 410, unknown or ended session.
-        """
+        """Return a tenant's session and reset its timeout."""
         session = self.sessions.get(name) if isinstance(name, str) else None
         if session is None or session.tenant != tenant:
             raise RequestRefusedError(f"unknown or ended session {str(name)[:80]!r}", 410)
@@ -163,25 +156,18 @@ class Tenancy:
         return session
 
     def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
-        """Return the session of a tenant's sampler and the sampler's checkpoint path, None for the base model.
-
-        Raises:
-            RequestRefusedError: 410, unknown session; 404, unknown sampler.
-        """
+        """Return the session of a tenant's sampler and the sampler's checkpoint path, None for the base model."""
         session = self.session(name.partition(":")[0], tenant)
         if name not in session.samplers:
             raise RequestRefusedError(f"unknown sampler {name[:120]!r}", 404)
         return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
-        """Return a tenant's model and reset its session's timeout.
-
-        Raises:
-            RequestRefusedError: 404, unknown or removed model.
-        """
+        """Return a tenant's model and reset its session's timeout."""
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None or model.tenant != tenant:
             raise RequestRefusedError(f"unknown or removed model {str(name)[:120]!r}", 404)
+        # Any request keeps the session alive: a client that is busy sending may be late with its heartbeats.
         model.used = self._clock()
         if model.session in self.sessions:
             self.sessions[model.session].last_heard = model.used
@@ -190,17 +176,14 @@ class Tenancy:
     def add_model(
         self, session: Session, number: int, lora: LoraSettings, metadata: Mapping[str, Any] | None = None
     ) -> Model:
-        """Add a model to a session.
-
-        Raises:
-            RequestRefusedError: 429, the tenant or the server is at its model limit.
-        """
+        """Add a model to a session."""
         count = sum(model.tenant == session.tenant for model in self.models.values())
         if count >= self._models_each or len(self.models) >= self._max_models:
             holder = "you have" if count >= self._models_each else "the server has"
             raise RequestRefusedError(
                 f"{holder} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
+        # Never used twice: the adapter of a removed model may still be on the ranks.
         self._adapters += 1
         now, name = self._clock(), model_name(session.name, number)
         model = Model(name, session.name, session.tenant, f"a{self._adapters}", lora, now, now, metadata=metadata)

@@ -155,6 +155,7 @@ class Api:
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             train_request = await asyncio.to_thread(train_request_of_json, body, max_samples, forward_only=forward_only)
+        # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
         future = train(self.service, tenant, train_request)
         self.service.durability.note_request(future, path, body, train_request.number)
         return _pending_answer(future)
@@ -173,7 +174,7 @@ class Api:
         session = self.service.tenancy.session(body.get("session_id"), tenant)
         options = CreateSampler.read(body)
         name = sampler_name(session.name, options.sampling_session_seq_id)
-        if options.model_path is not None:
+        if options.model_path is not None:  # a missing checkpoint is refused here, not with the first request to sample
             self.service.checkpoints.find(tenant, CheckpointPath.parse(options.model_path), public=True)
         self.service.add_sampler(session, name, options.model_path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
@@ -200,6 +201,7 @@ class Api:
             return Json({"error": future.failure.message, "category": future.failure.category})
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):
             return Json(future.answer)
+        # In threads: an answer of megabytes takes long enough to encode to delay other tenants.
         if PROTOBUF in request.headers.get("accept", ""):
             return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
         return Json(await asyncio.to_thread(future.answer.json))
@@ -235,6 +237,7 @@ class Api:
 
     async def cancel_future(self, request: Request, tenant: str) -> Response:
         """Cancel a sampling request; a finished or unknown one is ignored."""
+        # Only sampling: a training request that was accepted has its number, and the model's later requests rely on it.
         future = self.service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
         if future is not None and future.kind == "sample" and future.ended is None:
             self.service.cancel(future)
@@ -282,7 +285,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
-                sweep(service)
+                sweep(service)  # on the event loop, like all that touches the service's state
                 if service.clock() - returned > TRIM_S:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
@@ -294,6 +297,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            # In a thread, as it waits for the disk.
             await asyncio.to_thread(service.durability.close)
             api.audit.close()
 

@@ -200,7 +200,7 @@ async def archive(service: Service, request: Request, tenant: str) -> Response:
         headers = {"content-disposition": f'attachment; filename="{record.path.name}.tar.gz"'}
         headers["content-length"] = str(packed.seek(0, 2))
         packed.seek(0)
-    except BaseException:
+    except BaseException:  # cancellation, too
         download.close()
         raise
     parts = iter(partial(packed.read, 2**18), b"")

@@ -103,6 +103,7 @@ class RequestGuard:
                 return self.refusal(error)
             request.scope[OWNER] = tenant  # tells the connection limits whose connection this is
             self._open[tenant] += 1
+            # After authentication, so that strangers can neither fill the quota nor hold memory.
             try:
                 with self._bodies.reserve(tenant) as charge:
                     request.state.charge, request.state.max_body_bytes = charge, self._max_body_bytes
@@ -130,7 +131,7 @@ class RequestGuard:
             return response
         except MegascendError as error:
             refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)
-        except Exception as error:
+        except Exception as error:  # the class only: a message may hold paths, or another tenant's data
             log.exception("%s %r failed", request.method, request.scope["path"])
             refused = RequestRefusedError(f"internal error ({type(error).__name__})", 500)
         self._note(request, tenant, refused)
@@ -144,11 +145,8 @@ class RequestGuard:
             )
 
     def tenant(self, request: Request) -> str:
-        """Return the tenant of a request's key.
-
-        Raises:
-            RequestRefusedError: 401, an unknown key, or several keys, of which a proxy may have checked another one.
-        """
+        """Return the tenant of a request's key."""
+        # Exactly one: a proxy in front may have checked another one of several.
         keys = request.headers.getlist("x-api-key")
         tenant = self._keys.tenant(keys[0].encode("latin-1")) if len(keys) == 1 else None
         if tenant is None:
@@ -158,6 +156,7 @@ class RequestGuard:
     def refusal(self, error: RequestRefusedError) -> Response:
         """Build the response to a refused request."""
         self._service.figures.refuse(error.status)
+        # Back-pressure: clients wait that long and send the request again, whatever limit they are at.
         headers = {"retry-after": "1"} if error.status == 429 else {}
         category = "user" if error.status < 500 else "server"
         return Json({"detail": str(error), "category": category}, error.status, headers)

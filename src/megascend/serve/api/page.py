@@ -114,6 +114,7 @@ _FILE = Path(__file__).with_name("page.html")
 @cache
 def page() -> tuple[bytes, str]:
     """Return the page and the Content-Security-Policy that allows only its own style and script, by digest."""
+    # The page shows text that clients chose; with digests, a script that got into it would not run.
     text = _FILE.read_text("utf-8")
     style, script = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
     policy = (

@@ -34,6 +34,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
 
     try:
         opener = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
+        # In steps: a small body can expand to gigabytes, and the limit must be noticed before they are allocated.
         parts, size = [], 0
         for start in range(0, len(body), STEP):
             if opener.eof:
@@ -54,11 +55,7 @@ MAX_CONTAINERS = 2**18
 
 
 def check_json(body: bytes) -> None:
-    """Bound the number of objects and arrays before parsing. Brackets in strings count, too.
-
-    Raises:
-        RequestRefusedError: 413, too many.
-    """
+    """Bound the number of objects and arrays before parsing. Brackets in strings count, too."""
     if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
         raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
 
@@ -124,6 +121,7 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return body
+    # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
     opened = await asyncio.to_thread(decompress, body, encoding, limit)
     charge(len(opened))
     return opened
@@ -132,6 +130,7 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
 async def _read(request: Request, charge: Callable[[int], None], limit: int) -> bytes:
     body = bytearray()  # not a list of chunks: a client may send single bytes, whose objects take 34 times as much
     async for part in request.stream():
+        # Counted as it arrives: a chunked body has no content-length.
         if len(body) + len(part) > limit:
             raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
         charge(len(part))

@@ -40,9 +40,6 @@ class VllmServer:
         address: ``http://HOST:PORT``.
         key: its ``--api-key``, if any.
         answer_s: deadline of a sampling request in seconds, including the wait in the server's queue.
-
-    Raises:
-        ConfigError: invalid address.
     """
 
     def __init__(self, address: str, key: str | None = None, answer_s: float = 1800.0) -> None:
@@ -52,11 +49,7 @@ class VllmServer:
         self._answer_s = answer_s
 
     async def models(self) -> list[dict[str, Any]]:
-        """List models and adapters: ``id``, ``root``, ``parent``, ``max_model_len``.
-
-        Raises:
-            EngineError, EngineLostError, EngineTimeoutError: like all methods.
-        """
+        """List models and adapters: ``id``, ``root``, ``parent``, ``max_model_len``."""
         models = (await self._ask("GET", "/v1/models", None, CONTROL_S)).get("data")
         if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
             raise EngineError(f"{self.name}: /v1/models: not a list of models: {str(models)[:MAX_SHOWN]}")
@@ -164,11 +157,7 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
 
 
 def result_of(request: SampleRequest, answer: Mapping[str, Any]) -> SampleResult:
-    """Parse the server's answer. Pure.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: not an answer to this request.
-    """
+    """Parse the server's answer. Pure."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != request.num_samples:
         raise ValueError(f"{len(choices)} responses instead of {request.num_samples}")

@@ -127,6 +127,8 @@ class Futures:
         account = self._accounts.get(tenant)
         if account is None:
             return False
+        # Unfetched answers are not dropped for their size: their clients would lose results that they paid a step for. The
+        # tenant is refused instead until it fetches some.
         for future in list(account.answers.values()):  # oldest first
             if account.bytes <= self._max_bytes:
                 break
@@ -177,7 +179,7 @@ class Futures:
         else:
             self._make_room(account, future)
             self.completions.add(future.name, succeeded=succeeded)
-        future.then(succeeded)
+        future.then(succeeded)  # before the client is woken, whose next request may depend on it
         future.changed.set()
         future.answer_of, future.then = _answered, _answered  # releases the request's samples, which the closures hold
 
@@ -271,7 +273,7 @@ class Completions:
             for name in [name for name, (position, _) in log.ended.items() if position <= seen]:
                 del log.ended[name]
             if not log.ended and timeout_s > 0:
-                log.changed.clear()
+                log.changed.clear()  # no await since the look at log.ended, so no completion can be missed
                 await asyncio.wait_for(log.changed.wait(), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             return {}, seen
@@ -290,5 +292,6 @@ class Completions:
             self._tidy(*key, self._logs[key])
 
     def _tidy(self, sampler: str, clone: int, log: _Log) -> None:
+        # A waiting call holds a reference to its log: dropping it would let completions go to another one.
         if not log.ended and not log.waiting:
             self._logs.pop((sampler, clone), None)

@@ -153,6 +153,7 @@ class CommandRunner:
         """Add commands; return the outcomes of removals and cancellations, which run at once."""
         outcomes: list[Outcome] = []
         for command in commands:
+            # Removals and cancellations run at once: queued, they would wait for the work that they are meant to spare.
             if isinstance(command, Remove) and command.adapter in self._sampled_from():
                 self._removals.append(command)  # the slices still to come read its weights
             elif isinstance(command, Remove):
@@ -166,11 +167,8 @@ class CommandRunner:
         return outcomes
 
     def run_once(self) -> list[Outcome]:
-        """Run a few calls, a slice of sampling, and one unit of the queue. Collective.
-
-        Raises:
-            BaseException: errors that no request caused, such as a lost rank.
-        """
+        """Run a few calls, a slice of sampling, and one unit of the queue. Collective."""
+        # One of each in every turn, so that saves, responses and training steps cannot starve one another.
         self._waits.first(self._running)
         return [*self._run_calls(), *self._sample(), *self._run_unit()]
 
@@ -235,6 +233,7 @@ class CommandRunner:
         return outcomes
 
     def _take_finished(self, adapter: str) -> list[tuple[Command, AdapterFuture[Any]]]:
+        # From the head only: a request that failed validation is done at once, but clients expect answers in order.
         running = self._running[adapter]
         finished = []
         while running and running[0][1].done():
@@ -279,7 +278,7 @@ class CommandRunner:
     def _retry_one_by_one(self, left: list[Respond], problem: Exception) -> list[Outcome]:
         """Requeue unanswered requests one by one; a single request that fails again gets the error."""
         if not self._backend.recover_memory():
-            raise problem
+            raise problem  # other ranks may be waiting in a collective of this slice: the job must end
         if len(left) > 1:
             self._one_by_one.extend(left)
             return []
@@ -315,7 +314,7 @@ class CommandRunner:
         waiting += [request for request in self._to_sample if request.adapter == adapter]
         self._to_sample = [request for request in self._to_sample if request.adapter != adapter]
         self._waits.forget(adapter)
-        self._queue.cancel(adapter)
+        self._queue.cancel(adapter)  # first: it discards the adapter's gradients on the backend
         if adapter in self._backend.adapters:
             self._backend.remove_adapter(adapter)
         error = ConfigError("the model was unloaded, or its session ended")
@@ -388,6 +387,8 @@ class SampleTurns:
         selected: list[Respond] = []
         room = max_responses
         while queues:
+            # As in training (lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A limit of 0
+            # tokens lets no request join the leader: the limit here is of responses, counted below.
             heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)
             queue = queues[first.adapter]

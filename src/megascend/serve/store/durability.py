@@ -107,11 +107,13 @@ class DurableState(Durability):
     def note_request(
         self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None
     ) -> None:
+        # Without a model: a sampling request, which changes nothing and which clients send again. Unloading has its own row
+        # (a removal). A replayed request is in the database already.
         if future.noted or future.model is None or path == "unload_model" or self.replaying:
             return
         future.noted = True
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        if number is None:
+        if number is None:  # it creates the model, as check_number refuses all others
             values = {"tenant": future.tenant, "path": path}
             self._writer.enqueue(StoredRow("model", future.model, values, body, future.model.partition(":")[0]))
             return
@@ -167,12 +169,15 @@ class DurableState(Durability):
             or progress.requests >= REQUESTS_PER_STEP * self._steps
             or progress.bytes >= SAVE_AFTER_BYTES
         )
+        # Not with gradients accumulated, which a save does not have: the replay would begin in the middle of a step.
         if loaded or (due and progress.clean and not progress.saving):
             self._save(model, progress)
 
     def _save(self, model: Model, progress: SinceSave) -> None:
         """Enqueue a save of a model's state after everything handed to the ranks so far."""
+        # A new directory for each save: the previous one stays valid until the database names its successor.
         directory = f"{model.name.replace(':train:', '.')}-{secrets.token_hex(8)}"
+        # Noted now: requests that arrive before the save has run are behind it in the model's queue.
         following = progress.following
         progress.requests = progress.steps = progress.bytes = 0
         progress.saving += 1
@@ -182,6 +187,7 @@ class DurableState(Durability):
             if self._models.get(model.name) is not progress:  # the model was removed meanwhile
                 shutil.rmtree(self._saves / directory, ignore_errors=True)
             elif succeeded:
+                # The load's answer first: the save stores the answers of the requests that it covers, and this is one.
                 deferred, progress.deferred = progress.deferred, None
                 if deferred is not None:
                     self._service.end(*deferred)
@@ -218,7 +224,7 @@ class DurableState(Durability):
         deferred, progress.deferred = progress.deferred, None
         if deferred is not None:
             future, outcome = deferred
-            if future.number_in_line is None:
+            if future.number_in_line is None:  # the load created the model, which no client has heard of yet
                 self._service.unload(model, internal=True)
             error = CheckpointError("the loaded state could not be saved for --durable; is the disk full?")
             self._service.end(future, Outcome(outcome.number, error=error))
@@ -235,7 +241,7 @@ class DurableState(Durability):
                 self.when_recovered()
 
     async def writable(self) -> None:
-        if self.stalled:
+        if self.stalled:  # waits for the disk to recover, up to the writer's limit
             await self._writer.durable()
 
     async def durable(self) -> None:
@@ -267,6 +273,7 @@ class StateWriter:
         self._enqueued_count = self._written_count = 0
         self._closed = False
         self.problem: Exception | None = None
+        # With their loops: an asyncio.Event must be set in its own thread, and this object is made before the loop exists.
         self._callers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._thread = threading.Thread(target=self._run_or_log, name="state", daemon=True)
 
@@ -282,16 +289,13 @@ class StateWriter:
             self._changed.notify()
 
     async def durable(self) -> None:
-        """Return when all that was put is on the disk.
-
-        Raises:
-            RequestRefusedError: 503; it is not yet.
-        """
+        """Return when all that was put is on the disk."""
         position, loop = self._enqueued_count, asyncio.get_running_loop()
         end = loop.time() + self._wait_s
         while self._written_count < position:
             changed = asyncio.Event()
             with self._changed:
+                # Again under the lock: the thread may have written and woken all callers since the look above.
                 if self._written_count >= position:
                     return
                 self._callers.append((loop, changed))
@@ -319,6 +323,7 @@ class StateWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closed)
+                # All of them: one fsync serves every request that arrived during the previous one (group commit).
                 changes, self._pending = self._pending, []
             if not changes:
                 return
@@ -332,6 +337,7 @@ class StateWriter:
             for loop, changed in callers:
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(changed.set)
+            # Only after the commit that no longer names them, and after the callers, who need not wait for the disk to delete.
             self._remove_saves(unneeded)
 
     def _write(self, changes: Sequence[StoredRow | Removal]) -> list[str] | None:
@@ -339,7 +345,7 @@ class StateWriter:
         while True:
             try:
                 unneeded = self._database.write(changes)
-            except sqlite3.OperationalError as error:
+            except sqlite3.OperationalError as error:  # a full disk, mostly: the transaction was rolled back
                 if self.problem is None:
                     log.error("%s cannot be written (%s); requests wait until it can", self._database.path, error)
                 self.problem = error

@@ -81,6 +81,7 @@ def keep_state(service: Service) -> None:
 
 def _lock(folder: Path) -> int:
     """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
+    # O_CLOEXEC: a child process that inherited the descriptor would hold the lock beyond the server's end.
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + LOCK_S
     while True:
@@ -98,6 +99,7 @@ def _lock(folder: Path) -> int:
 
 def _check_saves(saves: Path, database: StateDatabase) -> None:
     """Remove unreferenced save directories, and raise if a referenced one is missing."""
+    # Unreferenced: a save was written and its row was not, or its row was replaced and the server ended before the removal.
     required = {save.values["directory"] for save in database.rows("save")}
     for path in saves.iterdir():
         if path.name not in required:
@@ -146,11 +148,7 @@ class Recovery:
         self._service, self._state, self._database, self._saves = service, state, database, saves
 
     def run(self) -> int:
-        """Restore everything; return the number of requests that are enqueued again.
-
-        Raises:
-            CheckpointError: a model cannot be restored. The database is unchanged.
-        """
+        """Restore everything; return the number of requests that are enqueued again."""
         service, state, rows = self._service, self._state, self._database.rows
         for row in rows("session"):
             service.tenancy.restore_session(row.name, row.values["tenant"], row.values["metadata"])
@@ -159,7 +157,9 @@ class Recovery:
             sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
         for row in rows("sequence"):
             service.sequences.keep(sessions[row.parent or ""].tenant, row.name, sequence_of(row))
+        # Only now: the rows just restored need not be written again.
         service.sequences.on_keep, service.sequences.on_drop = state.note_sequence, state.note_sequence_dropped
+        # Replayed requests are neither stored again nor refused for load: their clients were answered already.
         state.replaying = True
         try:
             futures = [future for model in list(rows("model")) for future in self._restore(model)]
@@ -170,6 +170,7 @@ class Recovery:
 
     def _was_started(self, future: Future) -> bool:
         model = self._service.tenancy.models.get(future.model or "")
+        # A request behind a missing number waits for its client; readiness must not wait for it, too.
         number = future.number_in_line
         return model is not None and (number is None or number < model.order.following)
 
@@ -191,6 +192,7 @@ class Recovery:
             raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
         first.noted = True
         model = self._service.tenancy.models[row.name]
+        # An answer without its request belongs to a step that the save covers: its client may still fetch it.
         answers = {answer.name: answer for answer in self._database.rows("answer", row.name)}
         requests = list(self._database.rows("request", row.name))
         repeated = {request.name for request in requests}
@@ -252,6 +254,7 @@ class Recovery:
                 if future.failure is not None:
                     self._fail_again(model, future.kind, future.failure.message)
 
+            # Through the queue, not at once: a request that failed must fail its step after those before it have run.
             future = self._service.enqueue(model, request.number, answer.values["kind"], end)
         future.noted = True
         return future
