@@ -22,7 +22,7 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
 from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
-from megascend.serve.served_model import ServedModel, allowed_targets, architecture_of
+from megascend.serve.served_model import ServedModel, allowed_targets
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -117,7 +117,8 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
 
     path = settings.model.absolute()
     names = tuple(name for name in (settings.name, str(path)) if name)
-    architecture = architecture_of(read_config(settings.model))
+    config = read_config(settings.model)
+    architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
     return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
 
@@ -198,6 +199,7 @@ def http_server(
     tls = settings.tls_certificate is not None
     # Our own socket: uvicorn calls sys.exit() if the port is taken.
     listening = _listen(settings)
+    # Forwarded headers count only from the proxies that are configured: clients could choose the address in the audit log.
     config = uvicorn.Config(
         application, http=bounded(_max_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
         access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,

@@ -50,6 +50,7 @@ class Order(Generic[T]):
 
     def give_up(self) -> list[T]:
         """Skip the :meth:`missing` numbers; return the requests that may run now, in order."""
+        # The numbers before are gone for good: if one arrives after all, it counts as seen.
         if not self.early:
             return []
         self.following = min(self.early)

@@ -223,6 +223,7 @@ class Api:
         sampler, timeout, retrieved = query.target.sampling_session_id, query.timeout, query.retrieved_request_ids
         self.service.tenancy.sampler(sampler, tenant)
         timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
+        # Names outside this sampler are ignored: the call acknowledges its own answers only.
         for name in retrieved if isinstance(retrieved, list) else []:
             if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
                 future = futures.get(name, tenant)
@@ -254,6 +255,7 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         """Answer health (always) and readiness (once the ranks have the model)."""
+        # Not ready while requests are replayed: new ones would wait behind them for as long as that takes.
         if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
             return Json({"status": "starting"}, 503)
         return Json({"status": "ok"})

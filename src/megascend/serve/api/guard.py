@@ -55,7 +55,9 @@ class Audit:
         if file is not None:
             make_directory(file.parent)
             file.touch(mode=0o600)
-            self._stream = file.open("a", encoding="utf-8", buffering=1)
+            self._stream = file.open(
+                "a", encoding="utf-8", buffering=1
+            )  # by the line, so that a kill leaves whole ones
 
     def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
         """Append a request and the HTTP status of its answer."""

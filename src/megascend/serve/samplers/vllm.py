@@ -152,6 +152,7 @@ class _PooledServer:
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = asyncio.create_task(self.client.load_adapter(name, directory))
+        # A failed load is forgotten, so that the next request tries again; a cancelled caller leaves the load to the others.
         try:
             await asyncio.shield(task)  # a cancelled request must not cancel the load that others wait for
         except BaseException:
@@ -225,7 +226,7 @@ class Pool:
         if self._availability.doubtful(index):
             await server.client.check_health()  # fail fast instead of waiting for a server that may hang
         name = self._remote_name(adapter)
-        for attempt in range(2):
+        for attempt in range(2):  # a second time only: a server that forgets an adapter at once has no slot for it
             await server.load(name, directories[adapter])
             try:
                 return await server.client.sample(request, name, self._ends)

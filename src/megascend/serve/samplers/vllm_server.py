@@ -64,6 +64,7 @@ class VllmServer:
         try:
             await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}, LOAD_S)
         except (RefusedError, UnknownModelError, ServerFailedError) as error:
+            # Loaded before a connection broke: the prefix of the name is this process's, so it is this adapter.
             if "already been loaded" not in str(error):
                 kind = EngineError if isinstance(error, UnknownModelError) else type(error)
                 raise kind(
@@ -142,12 +143,13 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": stops,
+        # The tokens of a stop were sampled as well: an answer without them would not be what training computes.
         "include_stop_str_in_output": True,
         "stop_token_ids": sorted({*ends, *(stop for stop in params.stop if isinstance(stop, int))}),
         "skip_special_tokens": False,
         "logprobs": request.topk_logprobs,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "return_tokens_as_token_ids": True,  # in top_logprobs, whose keys would be texts: several tokens may have the same
     }
     if params.seed is not None:
         body["seed"] = params.seed

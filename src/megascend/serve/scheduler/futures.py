@@ -232,6 +232,7 @@ def _answered(value: Any) -> Any:
 
 CLONE = 1_000_000_000
 """Clients that share a sampler number their requests from multiples of this."""
+# Only sampling requests with a number have such names; they are what clients poll for in bulk.
 _REQUEST = re.compile(r"(s-[0-9a-f]{32}:sample:[0-9]+):request:([0-9]+)")
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -116,6 +117,19 @@ def _turn(
     return True
 
 
+@dataclass(eq=False)
+class _Entry:
+    """A command in its model's line.
+
+    Attributes:
+        since: units of work and clock seconds at which it became the first of its line; None before.
+    """
+
+    command: Command
+    future: AdapterFuture[Any]
+    since: tuple[int, float] | None = None
+
+
 class CommandRunner:
     """Schedules and runs the unfinished commands of all models.
 
@@ -130,19 +144,20 @@ class CommandRunner:
 
     def __init__(self, backend: AdapterStore, queue: AdapterQueue, generate: Generate | None = None) -> None:
         self._backend, self._queue, self._generate = backend, queue, generate
-        self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
+        self._running: dict[str, deque[_Entry]] = {}
         self._to_sample: list[Respond] = []  # in the order of arrival
         self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
         self._sampling: SamplingBatch | None = None
         self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
-        self._waits = Waits()
+        self._units = 0  # of work so far: calls, slices, batches
         self._turns = SampleTurns()
         self.answered: list[str] = []
 
     @property
     def ready(self) -> int:
         """Number of tokens of the forward_backwards that could run now."""
-        return sum(line[0][0].tokens for line in self._running.values() if isinstance(line[0][0], ForwardBackward))
+        heads = [line[0].command for line in self._running.values()]
+        return sum(command.tokens for command in heads if isinstance(command, ForwardBackward))
 
     @property
     def idle(self) -> bool:
@@ -163,13 +178,13 @@ class CommandRunner:
             elif isinstance(command, Respond):
                 self._to_sample.append(command)
             else:
-                self._running.setdefault(command.adapter, deque()).append((command, self._submit(command)))
+                self._running.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
         return outcomes
 
     def run_once(self) -> list[Outcome]:
         """Run a few calls, a slice of sampling, and one unit of the queue. Collective."""
         # One of each in every turn, so that saves, responses and training steps cannot starve one another.
-        self._waits.first(self._running)
+        self._mark_heads()
         return [*self._run_calls(), *self._sample(), *self._run_unit()]
 
     def _submit(self, command: Command) -> AdapterFuture[Any]:
@@ -202,13 +217,10 @@ class CommandRunner:
         for _ in range(CALLS_AT_ONCE):
             if not self._queue.run_call():
                 break
-            self._waits.count()
+            self._units += 1
             for adapter in list(self._running):
-                finished = self._take_finished(adapter)
-                if finished:
-                    self._waits.forget(adapter)
-                    outcomes += [_outcome(*pair) for pair in finished]
-        self._waits.first(self._running)
+                outcomes += [_outcome(entry) for entry in self._take_finished(adapter)]
+        self._mark_heads()
         return outcomes
 
     def _run_unit(self) -> list[Outcome]:
@@ -217,26 +229,32 @@ class CommandRunner:
         models = list(self._running)
         if not models:
             return []
-        self._waits.start()
+        start = time.monotonic()
         self._queue.run_unit()
         finished = {adapter: self._take_finished(adapter) for adapter in models}
         # A unit is one batch, so every adapter with a finished command was in it.
-        batch_adapters = sum(1 for pairs in finished.values() if pairs)
+        batch_adapters = sum(1 for entries in finished.values() if entries)
         outcomes: list[Outcome] = []
-        for adapter, pairs in finished.items():
-            for number, pair in enumerate(pairs):
-                waited = self._waits.take(adapter) if number == 0 else (None, 0.0)
-                outcomes.append(_outcome(*pair, batch_adapters, *waited))
-        self._waits.count()
-        self._waits.first(self._running)
+        for entry in (entry for entries in finished.values() for entry in entries):
+            # Requests that failed behind another one were never first, and have not waited for a turn.
+            waited = (self._units - entry.since[0], start - entry.since[1]) if entry.since else (None, 0.0)
+            outcomes.append(_outcome(entry, batch_adapters, *waited))
+        self._units += 1
+        self._mark_heads()
         self.answered = [adapter for adapter in models if adapter not in self._running]
         return outcomes
 
-    def _take_finished(self, adapter: str) -> list[tuple[Command, AdapterFuture[Any]]]:
+    def _mark_heads(self) -> None:
+        """Begin the wait of commands that have become the first of their model's line."""
+        now = time.monotonic()
+        for line in self._running.values():
+            line[0].since = line[0].since or (self._units, now)
+
+    def _take_finished(self, adapter: str) -> list[_Entry]:
         # From the head only: a request that failed validation is done at once, but clients expect answers in order.
         running = self._running[adapter]
         finished = []
-        while running and running[0][1].done():
+        while running and running[0].future.done():
             finished.append(running.popleft())
         if not running:
             del self._running[adapter]
@@ -265,7 +283,7 @@ class CommandRunner:
             )
             problem = error.with_traceback(None)
         else:
-            self._waits.count()
+            self._units += 1
         left = sampling.left
         if problem is None and left:
             return outcomes
@@ -310,10 +328,9 @@ class CommandRunner:
 
     def _remove(self, command: Remove) -> list[Outcome]:
         adapter = command.adapter
-        waiting = [waiting_command for waiting_command, _ in self._running.pop(adapter, ())]
+        waiting = [entry.command for entry in self._running.pop(adapter, ())]
         waiting += [request for request in self._to_sample if request.adapter == adapter]
         self._to_sample = [request for request in self._to_sample if request.adapter != adapter]
-        self._waits.forget(adapter)
         self._queue.cancel(adapter)  # first: it discards the adapter's gradients on the backend
         if adapter in self._backend.adapters:
             self._backend.remove_adapter(adapter)
@@ -322,13 +339,10 @@ class CommandRunner:
 
 
 def _outcome(
-    command: Command,
-    future: AdapterFuture[Any],
-    batch_adapters: int = 0,
-    wait_units: int | None = None,
-    wait_seconds: float = 0.0,
+    entry: _Entry, batch_adapters: int = 0, wait_units: int | None = None, wait_seconds: float = 0.0
 ) -> Outcome:
-    """Build the Outcome of a finished future."""
+    """Build the Outcome of a finished command."""
+    command, future = entry.command, entry.future
     if future.error is None:
         return Outcome(command.number, future.result(), None, batch_adapters, wait_units, wait_seconds)
     # The queue reports that the step was skipped for an earlier failure; the client needs the reason, its own settings.
@@ -402,40 +416,3 @@ class SampleTurns:
             if not queue:
                 del queues[first.adapter]
         return selected
-
-
-class Waits:
-    """Measures how long each model's first request waits for its turn, in units of the ranks' work and in seconds.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._units = 0
-        self._start_time = clock()
-        self._since: dict[str, tuple[int, float]] = {}
-
-    def first(self, models: Iterable[str]) -> None:
-        """Start the wait of models that have a runnable request."""
-        now = self._clock()
-        for model in models:
-            self._since.setdefault(model, (self._units, now))
-
-    def start(self) -> None:
-        """Record the start of a unit of work."""
-        self._start_time = self._clock()
-
-    def count(self) -> None:
-        """Count a finished unit of work."""
-        self._units += 1
-
-    def take(self, model: str) -> tuple[int, float]:
-        """End a model's wait; return its units and seconds up to the start of the last unit."""
-        units, since = self._since.pop(model)
-        return self._units - units, self._start_time - since
-
-    def forget(self, model: str) -> None:
-        """Drop a model's wait."""
-        self._since.pop(model, None)

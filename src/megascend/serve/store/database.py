@@ -229,6 +229,7 @@ def _create(path: Path) -> None:
         raise CheckpointError(f"{path} is missing, and {_log_of(path).name} beside it is not. {ADVICE}")
     with replacing(path, durable=True) as temporary:
         temporary.unlink(missing_ok=True)
+        # Created here with its mode: SQLite would create it readable for all, and gives the log the mode of the database.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(temporary)
         connection.executescript(
