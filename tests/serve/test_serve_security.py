@@ -222,9 +222,9 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
         with pytest.raises(RequestRefusedError) as refused:
             second(1)
         assert refused.value.status == 429
-        with ExitStack() as others:
+        with ExitStack() as stack:
             for number in range(3):
-                others.enter_context(bodies.reserve(f"other {number}"))(400)
+                stack.enter_context(bodies.reserve(f"other {number}"))(400)
             with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
                 late(1)
     with bodies.reserve("alice") as again:

@@ -197,7 +197,7 @@ class Api:
         if future.ended is None:
             pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
             return Json(pending, 408)  # on which clients poll again
-        if future.failure is not None:
+        if future.failure is not None:  # status 200, as the retrieval succeeded: clients raise by the category
             return Json({"error": future.failure.message, "category": future.failure.category})
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):
             return Json(future.answer)

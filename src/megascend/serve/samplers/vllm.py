@@ -354,6 +354,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     if backend.rank == 0:
         probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
         try:
+            # Half of the timeout: the other ranks wait in the collective below, whose timeout is the whole.
             asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
@@ -382,6 +383,7 @@ async def check(servers: Servers, probe: Probe, max_length: int, wait_s: float =
                 longest,
                 max_length,
             )
+        # Part of the check: runtime loading has to be enabled in vLLM, and storage mounted at the same path.
         await server.load_adapter(servers.name(BASE), servers.base)
         try:
             difference = await probe.difference(server, servers.name(BASE))

@@ -30,6 +30,7 @@ from megascend.serve.tenancy import Model, Session
 SAVES = ("save_weights", "save_weights_for_sampler")
 """Requests whose answers are stored, because a replay could find other files. Failures of all requests are stored, because a
 replay might succeed."""
+# These bound the database and the time of a restart for models that take few steps, or send much for each.
 SAVE_AFTER_BYTES = 256 * 2**20
 """Bytes of requests after which a model is saved."""
 REQUESTS_PER_STEP = 50

@@ -72,7 +72,7 @@ def keep_state(service: Service) -> None:
     except BaseException:
         resources.close()
         raise
-    writer.start()
+    writer.start()  # only now: until here this thread has used the database
     sessions, models = service.tenancy.sessions, service.tenancy.models
     if sessions:
         log.warning("state: %d sessions, %d models, %d requests to repeat", len(sessions), len(models), count)
@@ -212,6 +212,7 @@ class Recovery:
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, None, str(directory), True)
 
+        # Otherwise the turn of the load would have it saved again, as one of a client's is.
         self._state.restoring = True
         try:
             future = service.new_model(
