@@ -211,7 +211,7 @@ def test_every_route_is_described(tmp_path: Path) -> None:
 
 
 @EXAMPLES
-@given(found=st.data())
+@given(data=st.data())
 def test_messages_of_the_strategy_are_read_back(data: Any) -> None:
     """They are messages of the client's package, so that what refuses them is the service and not their form."""
     message = data.draw(messages())
