@@ -334,7 +334,7 @@ def test_without_room_all_ends_where_other_ranks_may_wait_and_where_a_step_may_b
         queue.run_once()
     for future in (step, failed):
         assert future.done()
-        assert future._error is not None
+        assert future.error is not None
 
 
 def test_step_out_of_memory_fails_only_its_adapter_and_drops_gradients(queue, backend):
@@ -375,7 +375,7 @@ def test_requests_up_to_the_next_step_fail_after_an_error(queue, backend, bad, e
         assert future.done()
         with pytest.raises(MegascendError):
             future.result()
-    assert spoiled[0]._error.__cause__ is failed._error
+    assert spoiled[0].error.__cause__ is failed.error
     assert fresh.result().grad_norm == 3.0  # and not 53: the first gradient went with the failed step
     assert queue.pending("a") == 0
 

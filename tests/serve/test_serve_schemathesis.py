@@ -211,7 +211,7 @@ def test_every_route_is_described(tmp_path: Path) -> None:
 
 
 @EXAMPLES
-@given(found=st.data())
+@given(data=st.data())
 def test_messages_of_the_strategy_are_read_back(data: Any) -> None:
     """Check that drawn messages parse with the client's package, so that refusals come from the service."""
     message = data.draw(messages())

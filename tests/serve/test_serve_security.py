@@ -10,6 +10,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -216,17 +217,18 @@ def test_a_sparse_tensor_does_not_grow(here) -> None:
 def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
     bodies = reading.Bodies(100)
     with bodies.reserve("alice") as first, bodies.reserve("alice") as second:
-        first.add(250)
-        second.add(150)
+        first(250)
+        second(150)
         with pytest.raises(RequestRefusedError) as refused:
-            second.add(1)
+            second(1)
         assert refused.value.status == 429
-        for number in range(3):
-            bodies.add(f"other {number}", 400)
-        with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
-            late.add(1)
+        with ExitStack() as stack:
+            for number in range(3):
+                stack.enter_context(bodies.reserve(f"other {number}"))(400)
+            with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
+                late(1)
     with bodies.reserve("alice") as again:
-        again.add(400)
+        again(400)
 
 
 def test_retained_state_of_a_tenant_is_bounded(here, monkeypatch) -> None:

@@ -56,13 +56,17 @@ class QueueBackend(Protocol):
 
 
 class AdapterFuture(Generic[T]):
-    """Future of a submitted request."""
+    """Future of a submitted request: pending, then a value or an error. Only the queue ends it.
+
+    Attributes:
+        error: error of the request; None while it is pending, and after it succeeded.
+    """
 
     def __init__(self, run_once: Callable[[], bool]) -> None:
         self._run_once = run_once
         self._finished = False
         self._value: T | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def done(self) -> bool:
         """Return True once there is a value or an error. Runs nothing."""
@@ -73,15 +77,15 @@ class AdapterFuture(Generic[T]):
         while not self._finished:
             if not self._run_once():
                 raise MegascendError("result() was called while the queue was running this request")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return cast("T", self._value)
 
     def _finish(self, value: T) -> None:
         self._value, self._finished = value, True
 
     def _fail(self, error: Exception) -> None:
-        self._error, self._finished = error, True
+        self.error, self._finished = error, True
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: samples have no equality
@@ -408,7 +412,8 @@ class AdapterQueue:
             if not first.future.done():
                 first.future._fail(_not_run(first, self._incomplete[adapter]))
             if first.kind == "forward_backward":
-                self._incomplete.setdefault(adapter, cast("Exception", first.future._error))
+                assert first.future.error is not None
+                self._incomplete.setdefault(adapter, first.future.error)
             elif first.kind == "optimizer_step":
                 self._incomplete.pop(adapter, None)
                 self._discard(adapter)

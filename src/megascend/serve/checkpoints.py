@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
+from megascend.serve.api.bodies import LoraSettings
 from megascend.serve.errors import RequestRefusedError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -91,11 +92,7 @@ class CheckpointPath:
 
 
 def run_directory(root: Path, tenant: str, model: str) -> Path:
-    """Return the directory of a model's checkpoints.
-
-    Raises:
-        RequestRefusedError: 404, not a model name.
-    """
+    """Return the directory of a model's checkpoints."""
     match = _MODEL.fullmatch(model)
     if match is None:
         raise RequestRefusedError(f"no such model: {model[:200]!r}", 404)
@@ -139,6 +136,11 @@ class Record:
     user_metadata: Mapping[str, str] | None = None
     request: int | None = None
 
+    @property
+    def lora(self) -> LoraSettings:
+        """The adapter's LoRA settings."""
+        return LoraSettings(rank=self.rank, train_attn=self.attention, train_mlp=self.mlp, train_unembed=self.output)
+
 
 class Checkpoints:
     """The checkpoints below a directory.
@@ -169,6 +171,7 @@ class Checkpoints:
             RequestRefusedError: 404, missing, expired, or another tenant's.
         """
         owners = [tenant]
+        # The path does not name its owner; model names are unguessable, so at most one tenant has it.
         if public:
             owners += sorted(d.name for d in self.root.iterdir() if d.is_dir() and d.name != tenant)
         for owner in owners:
@@ -191,21 +194,13 @@ class Checkpoints:
         return sum(record.size for record in self._records(tenant, None))
 
     def change(self, tenant: str, path: CheckpointPath, **values: Any) -> Record:
-        """Update fields of a checkpoint's record: ``public``, ``expires``.
-
-        Raises:
-            RequestRefusedError: 404, no such checkpoint.
-        """
+        """Update fields of a checkpoint's record: ``public``, ``expires``."""
         record = replace(self.find(tenant, path)[0], **values)
         self._write(tenant, record)
         return record
 
     def delete(self, tenant: str, path: CheckpointPath) -> None:
-        """Delete a tenant's checkpoint.
-
-        Raises:
-            RequestRefusedError: 404, no such checkpoint.
-        """
+        """Delete a tenant's checkpoint."""
         _, directory = self.find(tenant, path)
         self._remove(directory)
 
@@ -224,9 +219,8 @@ class Checkpoints:
         return self._read(tenant, path) is not None
 
     def _remove(self, directory: Path) -> None:
-        _record_file(directory).unlink(
-            missing_ok=True
-        )  # the record first: without it, an interrupted removal leaves an ignored directory
+        # The record first: without it, an interrupted removal leaves a directory that is ignored.
+        _record_file(directory).unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _records(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[Record]:

@@ -128,5 +128,6 @@ class Figures:
 
 def _values(counter: Counter) -> dict[tuple[str, ...], float]:
     """Return a counter's values by label values."""
+    # Through collect(): prometheus_client has no public way to read one value.
     samples = (sample for metric in counter.collect() for sample in metric.samples)
     return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name.endswith("_total")}

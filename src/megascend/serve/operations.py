@@ -11,7 +11,7 @@ from typing import Any
 
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
-from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, LoraSettings, SaveWeights, adam_of
+from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, adam_of
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
 from megascend.serve.checkpoints import CheckpointPath, Kind, Record, sampler_name
 from megascend.serve.errors import RequestRefusedError
@@ -45,6 +45,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
     def answer(value: Any) -> TrainAnswer:
         if request.forward_only:
             return TrainAnswer(arrange_as_targets(request.data, value), {"loss:sum": value_of(loss, flat, value)})
+        # A new list: a save that is being written holds the old one.
         model.losses = [*model.losses[-199:], (model.steps, value.loss, value.tokens)]
         metrics = {f"{name}:mean": metric for name, metric in value.metrics.items()}
         return TrainAnswer(arrange_as_targets(request.data, value.logprobs), {"loss:sum": value.loss, **metrics})
@@ -55,6 +56,7 @@ def train(service: Service, tenant: str, request: TrainRequest) -> Future:
         return ForwardBackward(number, model.adapter, flat, loss)
 
     future = service.enqueue(model, request.number, kind, command, answer_of=answer, tokens=tokens)
+    # Stored with its log-probabilities: the sequences may be dropped before a restart, which repeats the request.
     if recorded and not request.forward_only:
         service.durability.note_resolved_request(future, replace(request, data=data))
     return future
@@ -72,6 +74,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         path, sampler = _save_target(model, options, kind, number)
         if options.kind != "snapshot":
             raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
+        # Of what is there: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
         used = service.checkpoints.total_bytes(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(
@@ -82,13 +85,14 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
     def record() -> Record:
-        now, ttl = time.time(), options.ttl_seconds
+        now, ttl, lora = time.time(), options.ttl_seconds, model.lora
         return Record(
-            path, service.base.names[0], model.rank, model.attention, model.mlp, model.output, now,
+            path, service.base.names[0], lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed, now,
             None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=options.user_metadata,
             request=number,
         )  # fmt: skip
 
+    # The record is written after the ranks have the files, and before the client knows of them: it publishes the checkpoint.
     def answer(_: Any) -> dict[str, Any]:
         service.checkpoints.commit(model.tenant, record())
         if sampler is not None:
@@ -121,6 +125,7 @@ def _save_target(
     """Return the checkpoint path, and the name of the sampler to create from it, or None."""
     if options.path is not None:
         return CheckpointPath(model.name, kind, options.path), None
+    # Names made from the request's number, not at random: a replay after a restart must save under the same one.
     sampler_number = options.sampling_session_seq_id
     if kind == "sampler_weights" and sampler_number is not None:
         return CheckpointPath(model.name, kind, f"session-{sampler_number}"), sampler_name(
@@ -140,7 +145,7 @@ def _load_into(service: Service, model: Model, body: Mapping[str, Any]) -> Futur
         return service.enqueue_failure(model, number, "load_weights", ConfigError(str(error)))
 
     def answer(_: Any) -> dict[str, Any]:
-        model.rank, model.attention, model.mlp, model.output = record.rank, record.attention, record.mlp, record.output
+        model.lora = record.lora
         return {"type": "load_weights", "path": str(record.path)}
 
     def command(ticket: int) -> Load:
@@ -153,15 +158,12 @@ def _load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Fu
     """Create a new model of a session from a checkpoint."""
     options = LoadNewModel.read(body)
     record, directory = service.checkpoints.find(session.tenant, CheckpointPath.parse(options.path), public=True)
-    lora = LoraSettings(
-        rank=record.rank, train_attn=record.attention, train_mlp=record.mlp, train_unembed=record.output
-    )
     _check_optimizer(options, record)
 
     def command(model: Model, ticket: int) -> Create:
         return Create(ticket, model.adapter, None, str(directory), options.optimizer)
 
-    return service.new_model(session, options.model_seq_id, lora, options.user_metadata, command, "load_weights")
+    return service.new_model(session, options.model_seq_id, record.lora, options.user_metadata, command, "load_weights")
 
 
 def _check_optimizer(options: LoadWeights, record: Record) -> None:

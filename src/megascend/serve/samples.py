@@ -23,9 +23,6 @@ def with_recorded(datum: Datum, find: Callable[[str], RecordedSequence]) -> Datu
 
     Args:
         find: looks up a recorded sequence by id; raises DataError for an unknown one.
-
-    Raises:
-        DataError: the provenance is incomplete or differs from what was recorded, or an unsampled token has an advantage.
     """
     targets, advantages = datum.inputs.get("target_tokens"), datum.inputs.get("advantages")
     if not datum.target_spans:
@@ -76,11 +73,7 @@ def _check_equal(actual: np.ndarray, recorded: np.ndarray, field: str, region: s
 
 
 def with_ratio_mask(datum: Datum) -> Datum:
-    """Fold ``sequence_ratio_mask`` of a ``gspo`` sample into its weights, over which the sequence ratio is computed.
-
-    Raises:
-        DataError: the mask has another shape, or a masked token has an advantage.
-    """
+    """Fold ``sequence_ratio_mask`` of a ``gspo`` sample into its weights, over which the sequence ratio is computed."""
     mask, advantages = datum.inputs.get("sequence_ratio_mask"), datum.inputs.get("advantages")
     if mask is None or advantages is None:
         return datum
@@ -107,9 +100,6 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     Args:
         settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the probability ratio; ``beta`` of ``dro``;
             ``kl_coeff`` and ``max_ratio`` of ``stable_reinforce``.
-
-    Raises:
-        ConfigError: unknown loss or setting.
     """
     supported = ("cross_entropy", *POLICY)
     if name not in supported:
@@ -122,20 +112,18 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"loss_fn_config: {str(key)[:60]!r} must be a number")
         number = as_float(value)
+        # The protocol bounds the ratio itself, our losses its distance from 1.
         if key in ("clip_low_threshold", "clip_high_threshold"):
             key, number = ("clip_low", 1 - number) if key == "clip_low_threshold" else ("clip_high", number - 1)
         if not np.isfinite(number) or number < 0:
             raise ConfigError(f"loss_fn_config: {key[:60]!r} is {str(value)[:40]}, out of range")
         numbers[str(key)] = number
+    # Sums, because clients split a batch into requests and add up what they return.
     return replace(BUILT_IN[name], reduction="sum").with_settings(**numbers)
 
 
 def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
-    """Build the samples of one datum: one per column of its targets, [n] or [n, k].
-
-    Raises:
-        DataError: a field is missing, unknown to the loss, of another length, or not finite.
-    """
+    """Build the samples of one datum: one per column of its targets, [n] or [n, k]."""
     datum = with_ratio_mask(datum) if loss.name == "gspo" else datum
     required = ["target_tokens", *(["logprobs", "advantages"] if loss.requires else [])]
     missing = [name for name in required if name not in datum.inputs]
@@ -162,6 +150,7 @@ def samples_of(datum: Datum, loss: Loss) -> list[Sample]:
         )
     inputs = {"weights": np.ones(targets.shape, np.float32), **datum.inputs}
     columns = targets.shape[1] if targets.ndim == 2 else 1
+    # Copies: the arrays may be read-only views of the request's body, and a tensor would keep all of it in memory.
     column_inputs: list[dict[str, Any]] = [
         {_RENAMED[k]: torch.from_numpy(np.array(v[:, i] if v.ndim == 2 else v)) for k, v in inputs.items()}
         for i in range(columns)
@@ -209,4 +198,5 @@ def values_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[Tensor])
     )
     values = loss(torch.cat(list(logprobs)), inputs)
     values = values[0] if isinstance(values, tuple) else values
+    # Not values * weights alone: a loss that is infinite at a token of weight 0 would make the sum NaN.
     return torch.where(weights != 0, values * weights, 0.0)

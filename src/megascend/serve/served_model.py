@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megascend.errors import ConfigError
 
@@ -38,11 +38,7 @@ class ServedModel:
         return any(_is_output(name) for name in self.projections)
 
     def targets(self, *, attention: bool, mlp: bool, output: bool) -> tuple[str, ...]:
-        """Return the layers that a client's switches select; ``output`` has no effect if the output layer cannot be adapted.
-
-        Raises:
-            ConfigError: no layer is selected.
-        """
+        """Return the layers that a client's switches select; ``output`` has no effect if the output layer cannot be adapted."""
         layers = [
             name
             for name in self.projections
@@ -74,9 +70,3 @@ def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
         return "all-linear"
     ends = {name.rsplit(".", 1)[-1] for name in layers}
     return tuple(sorted(ends - {"embed_tokens"}))
-
-
-def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture named in a checkpoint's config.json."""
-    names = config.get("architectures") or [config.get("model_type", "unknown")]
-    return str(names[0])

@@ -22,7 +22,7 @@ from megascend.platforms.base import MemoryFigures
 from megascend.serve.api import keys as api_keys
 from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
-from megascend.serve.served_model import ServedModel, allowed_targets, architecture_of
+from megascend.serve.served_model import ServedModel, allowed_targets
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -117,7 +117,8 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
 
     path = settings.model.absolute()
     names = tuple(name for name in (settings.name, str(path)) if name)
-    architecture = architecture_of(read_config(settings.model))
+    config = read_config(settings.model)
+    architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
     return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
 
@@ -177,9 +178,6 @@ def http_server(
     Args:
         memory: returns the device's name and memory, for the status page.
         vllm: builds the vLLM sampling that replaces the ranks', given the function to report outcomes to.
-
-    Raises:
-        ConfigError: the address cannot be bound.
     """
     import uvicorn
 
@@ -189,6 +187,7 @@ def http_server(
 
     service = Service(settings, base, inbox)
     service.memory = memory
+    # Before listening: a client that reconnects must find its session, and requests must queue behind the replayed ones.
     if settings.durable:
         from megascend.serve.store.recovery import keep_state
 
@@ -198,7 +197,9 @@ def http_server(
         service.figures.registry.register(service.vllm.pool)
     application = reporting(make_application(service, api_keys.Keys(keys)))
     tls = settings.tls_certificate is not None
+    # Our own socket: uvicorn calls sys.exit() if the port is taken.
     listening = _listen(settings)
+    # Forwarded headers count only from the proxies that are configured: clients could choose the address in the audit log.
     config = uvicorn.Config(
         application, http=bounded(_max_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
         access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
@@ -212,7 +213,7 @@ def http_server(
         thread.join(0.01)
         if not thread.is_alive():
             raise ConfigError("the HTTP server did not start; see its messages above")
-    loop = server.servers[0].get_loop()
+    loop = server.servers[0].get_loop()  # created in the thread by uvicorn
     service.ready = True
 
     def report(outcomes: list[Outcome]) -> None:
@@ -226,7 +227,7 @@ def http_server(
             asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
         server.should_exit = True
         inbox.close()
-        thread.join(10)
+        thread.join(10)  # longer than uvicorn's grace for open requests; the thread is a daemon
 
 
 MAX_CONNECTIONS = 4096
@@ -239,6 +240,7 @@ def _max_connections() -> int:
     if soft != resource.RLIM_INFINITY and soft < required:
         soft = required if hard == resource.RLIM_INFINITY else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # The rest is for files, the database and the sockets between ranks.
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - 512))
 
 

@@ -153,11 +153,7 @@ class Service:
     # --- sessions ---
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None) -> Session:
-        """Open a session for a tenant.
-
-        Raises:
-            RequestRefusedError: 429, the tenant is at its session limit.
-        """
+        """Open a session for a tenant."""
         session = self.tenancy.open_session(tenant, metadata)
         self.durability.note_session(session)
         return session
@@ -171,21 +167,21 @@ class Service:
 
     def create_model(self, session: Session, body: CreateModel) -> Future:
         """Create a new adapter; a repeated number of the session returns the same future."""
-        lora_settings = body.lora
+        settings = body.lora
         if body.base_model not in (*self.base.names, str(self.base.path)):
             raise ConfigError(
                 f"base_model {body.base_model[:200]!r} is not served here; this server has {self.base.names[0]!r}"
             )
         targets = self.base.targets(
-            attention=lora_settings.train_attn, mlp=lora_settings.train_mlp, output=lora_settings.train_unembed
+            attention=settings.train_attn, mlp=settings.train_mlp, output=settings.train_unembed
         )
-        seed = secrets.randbelow(2**31) if lora_settings.seed is None else lora_settings.seed
-        lora = Lora(rank=lora_settings.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
+        seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
+        lora = Lora(rank=settings.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
 
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, lora)
 
-        return self.new_model(session, body.model_seq_id, lora_settings, body.user_metadata, command, "create_model")
+        return self.new_model(session, body.model_seq_id, settings, body.user_metadata, command, "create_model")
 
     def new_model(
         self,
@@ -201,11 +197,10 @@ class Service:
         earlier = self.futures.get(name, session.tenant)
         if earlier is not None:
             return earlier
-        model = self.tenancy.add_model(
-            session, number, rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, output=lora.train_unembed,
-            metadata=metadata,
-        )  # fmt: skip
+        model = self.tenancy.add_model(session, number, lora, metadata)
 
+        # The model exists from here on, before the ranks have it: clients send its first requests without waiting, and they are
+        # queued behind the command. So a failure has to take it back.
         def then(succeeded: bool) -> None:
             model.ready = succeeded
             if not succeeded:
@@ -235,7 +230,8 @@ class Service:
             name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer, internal=internal
         )
         self._inbox.submit(Remove(future.number, model.adapter))
-        while model.order.early:  # requests behind a gap fail, too
+        # Behind the removal in the inbox, so that the ranks refuse the requests that waited for a missing number.
+        while model.order.early:
             for turn in model.order.give_up():
                 turn()
         self._count_models()
@@ -262,13 +258,10 @@ class Service:
         Args:
             number: position in the model's order; None: its turn is now.
             command: builds the command; returns None if the future has ended already.
-
-        Raises:
-            RequestRefusedError: 429, too much of this model or tenant is pending; 400, the number was used for another kind of
-                request, or its answer has been dropped.
         """
         self.durability.check_number(number)
         name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
+        # A client that lost the response sends the request again under the same number; the work is done once.
         if number is not None and model.order.seen(number):
             earlier = self.futures.get(name, model.tenant)
             if earlier is None or earlier.kind != kind:
@@ -284,6 +277,7 @@ class Service:
         future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
 
         def submit() -> None:
+            # Built in its turn, not on arrival: whether a checkpoint exists, for one, depends on the requests before it.
             built = command(future.number)
             if built is not None:
                 self.submit(built)
@@ -323,6 +317,7 @@ class Service:
             raise RequestRefusedError(f"{limits.pending} requests of {model.name} are pending; fetch some first", 429)
         self.check_answers(model.tenant)
         pending = self.futures.tokens(model.tenant)
+        # A request larger than the limit is accepted when nothing else is pending; otherwise it could never run.
         if pending and pending + tokens > limits.tokens:
             raise RequestRefusedError(f"{pending} tokens of yours are pending, {limits.tokens} may be", 429)
 
@@ -350,6 +345,12 @@ class Service:
         """Generate an unguessable name for a future."""
         return f"{kind}:{secrets.token_hex(16)}"
 
+    def make_internal(
+        self, kind: str, tenant: str = "", then: Callable[[bool], None] = lambda succeeded: None
+    ) -> Future:
+        """Make a future for a command of the server's own, whose outcome no client fetches."""
+        return self.futures.make(self.new_label(kind), tenant, None, kind, then=then, internal=True)
+
     def break_future(self, number: int, error: MegascendError) -> None:
         """Fail a future that has no command on the ranks."""
         future = self.futures.by_number(number)
@@ -360,6 +361,7 @@ class Service:
         """Complete the futures of finished commands, at most one batch of gradients among them."""
         ended = []
         for outcome in outcomes:
+            # A load whose state is not saved yet is deferred: a client must not learn of what a restart would lose.
             future = self.futures.by_number(outcome.number)
             if future is None or self.durability.defers(future, outcome):
                 continue  # None: ended and dropped meanwhile
@@ -375,25 +377,22 @@ class Service:
             self.futures.complete(future, outcome.value)
         self.figures.count(future, outcome.batch_adapters, self.clock())
         self.figures.count_wait(future, outcome.wait_units, outcome.wait_seconds)
-        self.durability.note_end(future)
+        self.durability.note_end(future)  # last: it stores the answer, or the failure that building the answer led to
 
     async def wait(self, tenant: str, name: Any, timeout_s: float) -> Future:
-        """Return a tenant's future once it has ended, or pending after ``timeout_s``.
-
-        Raises:
-            RequestRefusedError: 410, unknown request, or its answer has expired.
-        """
+        """Return a tenant's future once it has ended, or pending after ``timeout_s``."""
         future = self.futures.get(name, tenant) if isinstance(name, str) else None
         if future is None:
             raise RequestRefusedError(f"unknown or expired request id {str(name)[:160]!r}", 410)
         self._touch_session(future)
         if future.ended is None:
             try:
+                # An Event, not an asyncio.Future: wait_for cancels what it waits for, and several polls may wait for one answer.
                 await asyncio.wait_for(future.changed.wait(), timeout_s)
             except (TimeoutError, asyncio.TimeoutError):
                 self._touch_session(future)
                 return future
-        future.retrieved = future.retrieved or self.clock()  # retries do not extend the retention
+        self.futures.mark_fetched(future)
         return future
 
     def _touch_session(self, future: Future) -> None:

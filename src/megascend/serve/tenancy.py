@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megascend.serve.api.bodies import LoraSettings
 from megascend.serve.checkpoints import model_name, new_session
 from megascend.serve.errors import RequestRefusedError
 
@@ -49,6 +50,7 @@ class Order(Generic[T]):
 
     def give_up(self) -> list[T]:
         """Skip the :meth:`missing` numbers; return the requests that may run now, in order."""
+        # The numbers before are gone for good: if one arrives after all, it counts as seen.
         if not self.early:
             return []
         self.following = min(self.early)
@@ -76,6 +78,7 @@ class Session:
 
     def add_sampler(self, name: str, path: str | None) -> None:
         """Add a sampler; evict the oldest beyond the limit."""
+        # Clients create a sampler for every saved checkpoint and never remove one; a long run would fill the memory.
         while len(self.samplers) >= MAX_SAMPLERS and name not in self.samplers:
             oldest = next(iter(self.samplers))
             del self.samplers[oldest]
@@ -94,6 +97,7 @@ class Model:
 
     Attributes:
         adapter: adapter name on the backend.
+        lora: rank and trained layers.
         order: request order; holds the submit function of each early request.
         gap_since: clock time since which requests wait for a missing number.
         ready: True once the ranks have created it.
@@ -105,10 +109,7 @@ class Model:
     session: str
     tenant: str
     adapter: str
-    rank: int
-    attention: bool
-    mlp: bool
-    output: bool
+    lora: LoraSettings
     created: float
     used: float
     order: Order[Callable[[], None]] = field(default_factory=lambda: Order[Callable[[], None]]())
@@ -136,11 +137,7 @@ class Tenancy:
         self._adapters = 0
 
     def open_session(self, tenant: str, metadata: Mapping[str, str] | None = None) -> Session:
-        """Open a session.
-
-        Raises:
-            RequestRefusedError: 429, the tenant is at its session limit.
-        """
+        """Open a session."""
         if sum(session.tenant == tenant for session in self.sessions.values()) >= self._sessions_each:
             raise RequestRefusedError(f"you have {self._sessions_each} sessions already; end some", 429)
         session = Session(new_session(), tenant, self._clock(), metadata=metadata)
@@ -152,11 +149,7 @@ class Tenancy:
         self.sessions[name] = Session(name, tenant, self._clock(), metadata=metadata)
 
     def session(self, name: Any, tenant: str) -> Session:
-        """Return a tenant's session and reset its timeout.
-
-        Raises:
-            RequestRefusedError: 410, unknown or ended session.
-        """
+        """Return a tenant's session and reset its timeout."""
         session = self.sessions.get(name) if isinstance(name, str) else None
         if session is None or session.tenant != tenant:
             raise RequestRefusedError(f"unknown or ended session {str(name)[:80]!r}", 410)
@@ -164,58 +157,37 @@ class Tenancy:
         return session
 
     def sampler(self, name: str, tenant: str) -> tuple[Session, str | None]:
-        """Return the session of a tenant's sampler and the sampler's checkpoint path, None for the base model.
-
-        Raises:
-            RequestRefusedError: 410, unknown session; 404, unknown sampler.
-        """
+        """Return the session of a tenant's sampler and the sampler's checkpoint path, None for the base model."""
         session = self.session(name.partition(":")[0], tenant)
         if name not in session.samplers:
             raise RequestRefusedError(f"unknown sampler {name[:120]!r}", 404)
         return session, session.samplers[name]
 
     def model(self, name: Any, tenant: str) -> Model:
-        """Return a tenant's model and reset its session's timeout.
-
-        Raises:
-            RequestRefusedError: 404, unknown or removed model.
-        """
+        """Return a tenant's model and reset its session's timeout."""
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None or model.tenant != tenant:
             raise RequestRefusedError(f"unknown or removed model {str(name)[:120]!r}", 404)
+        # Any request keeps the session alive: a client that is busy sending may be late with its heartbeats.
         model.used = self._clock()
         if model.session in self.sessions:
             self.sessions[model.session].last_heard = model.used
         return model
 
     def add_model(
-        self,
-        session: Session,
-        number: int,
-        *,
-        rank: int,
-        attention: bool,
-        mlp: bool,
-        output: bool,
-        metadata: Any = None,
+        self, session: Session, number: int, lora: LoraSettings, metadata: Mapping[str, Any] | None = None
     ) -> Model:
-        """Add a model to a session.
-
-        Raises:
-            RequestRefusedError: 429, the tenant or the server is at its model limit.
-        """
+        """Add a model to a session."""
         count = sum(model.tenant == session.tenant for model in self.models.values())
         if count >= self._models_each or len(self.models) >= self._max_models:
             holder = "you have" if count >= self._models_each else "the server has"
             raise RequestRefusedError(
                 f"{holder} {min(count, self._models_each) or len(self.models)} models; unload some", 429
             )
+        # Never used twice: the adapter of a removed model may still be on the ranks.
         self._adapters += 1
-        now = self._clock()
-        model = Model(
-            model_name(session.name, number), session.name, session.tenant, f"a{self._adapters}", rank, attention, mlp, output,
-            now, now, metadata=metadata,
-        )  # fmt: skip
+        now, name = self._clock(), model_name(session.name, number)
+        model = Model(name, session.name, session.tenant, f"a{self._adapters}", lora, now, now, metadata=metadata)
         self.models[model.name] = model
         session.models.append(model.name)
         return model

@@ -83,7 +83,7 @@ class Api:
             "session_heartbeat": self.heartbeat,
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
-            "forward": self.forward,
+            "forward": partial(self.forward_backward, forward_only=True),
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
             "retrieve_future": self.retrieve_future,
@@ -133,7 +133,7 @@ class Api:
         data = {"arch": base.architecture, "model_name": base.names[0], "tokenizer_id": base.names[0]}
         return Json({
             "type": "get_info", "model_id": model.name, "model_name": base.names[0], "model_data": data,
-            "is_lora": True, "lora_rank": model.rank,
+            "is_lora": True, "lora_rank": model.lora.rank,
         })  # fmt: skip
 
     async def capabilities(self, request: Request, tenant: str) -> Response:
@@ -155,6 +155,7 @@ class Api:
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
             train_request = await asyncio.to_thread(train_request_of_json, body, max_samples, forward_only=forward_only)
+        # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
         future = train(self.service, tenant, train_request)
         self.service.durability.note_request(future, path, body, train_request.number)
         return _pending_answer(future)
@@ -166,9 +167,6 @@ class Api:
         self.service.durability.note_request(future, path, body, number_in(path, body))
         return _pending_answer(future)
 
-    async def forward(self, request: Request, tenant: str) -> Response:
-        return await self.forward_backward(request, tenant, forward_only=True)
-
     # --- sampling ---
 
     async def create_sampling_session(self, request: Request, tenant: str) -> Response:
@@ -176,7 +174,7 @@ class Api:
         session = self.service.tenancy.session(body.get("session_id"), tenant)
         options = CreateSampler.read(body)
         name = sampler_name(session.name, options.sampling_session_seq_id)
-        if options.model_path is not None:
+        if options.model_path is not None:  # a missing checkpoint is refused here, not with the first request to sample
             self.service.checkpoints.find(tenant, CheckpointPath.parse(options.model_path), public=True)
         self.service.add_sampler(session, name, options.model_path)
         return Json({"type": "create_sampling_session", "sampling_session_id": name})
@@ -199,10 +197,11 @@ class Api:
         if future.ended is None:
             pending = {"type": "try_again", "request_id": future.name, "queue_state": "active"}
             return Json(pending, 408)  # on which clients poll again
-        if future.failure is not None:
+        if future.failure is not None:  # status 200, as the retrieval succeeded: clients raise by the category
             return Json({"error": future.failure.message, "category": future.failure.category})
         if not isinstance(future.answer, TrainAnswer | SampleAnswer):
             return Json(future.answer)
+        # In threads: an answer of megabytes takes long enough to encode to delay other tenants.
         if PROTOBUF in request.headers.get("accept", ""):
             return Response(await asyncio.to_thread(future.answer.protobuf), media_type=PROTOBUF)
         return Json(await asyncio.to_thread(future.answer.json))
@@ -224,9 +223,12 @@ class Api:
         sampler, timeout, retrieved = query.target.sampling_session_id, query.timeout, query.retrieved_request_ids
         self.service.tenancy.sampler(sampler, tenant)
         timeout_s = LONG_POLL_S if not isinstance(timeout, int | float) else min(max(float(timeout), 0.0), LONG_POLL_S)
+        # Names outside this sampler are ignored: the call acknowledges its own answers only.
         for name in retrieved if isinstance(retrieved, list) else []:
             if isinstance(name, str) and name.startswith(f"{sampler}:request:"):
-                futures.release(name, tenant)
+                future = futures.get(name, tenant)
+                if future is not None:
+                    futures.mark_fetched(future)
         clone = query.target.cloned_sampler_id
         ended, cursor = await futures.completions.since(sampler, clone, query.prev_cursor, timeout_s)
         completions = [
@@ -236,6 +238,7 @@ class Api:
 
     async def cancel_future(self, request: Request, tenant: str) -> Response:
         """Cancel a sampling request; a finished or unknown one is ignored."""
+        # Only sampling: a training request that was accepted has its number, and the model's later requests rely on it.
         future = self.service.futures.get(CancelFuture.read(await read_json(request)).request_id, tenant)
         if future is not None and future.kind == "sample" and future.ended is None:
             self.service.cancel(future)
@@ -252,6 +255,7 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         """Answer health (always) and readiness (once the ranks have the model)."""
+        # Not ready while requests are replayed: new ones would wait behind them for as long as that takes.
         if request.scope["path"] == "/readyz" and not (self.service.ready and self.service.durability.recovered):
             return Json({"status": "starting"}, 503)
         return Json({"status": "ok"})
@@ -283,7 +287,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
-                sweep(service)
+                sweep(service)  # on the event loop, like all that touches the service's state
                 if service.clock() - returned > TRIM_S:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
@@ -295,6 +299,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            # In a thread, as it waits for the disk.
             await asyncio.to_thread(service.durability.close)
             api.audit.close()
 

@@ -43,6 +43,7 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_check_size)]
 class Body(BaseModel):
     """Base class: values must have the declared type and are not converted."""
 
+    # Strict: pydantic would otherwise take "1" or 1.0 for a number, and true for one as well.
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     @model_validator(mode="before")
@@ -66,6 +67,7 @@ class Body(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as invalid:
+            # Names and values are cut: they are the client's, and the message goes to logs and to the status page.
             first = invalid.errors(include_url=False)[0]
             location = ".".join(str(key)[:60] for key in (*([part] if part else []), *first["loc"])) or "the body"
             missing = first["type"] == "missing"
@@ -104,17 +106,30 @@ class CreateModel(WithMetadata):
 
     @property
     def lora(self) -> LoraSettings:
-        """The LoRA settings.
-
-        Raises:
-            ConfigError: full fine-tuning, or an optimizer other than AdamW, is requested.
-        """
+        """The LoRA settings."""
         if self.lora_config is None:
             raise ConfigError("this server trains LoRA adapters; create_model needs a lora_config")
         optimizer = self.optimizer_config or {"type": "adamw"}
         if not isinstance(optimizer, Mapping) or optimizer.get("type") != "adamw":
             raise ConfigError("optimizer_config: this server has adamw only")
         return self.lora_config
+
+
+class TrainInput(Body):
+    """Samples and loss of ``forward_backward`` and ``forward``, whose errors belong to the request's future."""
+
+    data: list[Any]
+    loss_fn: Any = None
+    loss_fn_config: Any = None
+
+
+class TrainBody(Body):
+    """``forward_backward`` and ``forward`` in JSON."""
+
+    model_id: str
+    seq_id: Any = None
+    forward_backward_input: TrainInput | None = None
+    forward_input: TrainInput | None = None
 
 
 class AdamParams(Body):
@@ -130,11 +145,7 @@ class AdamParams(Body):
 
 
 def adam_of(settings: Mapping[str, Any]) -> Adam:
-    """Return the settings of an optimizer step.
-
-    Raises:
-        ConfigError: a setting is invalid.
-    """
+    """Return the settings of an optimizer step."""
     params = AdamParams.read(settings, "adam_params", ConfigError)
     if params.type not in ("adamw", "adam"):
         raise ConfigError(f"optimizer {str(params.type)[:60]!r} is not supported; this server has adamw")

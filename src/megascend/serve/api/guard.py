@@ -55,7 +55,9 @@ class Audit:
         if file is not None:
             make_directory(file.parent)
             file.touch(mode=0o600)
-            self._stream = file.open("a", encoding="utf-8", buffering=1)
+            self._stream = file.open(
+                "a", encoding="utf-8", buffering=1
+            )  # by the line, so that a kill leaves whole ones
 
     def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
         """Append a request and the HTTP status of its answer."""
@@ -89,7 +91,8 @@ class RequestGuard:
 
     def __init__(self, service: Service, keys: Keys, audit: Audit) -> None:
         self._service, self._keys, self._audit = service, keys, audit
-        self._bodies = Bodies(service.settings.limits.body_bytes)
+        self._max_body_bytes = service.settings.limits.body_bytes
+        self._bodies = Bodies(self._max_body_bytes)
         self._open: Counter[str] = Counter()  # requests in progress by tenant
 
     def before(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -102,9 +105,10 @@ class RequestGuard:
                 return self.refusal(error)
             request.scope[OWNER] = tenant  # tells the connection limits whose connection this is
             self._open[tenant] += 1
+            # After authentication, so that strangers can neither fill the quota nor hold memory.
             try:
-                with self._bodies.reserve(tenant) as body:
-                    request.state.body = body
+                with self._bodies.reserve(tenant) as charge:
+                    request.state.charge, request.state.max_body_bytes = charge, self._max_body_bytes
                     response = await self._respond(handler, request, tenant)
             finally:
                 self._open[tenant] -= 1
@@ -129,7 +133,7 @@ class RequestGuard:
             return response
         except MegascendError as error:
             refused = error if isinstance(error, RequestRefusedError) else RequestRefusedError(str(error), 400)
-        except Exception as error:
+        except Exception as error:  # the class only: a message may hold paths, or another tenant's data
             log.exception("%s %r failed", request.method, request.scope["path"])
             refused = RequestRefusedError(f"internal error ({type(error).__name__})", 500)
         self._note(request, tenant, refused)
@@ -143,11 +147,8 @@ class RequestGuard:
             )
 
     def tenant(self, request: Request) -> str:
-        """Return the tenant of a request's key.
-
-        Raises:
-            RequestRefusedError: 401, an unknown key, or several keys, of which a proxy may have checked another one.
-        """
+        """Return the tenant of a request's key."""
+        # Exactly one: a proxy in front may have checked another one of several.
         keys = request.headers.getlist("x-api-key")
         tenant = self._keys.tenant(keys[0].encode("latin-1")) if len(keys) == 1 else None
         if tenant is None:
@@ -157,6 +158,7 @@ class RequestGuard:
     def refusal(self, error: RequestRefusedError) -> Response:
         """Build the response to a refused request."""
         self._service.figures.refuse(error.status)
+        # Back-pressure: clients wait that long and send the request again, whatever limit they are at.
         headers = {"retry-after": "1"} if error.status == 429 else {}
         category = "user" if error.status < 500 else "server"
         return Json({"detail": str(error), "category": category}, error.status, headers)

@@ -116,6 +116,7 @@ def load_or_create(path: Path) -> tuple[dict[str, str], str | None]:
     """
     if path.exists():
         return read_keys(path), None
+    # The digest is on disk before the key is printed: a key that clients were given must be valid after a restart.
     key = new_key()
     make_directory(path.parent)
     with replacing(path, durable=True) as temporary:

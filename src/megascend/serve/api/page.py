@@ -82,11 +82,12 @@ def loss_curve(losses: Iterable[tuple[int, float, int]]) -> list[tuple[int, floa
 
 
 def _model_status(service: Service, model: Model) -> dict[str, Any]:
-    trained = {"attention": model.attention, "mlp": model.mlp, "output": model.output}
+    lora = model.lora
+    trained = {"attention": lora.train_attn, "mlp": lora.train_mlp, "output": lora.train_unembed}
     return {
         "name": model.name,
         "session": model.session,
-        "rank": model.rank,
+        "rank": lora.rank,
         "layers": [name for name, is_trained in trained.items() if is_trained],
         "ready": model.ready,
         "steps": model.steps,
@@ -113,6 +114,7 @@ _FILE = Path(__file__).with_name("page.html")
 @cache
 def page() -> tuple[bytes, str]:
     """Return the page and the Content-Security-Policy that allows only its own style and script, by digest."""
+    # The page shows text that clients chose; with digests, a script that got into it would not run.
     text = _FILE.read_text("utf-8")
     style, script = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("style", "script"))
     policy = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +34,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
 
     try:
         opener = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
+        # In steps: a small body can expand to gigabytes, and the limit must be noticed before they are allocated.
         parts, size = [], 0
         for start in range(0, len(body), STEP):
             if opener.eof:
@@ -53,11 +55,7 @@ MAX_CONTAINERS = 2**18
 
 
 def check_json(body: bytes) -> None:
-    """Bound the number of objects and arrays before parsing. Brackets in strings count, too.
-
-    Raises:
-        RequestRefusedError: 413, too many.
-    """
+    """Bound the number of objects and arrays before parsing. Brackets in strings count, too."""
     if body.count(b"{") + body.count(b"[") > MAX_CONTAINERS:
         raise RequestRefusedError(f"the body holds more than {MAX_CONTAINERS} objects and arrays", 413)
 
@@ -81,63 +79,41 @@ class Bodies:
     """
 
     def __init__(self, largest: int) -> None:
-        self.largest, self._tenant_limit, self._total_limit = largest, 4 * largest, 16 * largest
-        self._used: dict[str, int] = {}
+        self._tenant_limit, self._total_limit = 4 * largest, 16 * largest
+        self._used: Counter[str] = Counter()
 
     @contextmanager
-    def reserve(self, tenant: str) -> Iterator[BodyQuota]:
-        """Yield the quota of one request; its bytes are released at the end of the block."""
-        quota = BodyQuota(self, tenant)
+    def reserve(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that charges bytes to a request, 429 beyond the limits; they are released at the end of the block."""
+        charged = 0
+
+        def charge(size: int) -> None:
+            nonlocal charged
+            if self._used[tenant] + size > self._tenant_limit or self._used.total() + size > self._total_limit:
+                raise RequestRefusedError("too many bytes of requests are being read; send fewer at a time", 429)
+            self._used[tenant] += size
+            charged += size
+
         try:
-            yield quota
+            yield charge
         finally:
-            left = self._used.get(tenant, 0) - quota.size
-            if left:
-                self._used[tenant] = left
-            else:
-                self._used.pop(tenant, None)
-
-    def add(self, tenant: str, size: int) -> None:
-        """Charge bytes to a tenant.
-
-        Raises:
-            RequestRefusedError: 429, over the limit.
-        """
-        if self._used.get(tenant, 0) + size > self._tenant_limit or sum(self._used.values()) + size > self._total_limit:
-            raise RequestRefusedError("too many bytes of requests are being read; send fewer at a time", 429)
-        self._used[tenant] = self._used.get(tenant, 0) + size
-
-
-class BodyQuota:
-    """Bytes charged to one request.
-
-    Attributes:
-        largest: maximum bytes of its body, decompressed.
-    """
-
-    def __init__(self, bodies: Bodies, tenant: str) -> None:
-        self._bodies, self._tenant, self.size = bodies, tenant, 0
-        self.largest = bodies.largest
-
-    def add(self, size: int) -> None:
-        """Charge bytes; see :meth:`Bodies.add`."""
-        self._bodies.add(self._tenant, size)
-        self.size += size
+            self._used[tenant] -= charged
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
     """Read and decompress the body.
 
     Args:
+        request: its state has ``charge`` and ``max_body_bytes`` (:class:`~megascend.serve.api.guard.RequestGuard`).
         limit: maximum bytes; None: the server's limit.
 
     Raises:
         RequestRefusedError: 413, too large; 429, too many bytes in flight; 408, timeout; and as :func:`decompress`.
     """
-    quota: BodyQuota = request.state.body
-    limit = quota.largest if limit is None else min(limit, quota.largest)
+    charge, largest = request.state.charge, request.state.max_body_bytes
+    limit = largest if limit is None else min(limit, largest)
     try:
-        body = await asyncio.wait_for(_read(request, quota, limit), TIMEOUT_S)
+        body = await asyncio.wait_for(_read(request, charge, limit), TIMEOUT_S)
     except ClientDisconnect:
         raise RequestRefusedError("the client disconnected before the end of its body") from None
     except (TimeoutError, asyncio.TimeoutError):
@@ -145,17 +121,19 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return body
+    # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
     opened = await asyncio.to_thread(decompress, body, encoding, limit)
-    quota.add(len(opened))
+    charge(len(opened))
     return opened
 
 
-async def _read(request: Request, quota: BodyQuota, limit: int) -> bytes:
+async def _read(request: Request, charge: Callable[[int], None], limit: int) -> bytes:
     body = bytearray()  # not a list of chunks: a client may send single bytes, whose objects take 34 times as much
     async for part in request.stream():
+        # Counted as it arrives: a chunked body has no content-length.
         if len(body) + len(part) > limit:
             raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
-        quota.add(len(part))
+        charge(len(part))
         body += part
     return bytes(body)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascend.errors import DataError, MissingDependencyError
+from megascend.serve.api.bodies import TrainBody
 from megascend.serve.errors import RequestRefusedError
 
 
@@ -70,10 +71,8 @@ def check_message(body: bytes, schema: Schema, limit: int) -> None:
 
     Args:
         limit: maximum number of fields, nested messages included.
-
-    Raises:
-        RequestRefusedError: 413, too many fields; 400, not a protobuf message.
     """
+    # A list and not recursion: the depth is the client's choice.
     waiting: list[tuple[Schema, int, int]] = [(schema, 0, len(body))]
     count = 0
     while waiting:
@@ -86,6 +85,7 @@ def check_message(body: bytes, schema: Schema, limit: int) -> None:
                 length, position = _varint(body, position, end)
                 if position + length > end:
                     raise RequestRefusedError("the body is not a protobuf message: it ends within a field")
+                # Strings and unknown fields have an empty schema: the parser copies them as they are.
                 subschema = inside.get(tag >> 3, {})
                 if subschema:
                     waiting.append((subschema, position, position + length))
@@ -208,6 +208,7 @@ class TrainAnswer:
         return answer.SerializeToString()
 
     def _finite(self) -> dict[str, float]:
+        # The loss stays in any case: clients read it, and NaN there tells them what has happened.
         return {name: value for name, value in self.metrics.items() if name == "loss:sum" or math.isfinite(value)}
 
 
@@ -227,26 +228,17 @@ def messages_of_client() -> Any:
 
 
 def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
-    """Read a request in JSON, from older clients. Unknown fields are ignored.
-
-    Raises:
-        RequestRefusedError: model, number or loss are missing, or there are too many samples.
-    """
-    inside = body.get("forward_input" if forward_only else "forward_backward_input")
-    data = inside.get("data") if isinstance(inside, dict) else None
-    if not isinstance(inside, dict) or not isinstance(data, list) or not isinstance(body.get("model_id"), str):
-        raise RequestRefusedError("expected model_id and an input with data and loss_fn", 422)
-    if len(data) > max_data:
-        raise RequestRefusedError(f"the request has {len(data)} samples, more than {max_data}", 413)
-    settings = inside.get("loss_fn_config") or {}
-    request = TrainRequest(
-        body["model_id"],
-        number_of(body.get("seq_id")),
-        str(inside.get("loss_fn")),
-        settings if isinstance(settings, dict) else {"": settings},
-        forward_only,
-    )
-    return _with_data(request, data, _datum_of_json, _sparse_shapes_of_json)
+    """Read a request in JSON, from older clients. Unknown fields are ignored."""
+    fields = TrainBody.read(body)
+    inside = fields.forward_input if forward_only else fields.forward_backward_input
+    if inside is None:
+        raise RequestRefusedError(f"forward{'' if forward_only else '_backward'}_input: Field required", 422)
+    if len(inside.data) > max_data:
+        raise RequestRefusedError(f"the request has {len(inside.data)} samples, more than {max_data}", 413)
+    settings = inside.loss_fn_config or {}
+    settings = settings if isinstance(settings, dict) else {"": settings}
+    request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
+    return _with_data(request, inside.data, _datum_of_json, _sparse_shapes_of_json)
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
@@ -270,11 +262,7 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
 
 
 def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
-    """Read a request in protobuf, from newer clients.
-
-    Raises:
-        RequestRefusedError: not such a message, or too many samples.
-    """
+    """Read a request in protobuf, from newer clients."""
     from google.protobuf.message import DecodeError
 
     check_message(body, _schema(), PIECES * max_data)
@@ -301,11 +289,7 @@ def _schema() -> Schema:
 
 
 def number_of(value: Any) -> int | None:
-    """Validate a request's number in its model's order; None if the client sent none.
-
-    Raises:
-        RequestRefusedError: not an integer in [1, 2**62).
-    """
+    """Validate a request's number in its model's order; None if the client sent none."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
@@ -314,6 +298,7 @@ def number_of(value: Any) -> int | None:
 
 
 def _with_data(request: TrainRequest, data: Any, read: Any, sparse_shapes: Any) -> TrainRequest:
+    # An error in a sample fails the future and not the request, whose number must have its turn for later ones to run.
     datums, opened = [], 0
     for index, datum in enumerate(data):
         try:
@@ -346,11 +331,7 @@ def _datum_of_json(datum: Any) -> Datum:
 
 
 def tokens_of_json(model_input: Any) -> np.ndarray:
-    """Read the tokens, int64 [n], of a ``ModelInput``.
-
-    Raises:
-        DataError: a chunk is not text.
-    """
+    """Read the tokens, int64 [n], of a ``ModelInput``."""
     parts = []
     for chunk in model_input["chunks"]:
         kind = chunk.get("type", "encoded_text")
@@ -379,6 +360,7 @@ def tensor_of_json(value: Any) -> np.ndarray:
 
 def _integers(values: Any) -> np.ndarray:
     array = np.asarray(values)
+    # An empty list is an array of floats.
     if array.size and array.dtype.kind not in "iu":
         raise DataError(f"expected integers, got {array.dtype}")
     return array.astype(np.int64)
@@ -390,6 +372,7 @@ def _datum_of_message(datum: Any) -> Datum:
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
         if kind != "encoded_text":
             raise DataError(f"model_input holds {kind!r}; this server takes encoded_text only")
+        # int32 on the wire, in the byte order of x86 and Arm; torch indexes with int64.
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
@@ -418,11 +401,7 @@ MAX_DENSE = 2**24
 
 
 def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Any) -> np.ndarray:
-    """Build a dense [n, k] tensor from compressed sparse rows.
-
-    Raises:
-        DataError: indices, values and shape do not fit.
-    """
+    """Build a dense [n, k] tensor from compressed sparse rows."""
     sizes = [int(size) for size in shape]
     if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] > MAX_DENSE:
         raise DataError(f"a sparse tensor of shape {sizes}; expected two dimensions and at most {MAX_DENSE} values")

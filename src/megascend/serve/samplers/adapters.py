@@ -64,7 +64,7 @@ class Samplers:
         name, session, path, number = options.sampling_session_id, None, options.model_path, options.seq_id
         if name is not None:
             session, path = self._service.tenancy.sampler(name, tenant)
-        if name is not None and number is not None:
+        if name is not None and number is not None:  # sent again by a client that lost the response
             future = self._service.futures.get(f"{name}:request:{number}", tenant)
             if future is not None:
                 return future
@@ -124,7 +124,7 @@ class Samplers:
             loaded = self._loaded[key] = _Loaded(f"p{self._count}", tenant)
             self._submit_load(tenant, key, loaded, record, str(directory))
         self._loaded.move_to_end(key)
-        return loaded
+        return loaded  # possibly not loaded yet: requests are queued behind the load, under its adapter's name
 
     def _yield_to_waiting(self, key: tuple[str, float], owner: str) -> None:
         """Refuse (429) an adapter beyond its owner's share while another tenant waits, so that it becomes evictable.
@@ -150,12 +150,12 @@ class Samplers:
     def _submit_load(
         self, tenant: str, key: tuple[str, float], loaded: _Loaded, record: Record, directory: str
     ) -> None:
+        # The requests behind a failed load fail with it; the next request tries again.
         def then(succeeded: bool) -> None:
             if not succeeded:
                 self._loaded.pop(key, None)
 
-        label = self._service.new_label("load_sampler")
-        future = self._service.futures.make(label, tenant, None, "load_sampler", then=then, internal=True)
+        future = self._service.make_internal("load_sampler", tenant, then)
         self._submit_command(Create(future.number, loaded.adapter, None, directory, False))
 
     def _make_room(self, tenant: str) -> None:
@@ -167,6 +167,7 @@ class Samplers:
         at_limit = count[tenant] >= limit
         if not at_limit and len(self._loaded) < self._max_adapters:
             return
+        # Only from tenants that have at least as many: one with few would otherwise lose them to one that samples from many.
         evictable = {tenant} if at_limit else {other for other in count if count[other] >= max(count[tenant], 1)}
         idle = (key for key, loaded in self._loaded.items() if loaded.pending == 0 and loaded.tenant in evictable)
         key = next(idle, None)
@@ -178,6 +179,5 @@ class Samplers:
                 f"{occupied} are being sampled from (limits.samplers, max_samplers); try again later", 429
             )
         evicted = self._loaded.pop(key)
-        label = self._service.new_label("unload_sampler")
-        future = self._service.futures.make(label, "", None, "unload_sampler", internal=True)
+        future = self._service.make_internal("unload_sampler")
         self._submit_command(Remove(future.number, evicted.adapter))

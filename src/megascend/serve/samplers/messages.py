@@ -54,11 +54,7 @@ class PromptTargets:
 
 
 def targets_of(value: Any) -> PromptTargets | None:
-    """Read ``target_prompt_logprobs`` of a sampling request.
-
-    Raises:
-        DataError: not an int64 tensor of two dimensions.
-    """
+    """Read ``target_prompt_logprobs`` of a sampling request."""
     if value is None:
         return None
     try:
@@ -130,9 +126,6 @@ def sample_request_of(body: SampleBody, adapter: str | None, max_length: int) ->
     Args:
         adapter: adapter to sample from; None: the base model.
         max_length: maximum length of prompt and response together.
-
-    Raises:
-        RequestRefusedError, ConfigError, DataError: a value is invalid or not supported.
     """
     try:
         prompt = tokens_of_json(body.prompt).tolist()
@@ -143,6 +136,7 @@ def sample_request_of(body: SampleBody, adapter: str | None, max_length: int) ->
     params = body.sampling_params
     if not isinstance(params, Mapping):
         raise RequestRefusedError("sampling_params must be an object", 422)
+    # max_tokens refuses the request, like other fields of the body; the other settings fail its future.
     longest = MaxTokens.read(params, "sampling_params").max_tokens
     settings = SamplingSettings.read(params, "sampling_params", ConfigError)
     count = body.num_samples
@@ -154,6 +148,7 @@ def sample_request_of(body: SampleBody, adapter: str | None, max_length: int) ->
             f"{len(prompt)} prompt tokens and max_tokens={longest} together exceed the maximum length {max_length}"
         )
     prompt_count, sample_count = body.topk_prompt_logprobs, body.topk_sample_logprobs
+    # The answer is kept in memory until it is fetched: as Python numbers, this many pairs take half a gigabyte.
     if prompt_count * len(prompt) + sample_count * count * longest > MAX_TOP:
         raise ConfigError(f"top-k log-probabilities of all positions exceed {MAX_TOP} values: request fewer at a time")
     targets = targets_of(body.target_prompt_logprobs)

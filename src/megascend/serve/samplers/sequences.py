@@ -59,6 +59,7 @@ class Sequences:
         for name, sample in zip(names, result.samples, strict=True):
             tokens, logprobs = np.asarray(sample.tokens, np.int64), np.asarray(sample.logprobs, np.float32)
             sequence = RecordedSequence(session.name, prompt, tokens, logprobs, self._clock())
+            # In this order: keep() may drop it at once if it is too large, which has to be recorded after the insertion.
             self.on_keep(name, sequence)
             self.keep(session.tenant, name, sequence)
 
@@ -88,6 +89,7 @@ class Sequences:
             DataError: no such response was recorded in the session, or it was dropped.
         """
         sequence = self._sequences.get(tenant, {}).get(name)
+        # The same error for another session's as for none, so that names cannot be probed.
         if sequence is None or sequence.session != session:
             raise DataError(
                 f"no sequence {name[:160]!r} was recorded in this session (record_stability_info), or it was dropped since"

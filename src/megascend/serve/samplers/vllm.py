@@ -90,6 +90,7 @@ class VllmSampling:
 
     async def close(self) -> None:
         """Unload our adapters from the servers, ignoring those that do not answer."""
+        # Cancelled first: a request in progress would load its adapter again.
         for task in list(self._tasks.values()):
             task.cancel()
         for adapter in list(self._directories):
@@ -151,6 +152,7 @@ class _PooledServer:
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = asyncio.create_task(self.client.load_adapter(name, directory))
+        # A failed load is forgotten, so that the next request tries again; a cancelled caller leaves the load to the others.
         try:
             await asyncio.shield(task)  # a cancelled request must not cancel the load that others wait for
         except BaseException:
@@ -194,10 +196,6 @@ class Pool:
 
         Args:
             directories: adapter directories by our names.
-
-        Raises:
-            RefusedError: a server refused the request.
-            EngineError: of the class of the first failure; the message lists those of all servers tried.
         """
         problems: list[EngineError] = []
         left = list(range(len(self._servers)))
@@ -207,7 +205,9 @@ class Pool:
             self._pending[index] += 1
             try:
                 result = await self._respond_with(index, request, directories)
-            except RefusedError:
+            except (
+                RefusedError
+            ):  # it answers, and the others have the same model: they would refuse the request as well
                 self._note_answer(index)
                 raise
             except EngineError as error:
@@ -218,6 +218,7 @@ class Pool:
                 return result
             finally:
                 self._pending[index] -= 1
+        # Of the first failure's class: the later ones may only be its consequence.
         raise type(problems[0])("; ".join(map(str, problems)))
 
     async def _respond_with(self, index: int, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
@@ -225,7 +226,7 @@ class Pool:
         if self._availability.doubtful(index):
             await server.client.check_health()  # fail fast instead of waiting for a server that may hang
         name = self._remote_name(adapter)
-        for attempt in range(2):
+        for attempt in range(2):  # a second time only: a server that forgets an adapter at once has no slot for it
             await server.load(name, directories[adapter])
             try:
                 return await server.client.sample(request, name, self._ends)
@@ -338,6 +339,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     from megascend.batch.sample import Sample
     from megascend.distributed.objects import raise_on_all_ranks
 
+    # A new adapter changes nothing. Requests to the base model use this one: see Servers.
     base = (settings.storage / ".base-adapter").absolute()
     backend.add_adapter(BASE, Lora(rank=1, seed=0))
     backend.save_adapter(BASE, str(base), optimizer=False)
@@ -352,6 +354,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     if backend.rank == 0:
         probe = Probe(tuple(tokens.tolist()), tuple(logprobs[0].tolist()))
         try:
+            # Half of the timeout: the other ranks wait in the collective below, whose timeout is the whole.
             asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
@@ -365,10 +368,6 @@ async def check(servers: Servers, probe: Probe, max_length: int, wait_s: float =
     Args:
         max_length: maximum sample length in training; a server with a lower limit is logged.
         wait_s: time to wait for a server that does not listen yet.
-
-    Raises:
-        ConfigError: a server has another model.
-        EngineError: a server cannot be reached, or cannot load adapters.
     """
     for server in servers.servers:
         bases = [entry for entry in await _models(server, wait_s) if entry.get("parent") is None]
@@ -384,6 +383,7 @@ async def check(servers: Servers, probe: Probe, max_length: int, wait_s: float =
                 longest,
                 max_length,
             )
+        # Part of the check: runtime loading has to be enabled in vLLM, and storage mounted at the same path.
         await server.load_adapter(servers.name(BASE), servers.base)
         try:
             difference = await probe.difference(server, servers.name(BASE))

@@ -40,9 +40,6 @@ class VllmServer:
         address: ``http://HOST:PORT``.
         key: its ``--api-key``, if any.
         answer_s: deadline of a sampling request in seconds, including the wait in the server's queue.
-
-    Raises:
-        ConfigError: invalid address.
     """
 
     def __init__(self, address: str, key: str | None = None, answer_s: float = 1800.0) -> None:
@@ -52,11 +49,7 @@ class VllmServer:
         self._answer_s = answer_s
 
     async def models(self) -> list[dict[str, Any]]:
-        """List models and adapters: ``id``, ``root``, ``parent``, ``max_model_len``.
-
-        Raises:
-            EngineError, EngineLostError, EngineTimeoutError: like all methods.
-        """
+        """List models and adapters: ``id``, ``root``, ``parent``, ``max_model_len``."""
         models = (await self._ask("GET", "/v1/models", None, CONTROL_S)).get("data")
         if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
             raise EngineError(f"{self.name}: /v1/models: not a list of models: {str(models)[:MAX_SHOWN]}")
@@ -71,6 +64,7 @@ class VllmServer:
         try:
             await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}, LOAD_S)
         except (RefusedError, UnknownModelError, ServerFailedError) as error:
+            # Loaded before a connection broke: the prefix of the name is this process's, so it is this adapter.
             if "already been loaded" not in str(error):
                 kind = EngineError if isinstance(error, UnknownModelError) else type(error)
                 raise kind(
@@ -149,12 +143,13 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": stops,
+        # The tokens of a stop were sampled as well: an answer without them would not be what training computes.
         "include_stop_str_in_output": True,
         "stop_token_ids": sorted({*ends, *(stop for stop in params.stop if isinstance(stop, int))}),
         "skip_special_tokens": False,
         "logprobs": request.topk_logprobs,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "return_tokens_as_token_ids": True,  # in top_logprobs, whose keys would be texts: several tokens may have the same
     }
     if params.seed is not None:
         body["seed"] = params.seed
@@ -164,11 +159,7 @@ def body_of(request: SampleRequest, model: str, ends: Sequence[int] = ()) -> dic
 
 
 def result_of(request: SampleRequest, answer: Mapping[str, Any]) -> SampleResult:
-    """Parse the server's answer. Pure.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: not an answer to this request.
-    """
+    """Parse the server's answer. Pure."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != request.num_samples:
         raise ValueError(f"{len(choices)} responses instead of {request.num_samples}")

@@ -12,6 +12,7 @@ from megascend.config import Adam, Lora
 from megascend.sampling.request import SampleRequest
 
 
+# Compared by identity: samples have no equality, and two clients may send the same request.
 @dataclass(frozen=True, eq=False)
 class Command:
     """Base class of all commands.
@@ -122,6 +123,7 @@ class Cancel(Command):
     """Cancel the sampling request with this ``number``, at once."""
 
 
+# A value and not the queue's AdapterFuture: it crosses from the ranks' thread to the event loop, and also comes from vLLM.
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command: a value or an error.

@@ -127,6 +127,8 @@ class Futures:
         account = self._accounts.get(tenant)
         if account is None:
             return False
+        # Unfetched answers are not dropped for their size: their clients would lose results that they paid a step for. The
+        # tenant is refused instead until it fetches some.
         for future in list(account.answers.values()):  # oldest first
             if account.bytes <= self._max_bytes:
                 break
@@ -177,7 +179,7 @@ class Futures:
         else:
             self._make_room(account, future)
             self.completions.add(future.name, succeeded=succeeded)
-        future.then(succeeded)
+        future.then(succeeded)  # before the client is woken, whose next request may depend on it
         future.changed.set()
         future.answer_of, future.then = _answered, _answered  # releases the request's samples, which the closures hold
 
@@ -190,11 +192,10 @@ class Futures:
             self._drop(next(iter(account.answers.values())))
         self.full(future.tenant)
 
-    def release(self, name: str, tenant: str) -> None:
-        """Mark an answer as fetched, as acknowledged by the client."""
-        future = self.get(name, tenant)
-        if future is not None and future.ended is not None:
-            future.retrieved = future.retrieved or self._clock()
+    def mark_fetched(self, future: Future) -> None:
+        """Mark a finished future as fetched, from which its shorter retention counts; a repeated fetch does not extend it."""
+        if future.ended is not None and future.retrieved is None:
+            future.retrieved = self._clock()
 
     def forget_fetched(self, model: str) -> None:
         """Drop fetched answers of a removed model: its client will not ask again."""
@@ -231,6 +232,7 @@ def _answered(value: Any) -> Any:
 
 CLONE = 1_000_000_000
 """Clients that share a sampler number their requests from multiples of this."""
+# Only sampling requests with a number have such names; they are what clients poll for in bulk.
 _REQUEST = re.compile(r"(s-[0-9a-f]{32}:sample:[0-9]+):request:([0-9]+)")
 
 
@@ -272,7 +274,7 @@ class Completions:
             for name in [name for name, (position, _) in log.ended.items() if position <= seen]:
                 del log.ended[name]
             if not log.ended and timeout_s > 0:
-                log.changed.clear()
+                log.changed.clear()  # no await since the look at log.ended, so no completion can be missed
                 await asyncio.wait_for(log.changed.wait(), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             return {}, seen
@@ -291,5 +293,6 @@ class Completions:
             self._tidy(*key, self._logs[key])
 
     def _tidy(self, sampler: str, clone: int, log: _Log) -> None:
+        # A waiting call holds a reference to its log: dropping it would let completions go to another one.
         if not log.ended and not log.waiting:
             self._logs.pop((sampler, clone), None)

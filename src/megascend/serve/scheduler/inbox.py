@@ -32,6 +32,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._closed = False
         self._models = 0
+        # A model that pauses for long is not waited for: it would delay every batch by a window, for nothing.
         self._answered: dict[str, float] = {}  # time of the last answer, of models that have sent nothing since
         self._pauses: dict[str, float] = {}  # seconds between a model's last answer and its next request
         self._missed: set[str] = set()  # models that did not arrive within a window spent on them
@@ -59,6 +60,7 @@ class Inbox:
     def answered(self, models: Iterable[str]) -> None:
         """Record that all requests of these models have been answered."""
         with self._changed:
+            # A removed model sends nothing more, and the removal may be queued already.
             removed = {command.adapter for command in self._commands if isinstance(command, Remove)}
             self._answered |= dict.fromkeys([model for model in models if model not in removed], time.monotonic())
 
@@ -70,6 +72,7 @@ class Inbox:
             ready: tokens already in the next batch; if there are any, wait up to a window for models that were just answered.
         """
         with self._changed:
+            # The lock is released while it waits, so the event loop never blocks in submit().
             if wait and self._changed.wait_for(lambda: self._commands or self._closed, KEEP_ALIVE_S):
                 end = time.monotonic() + self._window_s
                 self._changed.wait_for(self._complete, max(0.0, end - time.monotonic()))

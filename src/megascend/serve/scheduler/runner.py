@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -116,6 +117,19 @@ def _turn(
     return True
 
 
+@dataclass(eq=False)
+class _Entry:
+    """A command in its model's line.
+
+    Attributes:
+        since: units of work and clock seconds at which it became the first of its line; None before.
+    """
+
+    command: Command
+    future: AdapterFuture[Any]
+    since: tuple[int, float] | None = None
+
+
 class CommandRunner:
     """Schedules and runs the unfinished commands of all models.
 
@@ -130,19 +144,20 @@ class CommandRunner:
 
     def __init__(self, backend: AdapterStore, queue: AdapterQueue, generate: Generate | None = None) -> None:
         self._backend, self._queue, self._generate = backend, queue, generate
-        self._running: dict[str, deque[tuple[Command, AdapterFuture[Any]]]] = {}
-        self._to_sample: dict[str, deque[Respond]] = {}
+        self._running: dict[str, deque[_Entry]] = {}
+        self._to_sample: list[Respond] = []  # in the order of arrival
         self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
         self._sampling: SamplingBatch | None = None
         self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
-        self._waits = Waits()
+        self._units = 0  # of work so far: calls, slices, batches
         self._turns = SampleTurns()
         self.answered: list[str] = []
 
     @property
     def ready(self) -> int:
         """Number of tokens of the forward_backwards that could run now."""
-        return sum(line[0][0].tokens for line in self._running.values() if isinstance(line[0][0], ForwardBackward))
+        heads = [line[0].command for line in self._running.values()]
+        return sum(command.tokens for command in heads if isinstance(command, ForwardBackward))
 
     @property
     def idle(self) -> bool:
@@ -153,6 +168,7 @@ class CommandRunner:
         """Add commands; return the outcomes of removals and cancellations, which run at once."""
         outcomes: list[Outcome] = []
         for command in commands:
+            # Removals and cancellations run at once: queued, they would wait for the work that they are meant to spare.
             if isinstance(command, Remove) and command.adapter in self._sampled_from():
                 self._removals.append(command)  # the slices still to come read its weights
             elif isinstance(command, Remove):
@@ -160,18 +176,15 @@ class CommandRunner:
             elif isinstance(command, Cancel):
                 outcomes += self._cancel(command.number)
             elif isinstance(command, Respond):
-                self._to_sample.setdefault(command.adapter, deque()).append(command)
+                self._to_sample.append(command)
             else:
-                self._running.setdefault(command.adapter, deque()).append((command, self._submit(command)))
+                self._running.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
         return outcomes
 
     def run_once(self) -> list[Outcome]:
-        """Run a few calls, a slice of sampling, and one unit of the queue. Collective.
-
-        Raises:
-            BaseException: errors that no request caused, such as a lost rank.
-        """
-        self._waits.first(self._running)
+        """Run a few calls, a slice of sampling, and one unit of the queue. Collective."""
+        # One of each in every turn, so that saves, responses and training steps cannot starve one another.
+        self._mark_heads()
         return [*self._run_calls(), *self._sample(), *self._run_unit()]
 
     def _submit(self, command: Command) -> AdapterFuture[Any]:
@@ -204,13 +217,10 @@ class CommandRunner:
         for _ in range(CALLS_AT_ONCE):
             if not self._queue.run_call():
                 break
-            self._waits.count()
+            self._units += 1
             for adapter in list(self._running):
-                finished = self._take_finished(adapter)
-                if finished:
-                    self._waits.forget(adapter)
-                    outcomes += [_outcome(*pair) for pair in finished]
-        self._waits.first(self._running)
+                outcomes += [_outcome(entry) for entry in self._take_finished(adapter)]
+        self._mark_heads()
         return outcomes
 
     def _run_unit(self) -> list[Outcome]:
@@ -219,25 +229,32 @@ class CommandRunner:
         models = list(self._running)
         if not models:
             return []
-        self._waits.start()
+        start = time.monotonic()
         self._queue.run_unit()
         finished = {adapter: self._take_finished(adapter) for adapter in models}
         # A unit is one batch, so every adapter with a finished command was in it.
-        batch_adapters = sum(1 for pairs in finished.values() if pairs)
+        batch_adapters = sum(1 for entries in finished.values() if entries)
         outcomes: list[Outcome] = []
-        for adapter, pairs in finished.items():
-            for number, pair in enumerate(pairs):
-                waited = self._waits.take(adapter) if number == 0 else (None, 0.0)
-                outcomes.append(_outcome(*pair, batch_adapters, *waited))
-        self._waits.count()
-        self._waits.first(self._running)
+        for entry in (entry for entries in finished.values() for entry in entries):
+            # Requests that failed behind another one were never first, and have not waited for a turn.
+            waited = (self._units - entry.since[0], start - entry.since[1]) if entry.since else (None, 0.0)
+            outcomes.append(_outcome(entry, batch_adapters, *waited))
+        self._units += 1
+        self._mark_heads()
         self.answered = [adapter for adapter in models if adapter not in self._running]
         return outcomes
 
-    def _take_finished(self, adapter: str) -> list[tuple[Command, AdapterFuture[Any]]]:
+    def _mark_heads(self) -> None:
+        """Begin the wait of commands that have become the first of their model's line."""
+        now = time.monotonic()
+        for line in self._running.values():
+            line[0].since = line[0].since or (self._units, now)
+
+    def _take_finished(self, adapter: str) -> list[_Entry]:
+        # From the head only: a request that failed validation is done at once, but clients expect answers in order.
         running = self._running[adapter]
         finished = []
-        while running and running[0][1].done():
+        while running and running[0].future.done():
             finished.append(running.popleft())
         if not running:
             del self._running[adapter]
@@ -266,7 +283,7 @@ class CommandRunner:
             )
             problem = error.with_traceback(None)
         else:
-            self._waits.count()
+            self._units += 1
         left = sampling.left
         if problem is None and left:
             return outcomes
@@ -279,7 +296,7 @@ class CommandRunner:
     def _retry_one_by_one(self, left: list[Respond], problem: Exception) -> list[Outcome]:
         """Requeue unanswered requests one by one; a single request that fails again gets the error."""
         if not self._backend.recover_memory():
-            raise problem
+            raise problem  # other ranks may be waiting in a collective of this slice: the job must end
         if len(left) > 1:
             self._one_by_one.extend(left)
             return []
@@ -288,33 +305,22 @@ class CommandRunner:
     def _take_samples(self) -> list[Respond]:
         """Take up to ``SAMPLES_AT_ONCE`` responses of adapters without pending training commands."""
         # An adapter with other commands has to wait for them: its own load may be among them.
-        ready = [
-            command for adapter, line in self._to_sample.items() if adapter not in self._running for command in line
-        ]
+        ready = [command for command in self._to_sample if command.adapter not in self._running]
         selected = self._turns.take(ready, SAMPLES_AT_ONCE)
         for command in selected:
-            self._remove_waiting(command)
+            self._to_sample.remove(command)
         return selected
-
-    def _remove_waiting(self, command: Respond) -> None:
-        line = self._to_sample[command.adapter]
-        line.remove(command)
-        if not line:
-            del self._to_sample[command.adapter]
 
     def _cancel(self, number: int) -> list[Outcome]:
         """Cancel a sampling request; one that is being sampled ends with the next slice."""
-        waiting = [*self._one_by_one, *(command for line in self._to_sample.values() for command in line)]
-        command = next((command for command in waiting if command.number == number), None)
-        if command is None:
-            if self._sampling is not None:
-                self._sampling.cancel(number)
-            return []
-        if command in self._one_by_one:
-            self._one_by_one.remove(command)
-        else:
-            self._remove_waiting(command)
-        return [Outcome(number, error=CANCELLED)]
+        for line in (self._one_by_one, self._to_sample):
+            for command in line:
+                if command.number == number:
+                    line.remove(command)
+                    return [Outcome(number, error=CANCELLED)]
+        if self._sampling is not None:
+            self._sampling.cancel(number)
+        return []
 
     def _sampled_from(self) -> set[str]:
         left = [*self._one_by_one, *(self._sampling.left if self._sampling is not None else ())]
@@ -322,12 +328,10 @@ class CommandRunner:
 
     def _remove(self, command: Remove) -> list[Outcome]:
         adapter = command.adapter
-        waiting = [
-            *(waiting_command for waiting_command, _ in self._running.pop(adapter, ())),
-            *self._to_sample.pop(adapter, ()),
-        ]
-        self._waits.forget(adapter)
-        self._queue.cancel(adapter)
+        waiting = [entry.command for entry in self._running.pop(adapter, ())]
+        waiting += [request for request in self._to_sample if request.adapter == adapter]
+        self._to_sample = [request for request in self._to_sample if request.adapter != adapter]
+        self._queue.cancel(adapter)  # first: it discards the adapter's gradients on the backend
         if adapter in self._backend.adapters:
             self._backend.remove_adapter(adapter)
         error = ConfigError("the model was unloaded, or its session ended")
@@ -335,22 +339,15 @@ class CommandRunner:
 
 
 def _outcome(
-    command: Command,
-    future: AdapterFuture[Any],
-    batch_adapters: int = 0,
-    wait_units: int | None = None,
-    wait_seconds: float = 0.0,
+    entry: _Entry, batch_adapters: int = 0, wait_units: int | None = None, wait_seconds: float = 0.0
 ) -> Outcome:
-    """Build the Outcome of a finished future."""
-    number, error = command.number, None
-    try:
-        return Outcome(
-            number, future.result(), batch_adapters=batch_adapters, wait_units=wait_units, wait_seconds=wait_seconds
-        )
-    except Exception as problem:  # noqa: BLE001  reported as the request's outcome
-        error = problem
-    reason = command.problem if isinstance(command, OptimizerStep) else None
-    return Outcome(number, error=error if reason is None else DataError(reason), batch_adapters=batch_adapters)
+    """Build the Outcome of a finished command."""
+    command, future = entry.command, entry.future
+    if future.error is None:
+        return Outcome(command.number, future.result(), None, batch_adapters, wait_units, wait_seconds)
+    # The queue reports that the step was skipped for an earlier failure; the client needs the reason, its own settings.
+    problem = command.problem if isinstance(command, OptimizerStep) else None
+    return Outcome(command.number, None, future.error if problem is None else DataError(problem), batch_adapters)
 
 
 class SamplingBatch:
@@ -404,6 +401,8 @@ class SampleTurns:
         selected: list[Respond] = []
         room = max_responses
         while queues:
+            # As in training (lora/fairness.py), with tenants in place of adapters and requests in place of tokens. A limit of 0
+            # tokens lets no request join the leader: the limit here is of responses, counted below.
             heads = [Request(tenant, "forward", queue[0].number, 1, None) for tenant, queue in queues.items()]
             (first,) = unit = next_unit(heads, self._ledger, max_batch_tokens=0)
             queue = queues[first.adapter]
@@ -417,40 +416,3 @@ class SampleTurns:
             if not queue:
                 del queues[first.adapter]
         return selected
-
-
-class Waits:
-    """Measures how long each model's first request waits for its turn, in units of the ranks' work and in seconds.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._units = 0
-        self._start_time = clock()
-        self._since: dict[str, tuple[int, float]] = {}
-
-    def first(self, models: Iterable[str]) -> None:
-        """Start the wait of models that have a runnable request."""
-        now = self._clock()
-        for model in models:
-            self._since.setdefault(model, (self._units, now))
-
-    def start(self) -> None:
-        """Record the start of a unit of work."""
-        self._start_time = self._clock()
-
-    def count(self) -> None:
-        """Count a finished unit of work."""
-        self._units += 1
-
-    def take(self, model: str) -> tuple[int, float]:
-        """End a model's wait; return its units and seconds up to the start of the last unit."""
-        units, since = self._since.pop(model)
-        return self._units - units, self._start_time - since
-
-    def forget(self, model: str) -> None:
-        """Drop a model's wait."""
-        self._since.pop(model, None)

@@ -99,8 +99,10 @@ class StateDatabase:
         self.path = path
         if not path.exists():
             _create(path)
-        check_log(path)
+        check_log(path)  # before SQLite opens the file, which replays the log and truncates what it does not accept
         with _naming(path):
+            # isolation_level=None: Python would otherwise open a transaction before the first INSERT; write() opens its own.
+            # check_same_thread=False: recovery reads in the main thread before the writer's thread starts.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
                 self._open()
@@ -111,6 +113,8 @@ class StateDatabase:
     def _open(self) -> None:
         run = self._connection.execute
         # locking_mode first: set before WAL mode, WAL needs no shared-memory file.
+        # FULL, because with NORMAL a log is synced at checkpoints only: a power cut would undo transactions whose requests were
+        # answered. foreign_keys is off by default in every connection.
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             run(f"PRAGMA {pragma}")
         run(f"PRAGMA journal_size_limit = {LOG_BYTES}")
@@ -125,6 +129,7 @@ class StateDatabase:
         (problem,) = run("PRAGMA integrity_check(1)").fetchone()
         if problem != "ok":
             raise CheckpointError(f"{self.path}: damaged: {problem}. {ADVICE}")
+        # Every checksum, at the start: damage found when a model is restored would leave other models half restored.
         for _ in self._select("ORDER BY row.id"):
             pass
 
@@ -159,7 +164,7 @@ class StateDatabase:
             sqlite3.OperationalError: nothing was written.
         """
         unneeded = []
-        with self._connection:
+        with self._connection:  # commits, or rolls back after an error
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
                 unneeded += self._write_row(change) if isinstance(change, StoredRow) else self._remove(change)
@@ -170,12 +175,15 @@ class StateDatabase:
         if kind_of_parent is not None:
             match = run("SELECT id FROM rows WHERE kind = ? AND name = ?", (kind_of_parent, row.parent)).fetchone()
             if match is None:
+                # Its session or model was removed by an earlier change.
                 return [row.values["directory"]] if row.kind == "save" else []
             (parent,) = match
         unneeded = []
         if row.kind == "save":
             earlier = self._select("WHERE row.kind = 'save' AND row.parent = ?", parent)
             unneeded = [save.values["directory"] for save in earlier]
+            # In the same transaction: with the save alone, a restart would repeat steps that the save already has; without it,
+            # the steps would be lost.
             covered = (parent, row.values["following"])
             run("DELETE FROM rows WHERE parent = ? AND kind = 'request' AND number < ?", covered)
             run(
@@ -195,6 +203,7 @@ class StateDatabase:
         return unneeded
 
     def _remove(self, removal: Removal) -> list[str]:
+        # Read before the delete, which cascades without reporting the rows that it deletes.
         doomed = (
             "WITH RECURSIVE doomed (id) AS (SELECT id FROM rows WHERE kind = ? AND name = ? "
             "UNION SELECT rows.id FROM rows JOIN doomed ON rows.parent = doomed.id) "
@@ -220,6 +229,7 @@ def _create(path: Path) -> None:
         raise CheckpointError(f"{path} is missing, and {_log_of(path).name} beside it is not. {ADVICE}")
     with replacing(path, durable=True) as temporary:
         temporary.unlink(missing_ok=True)
+        # Created here with its mode: SQLite would create it readable for all, and gives the log the mode of the database.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(temporary)
         connection.executescript(

@@ -30,6 +30,7 @@ from megascend.serve.tenancy import Model, Session
 SAVES = ("save_weights", "save_weights_for_sampler")
 """Requests whose answers are stored, because a replay could find other files. Failures of all requests are stored, because a
 replay might succeed."""
+# These bound the database and the time of a restart for models that take few steps, or send much for each.
 SAVE_AFTER_BYTES = 256 * 2**20
 """Bytes of requests after which a model is saved."""
 REQUESTS_PER_STEP = 50
@@ -69,6 +70,7 @@ class DurableState(Durability):
 
     Attributes:
         restoring: True while a model is loaded from its save.
+        repeated: names of replayed requests that have not ended.
         when_recovered: called when the last replayed request has ended.
     """
 
@@ -76,13 +78,13 @@ class DurableState(Durability):
         self._service, self._writer, self._saves, self._resources = service, writer, saves, resources
         self._steps = service.settings.durable_steps
         self._models: dict[str, SinceSave] = {}
-        self._repeated: set[str] = set()
+        self.repeated: set[str] = set()
         self.replaying = self.restoring = False
         self.when_recovered: Callable[[], None] = lambda: None
 
     @property
     def recovered(self) -> bool:
-        return not self._repeated
+        return not self.repeated
 
     @property
     def stalled(self) -> bool:
@@ -106,11 +108,13 @@ class DurableState(Durability):
     def note_request(
         self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None
     ) -> None:
+        # Without a model: a sampling request, which changes nothing and which clients send again. Unloading has its own row
+        # (a removal). A replayed request is in the database already.
         if future.noted or future.model is None or path == "unload_model" or self.replaying:
             return
         future.noted = True
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        if number is None:
+        if number is None:  # it creates the model, as check_number refuses all others
             values = {"tenant": future.tenant, "path": path}
             self._writer.enqueue(StoredRow("model", future.model, values, body, future.model.partition(":")[0]))
             return
@@ -137,10 +141,6 @@ class DurableState(Durability):
 
     # --- after a restart ---
 
-    def save_directory(self, name: str) -> Path:
-        """Return the path of a save."""
-        return self._saves / name
-
     def resume_from(self, model: Model, number: int) -> None:
         """Track a model restored from its save, from its next request on."""
         self._models[model.name] = SinceSave(following=number)
@@ -148,10 +148,6 @@ class DurableState(Durability):
     def note_lost(self, model: str) -> None:
         """Drop a model that cannot be restored and has no completed requests."""
         self._writer.enqueue(Removal("model", model))
-
-    def await_futures(self, names: set[str]) -> None:
-        """Set the names of the futures that must end before the service has recovered."""
-        self._repeated = names
 
     # --- saves ---
 
@@ -174,12 +170,15 @@ class DurableState(Durability):
             or progress.requests >= REQUESTS_PER_STEP * self._steps
             or progress.bytes >= SAVE_AFTER_BYTES
         )
+        # Not with gradients accumulated, which a save does not have: the replay would begin in the middle of a step.
         if loaded or (due and progress.clean and not progress.saving):
             self._save(model, progress)
 
     def _save(self, model: Model, progress: SinceSave) -> None:
         """Enqueue a save of a model's state after everything handed to the ranks so far."""
+        # A new directory for each save: the previous one stays valid until the database names its successor.
         directory = f"{model.name.replace(':train:', '.')}-{secrets.token_hex(8)}"
+        # Noted now: requests that arrive before the save has run are behind it in the model's queue.
         following = progress.following
         progress.requests = progress.steps = progress.bytes = 0
         progress.saving += 1
@@ -189,6 +188,7 @@ class DurableState(Durability):
             if self._models.get(model.name) is not progress:  # the model was removed meanwhile
                 shutil.rmtree(self._saves / directory, ignore_errors=True)
             elif succeeded:
+                # The load's answer first: the save stores the answers of the requests that it covers, and this is one.
                 deferred, progress.deferred = progress.deferred, None
                 if deferred is not None:
                     self._service.end(*deferred)
@@ -198,15 +198,15 @@ class DurableState(Durability):
                 progress.steps = self._steps  # due again with the next step
                 self._refuse(model, progress)
 
-        label = self._service.new_label("keep_model")
-        future = self._service.futures.make(label, "", None, "keep_model", then=then, internal=True)
+        future = self._service.make_internal("keep_model", then=then)
         self._service.submit(Save(future.number, model.adapter, str(self._saves / directory), True))
 
     def _note_save(self, model: Model, directory: str, following: int) -> None:
         """Store a save, and the answers of requests that it covers, which are not replayed but may still be fetched."""
+        lora = model.lora
         values = {
-            "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": model.rank,
-            "parts": [model.attention, model.mlp, model.output],
+            "directory": directory, "following": following, "steps": model.steps, "losses": model.losses, "rank": lora.rank,
+            "parts": [lora.train_attn, lora.train_mlp, lora.train_unembed],
         }  # fmt: skip
         futures = self._service.futures.ended_of(model.name)
         answers = [answer_row(future) for future in futures if (future.number_in_line or following) < following]
@@ -225,7 +225,7 @@ class DurableState(Durability):
         deferred, progress.deferred = progress.deferred, None
         if deferred is not None:
             future, outcome = deferred
-            if future.number_in_line is None:
+            if future.number_in_line is None:  # the load created the model, which no client has heard of yet
                 self._service.unload(model, internal=True)
             error = CheckpointError("the loaded state could not be saved for --durable; is the disk full?")
             self._service.end(future, Outcome(outcome.number, error=error))
@@ -236,13 +236,13 @@ class DurableState(Durability):
         stored = future.kind in SAVES or future.failure is not None
         if stored and future.model in self._models and future.number_in_line is not None:
             self._writer.enqueue(answer_row(future))
-        if future.name in self._repeated:
-            self._repeated.discard(future.name)
-            if not self._repeated:
+        if future.name in self.repeated:
+            self.repeated.discard(future.name)
+            if not self.repeated:
                 self.when_recovered()
 
     async def writable(self) -> None:
-        if self.stalled:
+        if self.stalled:  # waits for the disk to recover, up to the writer's limit
             await self._writer.durable()
 
     async def durable(self) -> None:
@@ -274,6 +274,7 @@ class StateWriter:
         self._enqueued_count = self._written_count = 0
         self._closed = False
         self.problem: Exception | None = None
+        # With their loops: an asyncio.Event must be set in its own thread, and this object is made before the loop exists.
         self._callers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._thread = threading.Thread(target=self._run_or_log, name="state", daemon=True)
 
@@ -289,16 +290,13 @@ class StateWriter:
             self._changed.notify()
 
     async def durable(self) -> None:
-        """Return when all that was put is on the disk.
-
-        Raises:
-            RequestRefusedError: 503; it is not yet.
-        """
+        """Return when all that was put is on the disk."""
         position, loop = self._enqueued_count, asyncio.get_running_loop()
         end = loop.time() + self._wait_s
         while self._written_count < position:
             changed = asyncio.Event()
             with self._changed:
+                # Again under the lock: the thread may have written and woken all callers since the look above.
                 if self._written_count >= position:
                     return
                 self._callers.append((loop, changed))
@@ -326,6 +324,7 @@ class StateWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closed)
+                # All of them: one fsync serves every request that arrived during the previous one (group commit).
                 changes, self._pending = self._pending, []
             if not changes:
                 return
@@ -339,6 +338,7 @@ class StateWriter:
             for loop, changed in callers:
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(changed.set)
+            # Only after the commit that no longer names them, and after the callers, who need not wait for the disk to delete.
             self._remove_saves(unneeded)
 
     def _write(self, changes: Sequence[StoredRow | Removal]) -> list[str] | None:
@@ -346,7 +346,7 @@ class StateWriter:
         while True:
             try:
                 unneeded = self._database.write(changes)
-            except sqlite3.OperationalError as error:
+            except sqlite3.OperationalError as error:  # a full disk, mostly: the transaction was rolled back
                 if self.problem is None:
                     log.error("%s cannot be written (%s); requests wait until it can", self._database.path, error)
                 self.problem = error

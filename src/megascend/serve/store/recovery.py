@@ -68,11 +68,11 @@ def keep_state(service: Service) -> None:
 
         writer = StateWriter(database, remove)
         service.durability = state = DurableState(service, writer, saves, resources)
-        count = Recovery(service, state, database).run()
+        count = Recovery(service, state, database, saves).run()
     except BaseException:
         resources.close()
         raise
-    writer.start()
+    writer.start()  # only now: until here this thread has used the database
     sessions, models = service.tenancy.sessions, service.tenancy.models
     if sessions:
         log.warning("state: %d sessions, %d models, %d requests to repeat", len(sessions), len(models), count)
@@ -81,6 +81,7 @@ def keep_state(service: Service) -> None:
 
 def _lock(folder: Path) -> int:
     """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
+    # O_CLOEXEC: a child process that inherited the descriptor would hold the lock beyond the server's end.
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + LOCK_S
     while True:
@@ -98,6 +99,7 @@ def _lock(folder: Path) -> int:
 
 def _check_saves(saves: Path, database: StateDatabase) -> None:
     """Remove unreferenced save directories, and raise if a referenced one is missing."""
+    # Unreferenced: a save was written and its row was not, or its row was replaced and the server ended before the removal.
     required = {save.values["directory"] for save in database.rows("save")}
     for path in saves.iterdir():
         if path.name not in required:
@@ -139,17 +141,14 @@ class Recovery:
 
     Args:
         service: without sessions and models.
+        saves: directory of the models' saves.
     """
 
-    def __init__(self, service: Service, state: DurableState, database: StateDatabase) -> None:
-        self._service, self._state, self._database = service, state, database
+    def __init__(self, service: Service, state: DurableState, database: StateDatabase, saves: Path) -> None:
+        self._service, self._state, self._database, self._saves = service, state, database, saves
 
     def run(self) -> int:
-        """Restore everything; return the number of requests that are enqueued again.
-
-        Raises:
-            CheckpointError: a model cannot be restored. The database is unchanged.
-        """
+        """Restore everything; return the number of requests that are enqueued again."""
         service, state, rows = self._service, self._state, self._database.rows
         for row in rows("session"):
             service.tenancy.restore_session(row.name, row.values["tenant"], row.values["metadata"])
@@ -158,18 +157,20 @@ class Recovery:
             sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
         for row in rows("sequence"):
             service.sequences.keep(sessions[row.parent or ""].tenant, row.name, sequence_of(row))
+        # Only now: the rows just restored need not be written again.
         service.sequences.on_keep, service.sequences.on_drop = state.note_sequence, state.note_sequence_dropped
+        # Replayed requests are neither stored again nor refused for load: their clients were answered already.
         state.replaying = True
         try:
             futures = [future for model in list(rows("model")) for future in self._restore(model)]
         finally:
             state.replaying = False
-        pending = {future.name for future in futures if future.ended is None and self._was_started(future)}
-        state.await_futures(pending)
-        return len(pending)
+        state.repeated = {future.name for future in futures if future.ended is None and self._was_started(future)}
+        return len(state.repeated)
 
     def _was_started(self, future: Future) -> bool:
         model = self._service.tenancy.models.get(future.model or "")
+        # A request behind a missing number waits for its client; readiness must not wait for it, too.
         number = future.number_in_line
         return model is not None and (number is None or number < model.order.following)
 
@@ -191,6 +192,7 @@ class Recovery:
             raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
         first.noted = True
         model = self._service.tenancy.models[row.name]
+        # An answer without its request belongs to a step that the save covers: its client may still fetch it.
         answers = {answer.name: answer for answer in self._database.rows("answer", row.name)}
         requests = list(self._database.rows("request", row.name))
         repeated = {request.name for request in requests}
@@ -205,11 +207,12 @@ class Recovery:
         session = service.tenancy.sessions[row.parent or ""]
         attention, mlp, output = values["parts"]
         lora = LoraSettings(rank=values["rank"], train_attn=attention, train_mlp=mlp, train_unembed=output)
-        directory = self._state.save_directory(values["directory"])
+        directory = self._saves / values["directory"]
 
         def command(model: Model, ticket: int) -> Create:
             return Create(ticket, model.adapter, None, str(directory), True)
 
+        # Otherwise the turn of the load would have it saved again, as one of a client's is.
         self._state.restoring = True
         try:
             future = service.new_model(
@@ -252,6 +255,7 @@ class Recovery:
                 if future.failure is not None:
                     self._fail_again(model, future.kind, future.failure.message)
 
+            # Through the queue, not at once: a request that failed must fail its step after those before it have run.
             future = self._service.enqueue(model, request.number, answer.values["kind"], end)
         future.noted = True
         return future
@@ -259,7 +263,7 @@ class Recovery:
     def _fail_again(self, model: Model, kind: str, message: str) -> None:
         """Fail the optimizer step of a failed request again, even if its cause (full memory, say) would not recur."""
         service = self._service
-        ticket = service.futures.make(service.new_label("fail_again"), "", None, "fail_again", internal=True).number
+        ticket = service.make_internal("fail_again").number
         if kind == "forward_backward":
             service.submit(ForwardBackward(ticket, model.adapter, (), None, message))
         elif kind == "optim_step":
