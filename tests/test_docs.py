@@ -117,6 +117,18 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
+def test_generated_tables_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "docs_tables.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
     from importlib.util import find_spec

@@ -62,20 +62,6 @@ STACKS = (
 )
 
 
-def support_table() -> str:
-    """The version table as docs/support.md has it, in Markdown."""
-    rows = [["", *(f"stack {stack.name}" for stack in STACKS)], ["---"] * (1 + len(STACKS))]
-    for package in (*PACKAGES, "torch_npu"):
-        rows.append([package, *(_spelled(stack.requirement(package)) for stack in STACKS)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _spelled(versions: SpecifierSet) -> str:
-    """``">= 0.16.1, < 0.17"``."""
-    ordered = sorted(versions, key=lambda one: (not one.operator.startswith(">"), one.version))
-    return ", ".join(f"{one.operator} {one.version}" for one in ordered)
-
-
 @dataclass(frozen=True)
 class PackageCheck:
     """One package held against a row of the table."""
