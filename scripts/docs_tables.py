@@ -1,4 +1,4 @@
-"""Write the tables of settings, metrics and versions into docs/, between markers, from the code that declares them.
+"""Write tables into docs/, between markers: settings, metrics and versions from the code, ratios from benchmarks/.
 
     python scripts/docs_tables.py            # rewrite the pages
     python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
@@ -181,6 +181,27 @@ def ranges_text(versions: SpecifierSet) -> str:
     return ", ".join(f"{one.operator} {one.version}" for one in ordered)
 
 
+# --- measurements ---
+
+
+def stored_ratios() -> str:
+    """Format the ratios that scripts/bench.py has stored in benchmarks/, a column for each device."""
+    stored = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((DOCS.parent / "benchmarks").glob("*.json"))
+    ]
+    noise = {name: entry["noise"] for device in stored for name, entry in device["ratios"].items()}
+    rows = (
+        [f"`{name}`", *(ratio_text(device["ratios"].get(name)) for device in stored), f"{noise[name]:.0%}"]
+        for name in sorted(noise)
+    )
+    return table(["line", *(device["device"] for device in stored), "noise"], rows)
+
+
+def ratio_text(entry: dict[str, float] | None) -> str:
+    """Format a stored ratio; empty if there is none."""
+    return "" if entry is None else f"{entry['ratio']:.3f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
@@ -191,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics of rl": lambda: metrics(declared_metrics(RlRecord)),
     "metrics of serve": service_metrics,
     "versions": versions,
+    "stored ratios": stored_ratios,
 }
 
 
