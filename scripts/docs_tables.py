@@ -1,4 +1,4 @@
-"""Write tables into docs/, between markers: settings, metrics and versions from the code, ratios from benchmarks/.
+"""Write tables into docs/, between markers: settings, metrics, versions and layouts from code, ratios from benchmarks/.
 
     python scripts/docs_tables.py            # rewrite the pages
     python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
@@ -25,6 +25,7 @@ from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.config.serve import ServeConfig
+from megascend.testing.parity import Case, matrix
 from megascend.tracking.metrics import Metric, declared_metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -181,6 +182,39 @@ def ranges_text(versions: SpecifierSet) -> str:
     return ", ".join(f"{one.operator} {one.version}" for one in ordered)
 
 
+# --- layouts ---
+
+
+def compared_layouts() -> str:
+    """Format the layouts of the parity tests, with the forms of micro batches that are compared in each."""
+    compared: dict[tuple[str, bool], dict[str, None]] = {}
+    for case in matrix():
+        forms = compared.setdefault((layout_text(case), case.arch.endswith("_moe")), {})
+        forms[
+            ("packed" if case.packing else "padded") + ("" if case.precision == "fp32" else f" in {case.precision}")
+        ] = None
+    layouts = dict.fromkeys(layout for layout, _ in compared)
+    rows = ([layout, *(", ".join(compared.get((layout, moe), ())) for moe in (False, True))] for layout in layouts)
+    return table(["layout", "Qwen2, Qwen3, Llama", "Qwen3-MoE"], rows)
+
+
+def layout_text(case: Case) -> str:
+    """Format the parallel sizes of a case that are not 1: ``TP2 x PP2 + SP``."""
+    layout = case.parallel
+    data = case.world_size // (layout.tensor * layout.pipeline * layout.context)
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "DP": data if layout.expert == 1 else 1,  # experts are divided over data parallel ranks
+    }
+    sequence = layout.sequence if layout.sequence is not None else case.arch.endswith("_moe") and layout.tensor > 1
+    parts = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
+    return parts + (" + SP" if sequence else "")
+
+
 # --- measurements ---
 
 
@@ -212,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics of rl": lambda: metrics(declared_metrics(RlRecord)),
     "metrics of serve": service_metrics,
     "versions": versions,
+    "compared layouts": compared_layouts,
     "stored ratios": stored_ratios,
 }
 
