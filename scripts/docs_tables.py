@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
 from megascend.batch.losses import LOSS_METRICS
+from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
@@ -173,7 +174,8 @@ def service_metrics() -> str:
 def versions() -> str:
     """Format the supported versions of each stack."""
     rows = ([name, *(ranges_text(stack.requirement(name)) for stack in STACKS)] for name in (*PACKAGES, "torch_npu"))
-    return table(["", *(f"stack {stack.name}" for stack in STACKS)], rows)
+    branches = ["MindSpeed branch (NPU)", *(f"`{BRANCHES[stack.name]}`" for stack in STACKS)]
+    return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, branches])
 
 
 def ranges_text(versions: SpecifierSet) -> str:
