@@ -161,14 +161,16 @@ class Fsdp(Section):
     )
     reshard_after_forward: bool = Field(
         True,
-        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass",
+        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass; "
+        "false: keep them until the call's last micro batch, which needs more memory",
     )
     offload: bool = Field(
         False, description="keep parameters, gradients and moments in host memory, where the optimizer runs"
     )
     compile: bool = Field(
         False,
-        description="compile each layer with torch.compile: faster steps; the first ones take one to two minutes longer",
+        description="compile each layer with torch.compile: faster steps; the first ones take one to two minutes longer. Not with "
+        "adapters or parallel.context",
     )
 
 
