@@ -169,8 +169,8 @@ class Fsdp(Section):
     )
     compile: bool = Field(
         False,
-        description="compile each layer with torch.compile: faster steps; the first ones take one to two minutes longer. Not with "
-        "adapters or parallel.context",
+        description="compile each layer with torch.compile: faster steps; the first ones take one to two minutes longer. Not "
+        "with adapters or parallel.context",
     )
 
 
