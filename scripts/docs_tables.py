@@ -114,11 +114,11 @@ PLURALS = {"string": "strings", "mapping": "mappings"}
 def bounds(metadata: Iterable[Any]) -> str:
     """Format the bounds in a setting's metadata: `` >= 1``. Upper bounds that no user meets are left out."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = {}
+    limits = {}
     for item in metadata:
         for inner in getattr(item, "metadata", [item]):  # a Field inside Annotated holds its own
-            found |= {name: value for name in signs if (value := getattr(inner, name, None)) is not None}
-    return "".join(f" {signs[name]} {value:g}" for name, value in found.items() if value < 2**20)
+            limits |= {name: value for name in signs if (value := getattr(inner, name, None)) is not None}
+    return "".join(f" {signs[name]} {value:g}" for name, value in limits.items() if value < 2**20)
 
 
 def text_of(value: Any) -> str:
@@ -180,8 +180,8 @@ def versions() -> str:
 
 def ranges_text(versions: SpecifierSet) -> str:
     """Format a range of versions, lower bound first: ``>= 0.16.1, < 0.17``."""
-    ordered = sorted(versions, key=lambda one: (not one.operator.startswith(">"), one.version))
-    return ", ".join(f"{one.operator} {one.version}" for one in ordered)
+    ordered = sorted(versions, key=lambda part: (not part.operator.startswith(">"), part.version))
+    return ", ".join(f"{part.operator} {part.version}" for part in ordered)
 
 
 # --- layouts ---

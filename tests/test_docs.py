@@ -112,7 +112,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 
 def test_generated_tables_are_current() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "docs_tables.py"), "--check"],
         capture_output=True,
         text=True,
@@ -120,7 +120,7 @@ def test_generated_tables_are_current() -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
