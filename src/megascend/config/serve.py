@@ -71,7 +71,7 @@ class ServeConfig(Section):
     precision: Precision = Field("bf16", description="type of compute and of the base model's weights")
     platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     batching: Batching = Batching()
-    seed: Seed = Field(1234, description="seed of adapters and samples without one")
+    seed: Seed = Field(1234, description="seed of the ranks' random generators")
     timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error on the others")
     max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
     max_samplers: Size = Field(
