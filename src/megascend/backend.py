@@ -344,7 +344,8 @@ class Backend:
 
         Args:
             samples: this data parallel rank's samples; :meth:`Sample.scored` builds them.
-            adapter, reference: as for :meth:`forward`.
+            adapter: as for :meth:`forward`.
+            reference: as for :meth:`forward`.
 
         Raises:
             ConfigError: the model has no scalar head.

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from megascend.app import ahead
 from megascend.app.ahead import compiling_kernels, job_of
 from megascend.app.preflight import RunPlan, check_run
 from megascend.config import RunConfig
@@ -162,7 +161,9 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     popen_options: dict[str, Any] = {}
     popen = compile_ahead.subprocess.Popen
     monkeypatch.setattr(
-        compile_ahead.subprocess, "Popen", lambda command, **options: popen_options.update(options) or popen(command, **options)
+        compile_ahead.subprocess,
+        "Popen",
+        lambda command, **options: popen_options.update(options) or popen(command, **options),
     )
     run = plan(tmp_path)
     assert Path(job_of(run).done).parent == tmp_path / "triton"
@@ -176,7 +177,9 @@ def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
     popen = compile_ahead.subprocess.Popen
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
+    monkeypatch.setattr(
+        compile_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options)
+    )
     with compiling_kernels(plan(tmp_path), Launch()):
         assert started[0].poll() is None
     assert started[0].returncode == -9

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
+from packaging.requirements import Requirement
 
 from megascend.bootstrap import versions
 from megascend.bootstrap.mindspeed import tree
@@ -16,6 +21,7 @@ from megascend.bootstrap.versions import (
 )
 from megascend.errors import MegascendError, VersionError
 
+ROOT = Path(__file__).parents[2]
 GOOD = {
     "0.16": {
         "torch": "2.13.0",
@@ -54,6 +60,20 @@ def test_every_row_constrains_every_package_and_names_mindspeed():
         assert all(str(stack.requirement(package)) for package in PACKAGES)
         assert tree.BRANCHES[stack.name].startswith(f"core_r{stack.name}.")
         assert str(stack).startswith(f"stack {stack.name}: torch")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_pins_of_the_extras_are_in_their_row():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for stack in STACKS:
+        extra = project["optional-dependencies"][f"stack-{stack.name.replace('.', '-')}"]
+        pins = {requirement.name: requirement for requirement in map(Requirement, extra)}
+        for package in ("megatron-core", "mcore-bridge"):
+            version = re.fullmatch(r"==([\d.]+)", str(pins[package].specifier))
+            assert version is not None
+            assert version[1] in stack.requirement(package)
 
 
 @pytest.mark.parametrize(

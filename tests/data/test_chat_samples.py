@@ -160,7 +160,9 @@ def test_positions_within_tokens() -> None:
     assert not lies_within_a_token(offsets, [])
 
 
-def encode(document: Document, limits: SampleLimits | None = None, **settings: object) -> tuple[list[Sample], list[str]]:
+def encode(
+    document: Document, limits: SampleLimits | None = None, **settings: object
+) -> tuple[list[Sample], list[str]]:
     """Return the samples of a document and the remarks about it."""
     findings = Findings()
     encoder = Encoder(byte_tokenizer(256), limits or SampleLimits(256), findings, **settings)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.event_log import finite
 from megascend.io.paths import make_directory
+from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -37,17 +38,11 @@ PROGRESS_S = 30.0
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """One line of metrics.jsonl, whatever the kind of run.
+    """One line of metrics.jsonl, whatever the kind of run. Its fields declare the metrics of the line."""
 
-    Attributes:
-        step: counted from 1.
-        skipped: True if a non-finite gradient made all ranks skip the update.
-        seconds: time since the first step began.
-    """
-
-    step: int
-    skipped: bool
-    seconds: float
+    step: Annotated[int, Metric("", "optimizer step, from 1")]
+    skipped: Annotated[bool, Metric("", "true if the gradient was not finite, so that all ranks skipped the update")]
+    seconds: Annotated[float, Metric("s", "time in steps since the run began")]
 
     def summary(self) -> str:
         """Return the figures of a step in one short line."""

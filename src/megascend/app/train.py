@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.preflight import RunPlan
 from megascend.app.profile import StepProfiler
@@ -19,6 +19,7 @@ from megascend.app.run import Run, Training, World, model_line, run, too_many_sk
 from megascend.app.run_log import MetricsRecord, RunLog, rounded
 from megascend.config import RunConfig
 from megascend.io.paths import make_directory
+from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from megascend.app.generation import Answering
@@ -342,34 +343,37 @@ class StepRecord(MetricsRecord):
     """A step of supervised training. ``loss`` and ``grad_norm`` are null where they are not finite.
 
     Attributes:
-        loss: mean over the trained tokens of the step, before the update.
-        grad_norm: global norm before clipping.
-        lr: learning rate of the update.
-        tokens: tokens of the step that carry loss, over all ranks.
-        total_tokens: input tokens of the step, over all ranks.
-        tokens_per_s: ``total_tokens`` over the step's time.
-        epoch: how often the data has been gone through after this step.
-        peak_memory_bytes: device memory of rank 0 since the run began; 0 where the platform cannot tell.
-        step_seconds: what the step took on rank 0.
-        dispatch_seconds: in which rank 0's process handed out the work of the forward and backward passes. On a GPU or NPU that
-            runs ahead of the device; near ``step_seconds``, the device waits for the process. On the CPU it is the work itself.
-        mfu: model-FLOPs utilisation, or None where the model's or the device's figure is not known.
-        validation_loss: after this step, or None where it was not measured.
-        metrics: what the loss reported beside its value, by name.
+        metrics: further metrics of the loss, by name; ``LOSS_METRICS`` declares those of built-in losses.
     """
 
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    total_tokens: int
-    tokens_per_s: float
-    epoch: float
-    peak_memory_bytes: int
-    step_seconds: float
-    dispatch_seconds: float
-    mfu: float | None = None
-    validation_loss: float | None = None
+    loss: Annotated[float, Metric("nats", "mean loss per trained token (with dpo: per pair) before the update")]
+    grad_norm: Annotated[float, Metric("", "global gradient norm before clipping")]
+    lr: Annotated[float, Metric("", "learning rate of the update")]
+    tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]
+    total_tokens: Annotated[int, Metric("tokens", "input tokens of the step, over all ranks")]
+    tokens_per_s: Annotated[float, Metric("tokens/s", "total_tokens divided by step_seconds")]
+    epoch: Annotated[float, Metric("epochs", "passes over the data after this step")]
+    peak_memory_bytes: Annotated[
+        int, Metric("bytes", "peak device memory of rank 0 since the run began; 0 if the platform does not report it")
+    ]
+    step_seconds: Annotated[float, Metric("s", "duration of the step on rank 0")]
+    dispatch_seconds: Annotated[
+        float,
+        Metric(
+            "s",
+            "part of step_seconds in which rank 0 issued the forward and backward passes. On a GPU or NPU, a "
+            "value near step_seconds means that the device waits for Python; on a CPU it is the work itself",
+        ),
+    ]
+    mfu: Annotated[
+        float | None,
+        Metric(
+            "", "model FLOPs utilisation: model FLOP/s divided by the devices' bf16 peak; null if either is unknown"
+        ),
+    ] = None
+    validation_loss: Annotated[
+        float | None, Metric("as loss", "loss on the held-out samples after the step; null where it was not measured")
+    ] = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

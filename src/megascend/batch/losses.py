@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megascend.errors import ConfigError, DataError
+from megascend.tracking.metrics import Metric
 
 
 @dataclass
@@ -31,7 +32,11 @@ class LossInputs:
         targets: int64 [n].
         weights: float32 [n].
         entropy: float32 [n] with gradient, or None unless the loss asks for it.
-        advantages, old_logprobs, ref_logprobs, returns, old_values: float32 [n] or None.
+        advantages: float32 [n] or None.
+        old_logprobs: float32 [n] or None.
+        ref_logprobs: float32 [n] or None.
+        returns: float32 [n] or None.
+        old_values: float32 [n] or None.
         extra: further float32 [n] fields.
         sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
@@ -329,6 +334,17 @@ def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
     ]
     return {loss.name: loss for loss in losses}
 
+
+LOSS_METRICS = {
+    "ratio": Metric("", "mean probability ratio p_new / p_old"),
+    "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
+    "kl": Metric("nats", "KL(old || new) per token, by the k3 estimator, which is never negative"),
+    "accuracy": Metric("fraction", "pairs in which the chosen response has the higher reward"),
+    "reward_chosen": Metric("", "mean reward of chosen responses (dpo: beta times the log-ratio to the reference)"),
+    "reward_rejected": Metric("", "mean reward of rejected responses"),
+    "value": Metric("", "mean value that the critic predicts"),
+}
+"""Metrics that built-in losses report beside the loss."""
 
 BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro, stable_reinforce))
 

@@ -92,7 +92,9 @@ class Sample:
             token_ids: the sequence, prompt first.
             prompt_length: targets inside the first ``prompt_length`` tokens get weight 0.
             weights: [n + 1], the weight of predicting each token (the first is never predicted); default 1.
-            pair, chosen, adapter: as in the sample.
+            pair: as in the sample.
+            chosen: as in the sample.
+            adapter: as in the sample.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:

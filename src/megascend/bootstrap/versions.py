@@ -63,20 +63,6 @@ STACKS = (
 )
 
 
-def support_table() -> str:
-    """Return the version table in Markdown, for docs/support.md."""
-    rows = [["", *(f"stack {stack.name}" for stack in STACKS)], ["---"] * (1 + len(STACKS))]
-    for package in (*PACKAGES, "torch_npu"):
-        rows.append([package, *(_spelled(stack.requirement(package)) for stack in STACKS)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _spelled(versions: SpecifierSet) -> str:
-    """Format as ``">= 0.16.1, < 0.17"``."""
-    ordered = sorted(versions, key=lambda bound: (not bound.operator.startswith(">"), bound.version))
-    return ", ".join(f"{bound.operator} {bound.version}" for bound in ordered)
-
-
 @dataclass(frozen=True)
 class PackageCheck:
     """Result of comparing one installed package with a row of the table."""

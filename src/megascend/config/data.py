@@ -13,36 +13,34 @@ from megascend.config.section import Section, Size
 class Data(Section):
     """Training data: JSONL, JSON, CSV, parquet or text files, a folder of these, or one of Hugging Face datasets."""
 
-    path: Path
+    path: Path = Field(description="file or folder with the training data; relative to the working directory")
     split: str | None = Field(
-        "train", description="which split to read of a folder, by the names that datasets gives them; all: every file"
+        "train", description="split of a folder, by the name that Hugging Face datasets gives it; all: every file"
     )
-    config_name: str | None = Field(
-        None, description="which config to read of a folder whose card (README.md) lists several"
-    )
+    config_name: str | None = Field(None, description="config of a folder whose dataset card (README.md) lists several")
     columns: dict[str, str] = Field(
         {},
-        description="names of columns in the data, by the names used here: {messages: dialogue}; other columns are then not read",
+        description="column names in the data, by standard name: {messages: dialogue}; other columns are then ignored",
     )
     on_too_long: Literal["error", "truncate", "skip"] = Field(
         "error",
-        description="handling of a conversation, completion or pair above the limit; texts are cut into pieces",
+        description="handling of a conversation, completion or pair longer than batching.max_length; texts are split instead",
     )
     chat_template: Path | None = Field(
         None,
-        description="a template file to use instead of the model's; the export carries it",
+        description="template file to use instead of the model's; it is exported with the model",
     )
     chat_template_options: dict[str, Any] = Field(
-        {}, description="further variables of the chat template: {enable_thinking: false}"
+        {}, description="additional variables for the chat template: {enable_thinking: false}"
     )
-    global_batch_size: Size = Field(8, description="samples of one optimizer step over all data parallel ranks")
-    shuffle: bool = True
+    global_batch_size: Size = Field(8, description="samples per optimizer step, over all data parallel ranks")
+    shuffle: bool = Field(True, description="draw a new random order of the samples for each epoch")
     on_changed: Literal["error", "continue"] = Field(
         "error",
-        description="handling of a resumed run whose samples are not those of its checkpoint (data, template, tokenizer, date): "
-        "continue uses the current samples, at the same position if there are as many, else from a new epoch",
+        description="handling of a resumed run whose samples differ from its checkpoint's (other data, template, tokenizer "
+        "or date): continue uses the current samples, from the same position if their number is unchanged, else from a new epoch",
     )
-    train_on_prompt: bool = Field(False, description="chat data: also train on the user's turns")
+    train_on_prompt: bool = Field(False, description="also train on the user's turns of conversations")
 
     @model_validator(mode="after")
     def _split(self) -> Data:
@@ -72,14 +70,17 @@ DATA_COLUMNS = (
 class Validation(Section):
     """Held-out samples, whose loss is measured at intervals."""
 
-    path: Path | None = Field(None, description="read like data.path; or set split or fraction")
+    path: Path | None = Field(
+        None,
+        description="file or folder with held-out samples, read like data.path; alternatively set split or fraction",
+    )
     split: str | None = Field(
-        None, description="which split to read of the folder at path, by default validation; without path, of data.path"
+        None, description="split of the folder at path (default: validation); without path, of the folder at data.path"
     )
     fraction: float = Field(
-        0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out instead, drawn by the seed"
+        0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out, drawn with the seed"
     )
-    every: Size = Field(100, description="steps from one measurement to the next; the last step has one in any case")
+    every: Size = Field(100, description="interval of measurements in steps; the last step is always measured")
 
     @model_validator(mode="after")
     def _one_source(self) -> Validation:
@@ -104,4 +105,4 @@ class Validation(Section):
 class Dpo(Section):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
 
-    beta: float = Field(0.1, gt=0, description="strength of the penalty for leaving the initial model")
+    beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")

@@ -13,38 +13,38 @@ from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_s
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
-    prompts: Path = Field(description="JSONL with prompt or messages, and fields for the reward function")
+    prompts: Path = Field(description="JSONL file with prompt or messages, and fields for the reward function")
     reward: str = Field(
         description="function (response, example) -> float, as package.module:function or path/to/file.py:function"
     )
-    prompts_per_step: Size = Field(16, description="groups that one optimizer step learns from")
-    group_size: int = Field(8, ge=2, description="responses to one prompt")
-    max_tokens: Size = Field(256, description="longest response")
+    prompts_per_step: Size = Field(16, description="prompts (groups) per optimizer step")
+    group_size: int = Field(8, ge=2, description="responses per prompt")
+    max_tokens: Size = Field(256, description="longest response in tokens")
     max_lag: Count = Field(
         1,
-        description="steps by which the weights that sampled a response may be older than those that learn from it; 0: engines "
-        "and trainer alternate",
+        description="largest number of steps between the weights that sampled a response and those that learn from it; 0: "
+        "engines and trainer take turns",
     )
     drop_equal: bool = Field(
-        True, description="dynamic sampling: groups whose rewards are all equal are dropped, and other prompts sampled"
+        True, description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts"
     )
     max_groups_without_signal: Count | None = Field(
         None,
-        description="end the run after this many consecutive groups dropped for equal rewards; half as many are logged; "
+        description="end the run after this many consecutive groups with equal rewards, and warn after half as many; "
         "default: ten batches of them, at least 100; 0: never",
     )
     in_order: bool = Field(
         False,
-        description="learn from prompts in their order: reproducible, but a slow response keeps the trainer waiting",
+        description="learn from prompts in their order: reproducible, but a slow response delays the trainer",
     )
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="draw a new random order of the prompts for each epoch")
     stop: tuple[str, ...] = Field(
-        (), description="further tokens that end a response, besides the end-of-sequence token"
+        (), description="tokens that end a response, in addition to the end-of-sequence token"
     )
-    timeout_s: Size = Field(600, description="seconds after which a request to an engine counts as failed")
+    timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
     controller: str | None = Field(
         None,
-        description="rollout controller whose engines are used, instead of engines: HOST:PORT, or the file in which it "
+        description="rollout controller whose engines are used in place of engines: HOST:PORT, or the file in which it "
         "publishes its address",
     )
 
@@ -62,59 +62,61 @@ class Objective(Section):
 
     loss: str = Field(
         "ppo",
-        description="ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or the name of a registered loss",
+        description="loss function: ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or a registered one",
     )
-    advantages: Literal["grpo", "rloo", "centered"] = "grpo"
+    advantages: Literal["grpo", "rloo", "centered"] = Field(
+        "grpo", description="advantage estimator over a group; centered is that of Dr. GRPO"
+    )
     correction: Literal["truncated", "none"] = Field(
         "truncated",
-        description="truncated: the trainer's log-probabilities are the old ones, and advantages are multiplied by "
-        "min(p_trainer / p_engine, cap); none: the engine's are the old ones",
+        description="truncated: old log-probabilities are the trainer's, and advantages are multiplied by "
+        "min(p_trainer / p_engine, cap); none: old log-probabilities are the engine's",
     )
-    cap: float = Field(2.0, gt=0, description="largest of those weights")
+    cap: float = Field(2.0, gt=0, description="upper bound of the importance weights of correction")
     measure_every: Count = Field(
-        10, description="with correction none: steps from one measurement of the mismatch to the next; 0: never"
+        10, description="with correction none: interval of mismatch measurements in steps; 0: never"
     )
     average: Literal["tokens", "responses"] = Field(
-        "tokens", description="equal weight for every token, or for every response of any length"
+        "tokens", description="give equal weight to tokens, or to responses whatever their length"
     )
 
 
 class Sync(Section):
     """Transfer of weights to the engines."""
 
-    every: Size = Field(1, description="steps from one update to the next")
+    every: Size = Field(1, description="interval of weight updates in steps")
     transport: str = Field(
         "auto",
-        description="transport of the weights, by its registered name; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
+        description="registered name of the weight transport; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
         "between NPUs, gloo to engines on the CPU",
     )
-    bucket_bytes: Size = Field(64 * 2**20, description="bytes that are sent at a time")
+    bucket_bytes: Size = Field(64 * 2**20, description="bytes per transfer")
     timeout_s: Size | None = Field(
-        None, description="seconds of each wait in an update; default: 120, or less where timeout_s of the run is short"
+        None, description="seconds of each wait in an update; default: 120, or less if the run's timeout_s is short"
     )
-    host: str = Field("127.0.0.1", description="address of rank 0 under which engines reach it")
+    host: str = Field("127.0.0.1", description="address at which engines reach rank 0")
 
 
 class Evaluation(Section):
     """Rewards on other prompts, before the first step, at intervals, and after the last one."""
 
-    prompts: Path
-    every: Size = Field(50, description="steps")
-    samples: Size = Field(1, description="responses to each prompt")
-    temperature: float = Field(0.0, ge=0, description="0: the likeliest token")
+    prompts: Path = Field(description="JSONL file of prompts, in the format of rollout.prompts")
+    every: Size = Field(50, description="interval of evaluations in steps")
+    samples: Size = Field(1, description="responses per prompt")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: always the most likely token")
 
 
 class RlConfig(TrainerConfig):
     """Settings of ``megascend rl``, from its YAML file."""
 
-    rollout: Rollout
+    rollout: Rollout = Field(description="sampling of responses")
     engines: tuple[str, ...] = Field(
         ("local",),
         description="addresses of vLLM servers (http://HOST:PORT), or local: transformers in a process beside rank 0",
     )
     objective: Objective = Objective()
     sync: Sync = Sync()
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:

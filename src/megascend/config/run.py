@@ -45,12 +45,13 @@ class Generation(Section):
     """Prompts that the model answers at intervals, for inspection."""
 
     prompts: tuple[Prompt, ...] = Field(
-        min_length=1, description="each a text, or a conversation: [{role: system, content: ...}, {role: user, ...}]"
+        min_length=1,
+        description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}]",
     )
     every: Size = Field(100, description="interval in steps; also after the last step")
-    max_tokens: Size = Field(64, description="longest answer; each token takes a forward pass")
-    temperature: float = Field(0.0, ge=0, description="0: the likeliest token")
-    seed: Count = Field(0, description="of answers at a temperature above 0; the same model gives the same answers")
+    max_tokens: Size = Field(64, description="longest answer in tokens")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: always the most likely token")
+    seed: Count = Field(0, description="seed for sampling at a temperature above 0")
     chat: bool = Field(
         True, description="render a text as the user's turn with the chat template; false: continue it as it is"
     )
@@ -69,26 +70,34 @@ class Generation(Section):
 class Profile(Section):
     """Profiler trace of some steps, by torch.profiler."""
 
-    after: Count = Field(3, description="steps of this process before recording")
+    after: Count = Field(3, description="steps to skip before recording")
     steps: Size = Field(3, description="steps to record")
-    ranks: Literal["first", "all"] = Field("first", description="ranks that record: rank 0 only, or all")
+    ranks: Literal["first", "all"] = Field("first", description="ranks that record: rank 0, or all")
     max_mib: Size = Field(
-        256, description="largest trace of a rank before it is compressed; fewer steps are recorded if necessary"
+        256,
+        description="size limit of a rank's trace before compression, in MiB; fewer steps are recorded if necessary",
     )
 
 
 class Checkpoint(Section):
     """Saving and retention of checkpoints, in OUTPUT/checkpoints."""
 
-    every: Count = Field(0, description="interval in steps, and at the end; 0: only when a signal stops the run")
+    every: Count = Field(
+        0, description="interval of saves in steps; the last step is saved too. 0: only when a signal stops the run"
+    )
     keep_last: Size = Field(2, description="number of newest checkpoints to keep")
     keep_every: Count = Field(0, description="also keep checkpoints whose step is a multiple of this; 0: none")
-    asynchronous: bool = Field(True, description="write while training continues; it pauses only for a copy")
-    hf: bool = Field(False, description="also export the model into each, for transformers; training waits for it")
-    timeout_s: Seconds = Field(1800, description="seconds after which a save counts as failed")
+    asynchronous: bool = Field(
+        True, description="write in the background; training pauses only while the state is copied to host memory"
+    )
+    hf: bool = Field(
+        False,
+        description="also export the model in Hugging Face format into each checkpoint; training waits for the export",
+    )
+    timeout_s: Seconds = Field(1800, description="seconds after which a save fails")
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="if a checkpoint cannot be written: end the run, or continue and try again",
+        description="when a checkpoint cannot be written: end the run, or continue and try again at the next save",
     )
 
 
@@ -107,26 +116,25 @@ class TrainerConfig(Section):
             )
         return values
 
-    model: Path = Field(description="Hugging Face checkpoint directory")
-    output: Path = Field(description="run directory: metrics.jsonl, plot, TensorBoard log, export")
+    model: Path = Field(description="Hugging Face checkpoint directory (safetensors)")
+    output: Path = Field(description="run directory for metrics, checkpoints, plot and export")
     steps: Size = Field(100, description="optimizer steps")
-    platform: PlatformName = "auto"
+    platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     affinity: Affinity = Field(
-        "none", description="numa: bind every process to the CPUs of one NUMA node, its device's if known"
+        "none", description="numa: bind each process to the CPUs of one NUMA node, that of its device if known"
     )
     plugins: tuple[ModuleName, ...] = Field(
-        (), description="modules that every rank imports first: they register engines, losses, architectures, providers"
+        (),
+        description="modules that every rank imports first, to register engines, losses, architectures, providers or trackers",
     )
     engine: str = Field(
         "megatron",
-        description="training engine: megatron, fsdp (transformers' models under FSDP2), single (transformers in one process), "
-        "or one that a plug-in registers",
+        description="megatron (Megatron-Core), fsdp (transformers' models under FSDP2), single (transformers in one process), "
+        "or the name of an engine that a plug-in registers",
     )
-    precision: Precision = "bf16"
-    tf32: bool = Field(
-        False, description="CUDA only: products of fp32 matrices in TensorFloat-32, with 10 bits of mantissa"
-    )
-    seed: Seed = 1234
+    precision: Precision = Field("bf16", description="type of compute and exported weights; main parameters are fp32")
+    tf32: bool = Field(False, description="CUDA only: multiply fp32 matrices in TensorFloat-32 (10 bits of mantissa)")
+    seed: Seed = Field(1234, description="seed of the data order, dropout, new parameters and sampling")
     parallel: Parallel = Parallel()
     fsdp: Fsdp = Fsdp()
     optimizer: Adam = Adam()
@@ -137,40 +145,40 @@ class TrainerConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = Field(
         None,
-        description="freeze the model and train one LoRA adapter; default: all of the model's parameters are trained",
+        description="freeze the model and train one LoRA adapter; default: train all parameters",
     )
     template_date: date | None = Field(
         None,
-        description="date for chat templates that write the current date; default: the day on which the run began, also "
+        description="date for chat templates that print today's date; default: the day on which the run first started, also "
         "when it is resumed",
     )
     provider: str | None = Field(
         None,
-        description="provider that patches Megatron-Core for the platform, by registered name or as package.module:attribute; "
-        "default: the platform's own",
+        description="provider that patches Megatron-Core for the platform: a registered name, or package.module:attribute; "
+        "default: chosen by platform",
     )
     provider_options: ProviderOptions = Field(
-        {}, description="settings of the provider, by name (NPU: arguments of its command line, with underscores)"
+        {}, description="options of the provider; on NPUs, MindSpeed's command-line arguments with underscores"
     )
     trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
         (),
-        description="trackers of figures in addition to metrics.jsonl: tensorboard, wandb, swanlab, trackio, mlflow, or one that "
-        "a plug-in registers; by name, or as NAME: {options}",
+        description="experiment trackers beside metrics.jsonl, by name or as {NAME: {options}}: tensorboard, wandb, "
+        "swanlab, trackio, mlflow, or one that a plug-in registers",
     )
-    tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
-    plot: bool = Field(
-        True, description="draw loss, learning rate, gradient norm and throughput to metrics.png at the end"
-    )
+    tensorboard: bool = Field(False, description="short for adding tensorboard to trackers")
+    plot: bool = Field(True, description="draw metrics.png at the end (needs the extra track)")
     export: bool = Field(
-        True, description="at the end write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
+        True, description="at the end, write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
     )
     max_skipped_steps: Size = Field(
-        10, description="stop after this many non-finite steps in a row; the last batch is kept in OUTPUT/non_finite"
+        10,
+        description="end the run when more than this many consecutive steps have non-finite gradients; the last batch is kept in "
+        "OUTPUT/non_finite",
     )
-    timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error")
+    timeout_s: Seconds = Field(600, description="seconds after which the other ranks report a missing rank")
     self_check: bool = Field(
         True,
-        description="compare a small slice of the model with transformers before training; once for a configuration",
+        description="compare a small slice of the model with transformers before training; off: train what the engine computes",
     )
 
     def data_paths(self) -> dict[str, Path | None]:
@@ -242,12 +250,14 @@ class RunConfig(TrainerConfig):
     """Settings of ``megascend train``, from its YAML file."""
 
     steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
-    epochs: float | None = Field(None, gt=0, description="passes over the data, instead of steps")
-    data: Data
-    validation: Validation | None = Field(None, description="measure the loss on samples that are not trained on")
-    dpo: Dpo | None = Field(None, description="train on preference pairs; default: on the tokens of the data")
-    generation: Generation | None = Field(None, description="have the model answer prompts at intervals")
-    profile: Profile | None = Field(None, description="write a trace of some steps to OUTPUT/profile")
+    epochs: float | None = Field(None, gt=0, description="passes over the data, in place of steps")
+    data: Data = Field(description="training data")
+    validation: Validation | None = Field(None, description="measure the loss on held-out samples at intervals")
+    dpo: Dpo | None = Field(
+        None, description="train on preference pairs with DPO; default: cross entropy on the data's tokens"
+    )
+    generation: Generation | None = Field(None, description="let the model answer prompts at intervals")
+    profile: Profile | None = Field(None, description="record a profiler trace of some steps in OUTPUT/profile")
 
     def template_remarks(self) -> list[str]:
         """Return remarks on the chat template, its export and its date."""

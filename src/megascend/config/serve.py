@@ -59,19 +59,19 @@ class ServeConfig(Section):
     host: str = Field(
         "127.0.0.1", description="address to listen on; 0.0.0.0: all, which should be behind TLS or a proxy"
     )
-    port: int = Field(8000, ge=0, le=65535, description="0: any free one")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     keys: Path | None = Field(None, description="file with lines NAME SHA256-OF-KEY, in addition to MEGASCEND_API_KEYS")
     tls_certificate: Path | None = Field(None, description="PEM file; with tls_key, the server uses HTTPS")
-    tls_key: Path | None = None
+    tls_key: Path | None = Field(None, description="PEM file with the private key of tls_certificate")
     proxies: list[str] = Field(
         [], description="addresses of proxies whose X-Forwarded-For is trusted for the audit log"
     )
-    engine: str = Field("megatron", description="megatron, fsdp or single")
+    engine: str = Field("megatron", description="training engine: megatron, fsdp or single")
     parallel: Parallel = Parallel()
-    precision: Precision = "bf16"
-    platform: PlatformName = "auto"
+    precision: Precision = Field("bf16", description="type of compute and of the base model's weights")
+    platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
     batching: Batching = Batching()
-    seed: Seed = 1234
+    seed: Seed = Field(1234, description="seed of the ranks' random generators")
     timeout_s: Seconds = Field(600, description="seconds after which a missing rank is an error on the others")
     max_models: Size = Field(64, description="models (adapters) of all tenants at a time")
     max_samplers: Size = Field(

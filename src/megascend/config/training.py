@@ -44,14 +44,24 @@ class Parallel(Section):
 class Adam(Section):
     """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping."""
 
-    lr: float = Field(1e-5, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and one-dimensional weights")
-    max_grad_norm: float = Field(1.0, ge=0, description="0 switches clipping off; the norm is reported either way")
+    lr: float = Field(1e-5, ge=0, description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator of the update")
+    weight_decay: float = Field(
+        0.01, ge=0, description="decoupled weight decay; not applied to biases and one-dimensional weights"
+    )
+    max_grad_norm: float = Field(
+        1.0, ge=0, description="largest global gradient norm; larger gradients are scaled down to it. 0: no clipping"
+    )
     distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
-    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
-    overlap_param_gather: bool = Field(False, description="gather updated parameters while the forward pass runs")
+    overlap_grad_reduce: bool = Field(
+        False,
+        description="reduce gradients while the backward pass still runs; allows one forward_backward per optimizer_step",
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description="gather updated parameters while the forward pass runs; needs distributed and overlap_grad_reduce",
+    )
 
     @model_validator(mode="after")
     def _overlaps(self) -> Adam:
@@ -64,12 +74,14 @@ class Adam(Section):
 class Schedule(Section):
     """Learning-rate schedule. Step 0 is the first optimizer step; skipped steps advance it too."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape of the decay from optimizer.lr to min_lr after the warm-up; constant: none"
+    )
     warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
     total_steps: Count = Field(
         0, description="step at which linear and cosine reach min_lr; 0 in a run file: the last step of the run"
     )
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of a linear or cosine decay")
 
     @model_validator(mode="after")
     def _total(self) -> Schedule:
@@ -100,11 +112,13 @@ class Schedule(Section):
 class Recompute(Section):
     """Activations that are dropped in the forward pass and recomputed in the backward pass."""
 
-    granularity: Literal["none", "full", "selective"] = "none"
-    layers: Size = Field(1, description="full: layers in one recomputed block")
+    granularity: Literal["none", "full", "selective"] = Field(
+        "none", description="recompute nothing, whole layers (full) or the modules listed in modules (selective)"
+    )
+    layers: Size = Field(1, description="with full: layers per recomputed block")
     modules: tuple[RecomputeModule, ...] = Field(
         ("core_attn",),
-        description="selective: any of core_attn, layernorm, mlp (dense ones), moe, moe_act, shared_experts, mla_up_proj",
+        description="with selective: modules to recompute; mlp means dense MLPs",
     )
 
 
@@ -113,20 +127,20 @@ class Moe(Section):
 
     aux_loss: Literal["none", "megatron", "transformers"] = Field(
         "none",
-        description="formula of the load-balancing loss: megatron (per layer, divided by the experts of a "
-        "token, summed) or transformers (all layers pooled); off by default, as when transformers fine-tunes such a model",
+        description="load-balancing loss as Megatron computes it (per layer, divided by the experts per token, summed) or as "
+        "transformers does (all layers pooled); off by default, as when transformers fine-tunes such a model",
     )
-    aux_loss_coefficient: float = Field(0.0, ge=0, description="factor of that loss")
+    aux_loss_coefficient: float = Field(0.0, ge=0, description="weight of the load-balancing loss")
     bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="step of the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1) towards an equal load; "
-        "0: constant, as in transformers",
+        description="change per step of the routers' correction bias (DeepSeek-V3, GLM-4.5, dots1), towards equal "
+        "load of the experts; 0: the bias is constant, as in transformers",
     )
     experts: Literal["auto", "upstream", "grouped"] = Field(
         "auto",
-        description="engine megatron: expert kernels: upstream (Transformer Engine, MindSpeed), grouped (CUDA in bf16: "
-        "all experts of a rank in one product, tokens permuted without synchronising) or auto: grouped if the GPU supports it",
+        description="expert kernels of engine megatron: upstream (Transformer Engine, MindSpeed); grouped (CUDA in bf16: one "
+        "grouped product for all experts of a rank, no host synchronisation); auto: grouped where the GPU supports it",
     )
 
     @model_validator(mode="after")
@@ -147,18 +161,20 @@ class Fsdp(Section):
 
     replicate: Size = Field(
         1,
-        description="replicas of the model, each sharded over an equal number of ranks (HSDP); 1: one, over all ranks",
+        description="model replicas, each sharded over an equal number of ranks (HSDP); 1: shard over all ranks",
     )
     reshard_after_forward: bool = Field(
         True,
-        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass",
+        description="free a layer's gathered parameters after its forward pass and gather them again for the backward pass; "
+        "false: keep them until the call's last micro batch, which needs more memory",
     )
     offload: bool = Field(
         False, description="keep parameters, gradients and moments in host memory, where the optimizer runs"
     )
     compile: bool = Field(
         False,
-        description="torch.compile for each layer: faster steps, after a minute or two of compiling in the first ones",
+        description="compile each layer with torch.compile: faster steps; the first ones take one to two minutes longer. Not "
+        "with adapters or parallel.context",
     )
 
 
@@ -166,7 +182,7 @@ class CudaGraphs(Section):
     """CUDA graphs of micro batches: captured once for each of a few sizes, then replayed."""
 
     max_tokens: Size = Field(8192, description="largest micro batch that is captured, padding included")
-    max_count: Size = Field(32, description="captures kept; the least recently used is dropped")
+    max_count: Size = Field(32, description="captured sizes to keep; the least recently used is dropped")
 
 
 class Batching(Section):
@@ -175,12 +191,15 @@ class Batching(Section):
     packing: bool = Field(True, description="concatenate samples (THD) instead of padding them")
     micro_batch_tokens: Size | Literal["auto"] = Field(
         4096,
-        description="token budget of one micro batch, padding included; auto in a run file of `megascend train`: as many as "
-        "fit into the device's memory, measured when the run starts",
+        description="token budget of one micro batch, padding included; auto (only in run files of `megascend train`): as many "
+        "tokens as fit into device memory, measured when the run starts",
     )
-    max_length: Size | None = Field(None, description="longest sample allowed; default: the model's limit")
+    max_length: Size | None = Field(
+        None, description="longest sample in tokens, at most the model's limit; default: that limit"
+    )
     cuda_graphs: CudaGraphs | None = Field(
-        None, description="replay captured micro batches (MegatronBackend on CUDA, one GPU for a model); default: off"
+        None,
+        description="capture micro batches as CUDA graphs and replay them (engine megatron on CUDA, one GPU per model)",
     )
 
     @field_validator("micro_batch_tokens", mode="wrap")
@@ -215,19 +234,25 @@ class Lora(Section):
     """One LoRA adapter: ``W x`` becomes ``W x + scaling * B A x`` in every targeted layer (Hu et al., arXiv:2106.09685)."""
 
     rank: Size = Field(16, description="rows of A, columns of B")
-    alpha: float = Field(32.0, gt=0, description="scaling is alpha / rank, or alpha / sqrt(rank) with rslora")
+    alpha: float = Field(
+        32.0, gt=0, description="numerator of the scaling: alpha / rank, or alpha / sqrt(rank) with rslora"
+    )
     rslora: bool = Field(False, description="rank-stabilised scaling (Kalajdzievski, arXiv:2312.03732)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the layer's input on its way to A, while training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of A, in training only")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="Hugging Face names of the layers, in full or their last components (q_proj, mlp.down_proj, lm_head, "
-        "embed_tokens); all-linear: every linear layer of attention, MLPs and experts, not the other two",
+        description="layers to adapt, by Hugging Face name or its last components (q_proj, mlp.down_proj, lm_head, "
+        "embed_tokens); all-linear: every linear layer of attention, MLPs and experts, without lm_head and embed_tokens",
     )
-    seed: Seed | None = Field(None, description="of A's initial values and of dropout; default: the backend's")
+    seed: Seed | None = Field(
+        None, description="seed of A's initial values and of dropout; default: the backend's seed"
+    )
     optimizer: Adam | None = Field(
-        None, description="of this adapter; default: the backend's. Its state is small and not sharded"
+        None, description="optimizer of this adapter; default: the backend's. Its state is small and not sharded"
     )
-    schedule: Schedule | None = Field(None, description="over this adapter's own steps; default: the backend's")
+    schedule: Schedule | None = Field(
+        None, description="schedule over this adapter's own steps; default: the backend's"
+    )
 
     @model_validator(mode="after")
     def _targets(self) -> Lora:
@@ -244,7 +269,7 @@ class Lora(Section):
 class Adapters(Section):
     """Training of LoRA adapters on a frozen base model, and their limits."""
 
-    max_count: Size = Field(64, description="adapters at one time")
+    max_count: Size = Field(64, description="largest number of adapters at a time")
     max_rank: Size = Field(128, description="largest rank of one adapter")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear", description="layers that adapters may target, as in Lora; each adapter chooses among them"

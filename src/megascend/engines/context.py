@@ -110,7 +110,10 @@ def engine_context(
     Args:
         engine: the name under which it is registered.
         model: directory of a Hugging Face checkpoint with safetensors weights.
-        platform, tf32, provider: as for :func:`megascend.bootstrap`, which is called if it has not been.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        platform: as for :func:`megascend.bootstrap`, which is called if it has not been.
+        tf32: as for :func:`megascend.bootstrap`.
+        provider: as for :func:`megascend.bootstrap`.
         parallel: parallel sizes; default: data parallelism only.
         timeout_s: seconds after which a missing rank is an error on all others.
         prepare: called before ranks communicate.
@@ -118,8 +121,7 @@ def engine_context(
             a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``).
 
     Raises:
-        ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError, CollectiveTimeoutError:
-            before anything is built.
+        MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")

@@ -68,7 +68,10 @@ def register_architecture(
     again changes nothing.
 
     Args:
-        transformers, megatron, tiny: as in :class:`Architecture`.
+        model_type: that of ``config.json``.
+        transformers: module that registers the architecture with transformers.
+        megatron: module that registers it with mcore-bridge.
+        tiny: settings of a small model for tests.
 
     Raises:
         ConfigError: another one is registered for that ``model_type``.

@@ -140,11 +140,11 @@ class AdapterQueue:
     ) -> AdapterFuture[AdapterLoss]:
         """Accumulate gradients of ``adapter`` over ``samples``, the global list. The value is this adapter's loss.
 
-        Args:
-            logprobs: the value also has the log-probabilities of all samples' targets, on every rank.
-
         Errors in the adapter's name, the samples or the loss are raised by the future, not by this call. The samples are
         copied, but not their tensors: do not change those until the request is done.
+
+        Args:
+            logprobs: the value also has the log-probabilities of all samples' targets, on every rank.
 
         Raises:
             QueueFullError: ``max_pending`` requests of this adapter are waiting; nothing was submitted.

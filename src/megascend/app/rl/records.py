@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.plot import Panel
 from megascend.app.run_log import MetricsRecord
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Group
+from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from megascend.rollout.mismatch import Mismatch
@@ -18,54 +19,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RlRecord(MetricsRecord):
-    """A step of reinforcement learning. Numbers that are not known are null in metrics.jsonl.
+    """A step of reinforcement learning. Unknown numbers are null in metrics.jsonl."""
 
-    Attributes:
-        reward: mean over all responses graded since the step before, those of dropped groups included.
-        reward_learned: mean over the responses that the step learned from.
-        eval_reward: of an evaluation with the weights after the step.
-        loss: before the update.
-        grad_norm: global norm before clipping.
-        lr: learning rate of the update.
-        version: of the weights that the engines have after the step.
-        lag, max_lag: mean and largest number of steps that a response's oldest weights were behind.
-        mismatch, mismatch_max: mean and largest ``|log p_trainer - log p_engine|`` of sampled tokens.
-        kl: KL(engine || trainer) a token, by the estimator that is never negative.
-        truncated: share of tokens whose importance weight was cut to the cap.
-        response_tokens: mean length of the responses that the step learned from.
-        cut_off: share of those that reached ``max_tokens``.
-        tokens: tokens with a loss, over all ranks.
-        tokens_per_s: those over the step's time, waiting included.
-        stale, equal: groups dropped since the step before, because they were too old, or their rewards were equal.
-        prompts: dispatched since the run began.
-        wait_s: the trainer waited for rollouts.
-        sync_s: the trainer stood still for an update of the engines.
-        pause_s: the longest that an engine sampled nothing for it.
-    """
-
-    reward: float
-    reward_learned: float
-    eval_reward: float | None
-    loss: float
-    grad_norm: float
-    lr: float
-    version: int
-    lag: float
-    max_lag: int
-    mismatch: float | None
-    mismatch_max: float | None
-    kl: float | None
-    truncated: float | None
-    response_tokens: float
-    cut_off: float
-    tokens: int
-    tokens_per_s: float
-    stale: int
-    equal: int
-    prompts: int
-    wait_s: float
-    sync_s: float
-    pause_s: float
+    reward: Annotated[
+        float,
+        Metric("reward", "mean over the responses graded since the previous step, those of dropped groups included"),
+    ]
+    reward_learned: Annotated[float, Metric("reward", "mean over the responses that the step learned from")]
+    eval_reward: Annotated[
+        float | None, Metric("reward", "mean on the evaluation prompts after the step; null where it was not measured")
+    ]
+    loss: Annotated[float, Metric("", "objective before the update")]
+    grad_norm: Annotated[float, Metric("", "global gradient norm before clipping")]
+    lr: Annotated[float, Metric("", "learning rate of the update")]
+    version: Annotated[int, Metric("", "version (step) of the weights that the engines have after the step")]
+    lag: Annotated[float, Metric("steps", "mean over responses of the steps since the weights of their first token")]
+    max_lag: Annotated[int, Metric("steps", "largest such lag")]
+    mismatch: Annotated[float | None, Metric("nats", "mean |log p_trainer - log p_engine| of sampled tokens")]
+    mismatch_max: Annotated[float | None, Metric("nats", "largest |log p_trainer - log p_engine|")]
+    kl: Annotated[
+        float | None, Metric("nats", "KL(engine || trainer) per token, by the k3 estimator, which is never negative")
+    ]
+    truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
+    response_tokens: Annotated[float, Metric("tokens", "mean length of the responses that the step learned from")]
+    cut_off: Annotated[float, Metric("fraction", "responses of the step that reached rollout.max_tokens")]
+    tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]
+    tokens_per_s: Annotated[float, Metric("tokens/s", "tokens divided by the duration of the step, waiting included")]
+    stale: Annotated[
+        int, Metric("groups", "groups dropped since the previous step because they exceeded rollout.max_lag")
+    ]
+    equal: Annotated[int, Metric("groups", "groups dropped since the previous step because their rewards were equal")]
+    prompts: Annotated[int, Metric("prompts", "prompts dispatched since the run began")]
+    wait_s: Annotated[float, Metric("s", "time that the trainer waited for rollouts")]
+    sync_s: Annotated[float, Metric("s", "time that the trainer spent on updating the engines")]
+    pause_s: Annotated[float, Metric("s", "longest time that an engine stopped sampling for the update")]
 
     def summary(self) -> str:
         """Format the figures of a step in one short line."""

@@ -1,0 +1,277 @@
+"""Write tables into docs/, between markers: settings, metrics, versions and layouts from code, ratios from benchmarks/.
+
+    python scripts/docs_tables.py            # rewrite the pages
+    python scripts/docs_tables.py --check    # exit with 1 if a page is out of date
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` has a function for each name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from packaging.specifiers import SpecifierSet
+
+from megascend.app.rl.records import RlRecord
+from megascend.app.train import StepRecord
+from megascend.batch.losses import LOSS_METRICS
+from megascend.bootstrap.mindspeed.tree import BRANCHES
+from megascend.bootstrap.versions import PACKAGES, STACKS
+from megascend.config import RunConfig, Section, TrainerConfig
+from megascend.config.rl import RlConfig
+from megascend.config.serve import ServeConfig
+from megascend.testing.parity import Case, matrix
+from megascend.tracking.metrics import Metric, declared_metrics
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Format a Markdown table."""
+    names = list(header)
+    lines = [names, ["---"] * len(names), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+# --- settings ---
+
+
+def settings(kind: type[Section], base: type[Section] | None = None) -> str:
+    """Format the settings of a command, a table for each section; with ``base``, only those that ``kind`` adds or redefines."""
+    names = [name for name in kind.model_fields if base is None or name in kind.__annotations__]
+    return "\n".join(section_tables(kind, names))
+
+
+_anchors: dict[type[Section], str] = {}  # sections that have a table already, which others link to
+
+
+def section_tables(kind: type[Section], names: Iterable[str], prefix: str = "") -> Iterator[str]:
+    """Yield the table of a section's settings, then those of the sections within that have none yet."""
+    nested: list[tuple[str, type[Section]]] = []
+    rows = []
+    for name in names:
+        field, key = kind.model_fields[name], prefix + name
+        section = section_in(field.annotation)
+        if section is not None:
+            if section not in _anchors:
+                _anchors[section] = key.replace(".", "")
+                nested.append((key, section))
+            kind_text = f"[section](#{_anchors[section]})"
+        else:
+            kind_text = type_text(field.annotation, field.metadata)
+        if field.description is None and section is None:
+            raise SystemExit(f"{kind.__name__}.{name} has no description: write Field(description=...)")
+        default = (
+            "required" if field.is_required() else "" if field.annotation is section else f"`{text_of(field.default)}`"
+        )
+        meaning = field.description or (section.__doc__ or "").strip().partition("\n")[0]
+        rows.append([f"`{key}`", kind_text, default, sentence(meaning)])
+    heading = f"### `{prefix.rstrip('.')}`\n\n" if prefix else ""
+    yield heading + table(["key", "type", "default", "meaning"], rows)
+    for key, section in nested:
+        yield from section_tables(section, section.model_fields, f"{key}.")
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """Return the section class of a setting's type, or None."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """Describe the type of a setting, with the bounds of a number."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0], [*metadata, *arguments[1:]])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_text(kind, metadata) for kind in arguments if kind is not type(None)))
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (tuple, list):
+        members = [kind for kind in arguments if kind is not ...]
+        if len(members) > 1:
+            return f"list of {len(members)} numbers" if members[0] == members[1] else "list"
+        member = type_text(members[0])
+        return f"list of {member}" if "`" in member or " or " in member else f"list of {PLURALS.get(member, member)}"
+    if origin is dict:
+        return "mapping"
+    name = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path"}.get(annotation)
+    if name is None:
+        name = "mapping" if getattr(annotation, "__total__", None) is not None else annotation.__name__
+    return name + bounds(metadata)
+
+
+PLURALS = {"string": "strings", "mapping": "mappings"}
+
+
+def bounds(metadata: Iterable[Any]) -> str:
+    """Format the bounds in a setting's metadata: `` >= 1``. Upper bounds that no user meets are left out."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = {}
+    for item in metadata:
+        for inner in getattr(item, "metadata", [item]):  # a Field inside Annotated holds its own
+            limits |= {name: value for name in signs if (value := getattr(inner, name, None)) is not None}
+    return "".join(f" {signs[name]} {value:g}" for name, value in limits.items() if value < 2**20)
+
+
+def text_of(value: Any) -> str:
+    """Format a default as YAML has it."""
+    if isinstance(value, Path) or value == "":
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(text_of(item) for item in value)}]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def sentence(text: str) -> str:
+    """Convert reStructuredText's literals to Markdown's, and remove a full stop at the end."""
+    return text.replace("``", "`").removesuffix(".")
+
+
+# --- metrics ---
+
+
+def metrics(declared: dict[str, Metric]) -> str:
+    """Format metrics of metrics.jsonl."""
+    return table(
+        ["key", "unit", "meaning"], ([f"`{name}`", metric.unit, metric.meaning] for name, metric in declared.items())
+    )
+
+
+def service_metrics() -> str:
+    """Format the Prometheus metrics of the service."""
+    from types import SimpleNamespace
+
+    from megascend.serve.api.page import ServiceGauges
+    from megascend.serve.figures import Figures
+    from megascend.serve.samplers.vllm import Pool
+
+    service: Any = SimpleNamespace(
+        tenancy=SimpleNamespace(sessions=(), models=()),
+        device_memory=lambda: {"allocated": 0, "peak": 0},
+        futures=SimpleNamespace(pending_by_kind=dict),
+    )
+    pool: Any = SimpleNamespace(_servers=(), _failures={})
+    families = [*Figures().registry.collect(), *ServiceGauges(service).collect(), *Pool.collect(pool)]
+    rows = []
+    for family in families:
+        unit = next((unit for unit in ("seconds", "bytes") if family.name.removesuffix("_peak").endswith(unit)), "")
+        suffix = "_total" if family.type == "counter" else ""
+        rows.append([f"`{family.name}{suffix}`", family.type, unit, sentence(family.documentation)])
+    return table(["name", "type", "unit", "meaning"], rows)
+
+
+# --- versions ---
+
+
+def versions() -> str:
+    """Format the supported versions of each stack."""
+    rows = ([name, *(ranges_text(stack.requirement(name)) for stack in STACKS)] for name in (*PACKAGES, "torch_npu"))
+    branches = ["MindSpeed branch (NPU)", *(f"`{BRANCHES[stack.name]}`" for stack in STACKS)]
+    return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, branches])
+
+
+def ranges_text(versions: SpecifierSet) -> str:
+    """Format a range of versions, lower bound first: ``>= 0.16.1, < 0.17``."""
+    ordered = sorted(versions, key=lambda part: (not part.operator.startswith(">"), part.version))
+    return ", ".join(f"{part.operator} {part.version}" for part in ordered)
+
+
+# --- layouts ---
+
+
+def compared_layouts() -> str:
+    """Format the layouts of the parity tests, with the forms of micro batches that are compared in each."""
+    compared: dict[tuple[str, bool], dict[str, None]] = {}
+    for case in matrix():
+        forms = compared.setdefault((layout_text(case), case.arch.endswith("_moe")), {})
+        forms[
+            ("packed" if case.packing else "padded") + ("" if case.precision == "fp32" else f" in {case.precision}")
+        ] = None
+    layouts = dict.fromkeys(layout for layout, _ in compared)
+    rows = ([layout, *(", ".join(compared.get((layout, moe), ())) for moe in (False, True))] for layout in layouts)
+    return table(["layout", "Qwen2, Qwen3, Llama", "Qwen3-MoE"], rows)
+
+
+def layout_text(case: Case) -> str:
+    """Format the parallel sizes of a case that are not 1: ``TP2 x PP2 + SP``."""
+    layout = case.parallel
+    data = case.world_size // (layout.tensor * layout.pipeline * layout.context)
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "DP": data if layout.expert == 1 else 1,  # experts are divided over data parallel ranks
+    }
+    sequence = layout.sequence if layout.sequence is not None else case.arch.endswith("_moe") and layout.tensor > 1
+    parts = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
+    return parts + (" + SP" if sequence else "")
+
+
+# --- measurements ---
+
+
+def stored_ratios() -> str:
+    """Format the ratios that scripts/bench.py has stored in benchmarks/, a column for each device."""
+    stored = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((DOCS.parent / "benchmarks").glob("*.json"))
+    ]
+    noise = {name: entry["noise"] for device in stored for name, entry in device["ratios"].items()}
+    rows = (
+        [f"`{name}`", *(ratio_text(device["ratios"].get(name)) for device in stored), f"{noise[name]:.0%}"]
+        for name in sorted(noise)
+    )
+    return table(["line", *(device["device"] for device in stored), "noise"], rows)
+
+
+def ratio_text(entry: dict[str, float] | None) -> str:
+    """Format a stored ratio; empty if there is none."""
+    return "" if entry is None else f"{entry['ratio']:.3f}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings of train and rl": lambda: settings(TrainerConfig),
+    "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
+    "settings of rl": lambda: settings(RlConfig, base=TrainerConfig),
+    "settings of serve": lambda: settings(ServeConfig),
+    "metrics of train": lambda: metrics(declared_metrics(StepRecord)),
+    "metrics of losses": lambda: metrics(LOSS_METRICS),
+    "metrics of rl": lambda: metrics(declared_metrics(RlRecord)),
+    "metrics of serve": service_metrics,
+    "versions": versions,
+    "compared layouts": compared_layouts,
+    "stored ratios": stored_ratios,
+}
+
+
+def rewritten(text: str) -> str:
+    """Return a page with its tables as the code declares them."""
+    _anchors.clear()
+    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> None:
+    """Rewrite the pages, or with --check name those that are out of date."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    outdated = {page: text for page, before in pages.items() if (text := rewritten(before)) != before}
+    if "--check" in sys.argv[1:]:
+        if outdated:
+            names = ", ".join(page.name for page in outdated)
+            sys.exit(f"out of date: {names}; run: python scripts/docs_tables.py")
+        return
+    for page, text in outdated.items():
+        page.write_text(text, encoding="utf-8")
+        print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Every metric that a run writes is declared with its unit and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from megascend.app.plot import PANELS
+from megascend.app.rl.records import PANELS as RL_PANELS
+from megascend.app.rl.records import RlRecord
+from megascend.app.run_log import MetricsRecord
+from megascend.app.train import StepRecord
+from megascend.batch.losses import BUILT_IN, LOSS_METRICS, LossInputs
+from megascend.tracking.metrics import declared_metrics
+
+
+@pytest.mark.parametrize("record", [StepRecord, RlRecord])
+def test_fields_of_records_are_declared(record: type[MetricsRecord]) -> None:
+    names = {field.name for field in fields(record)} - {"metrics"}  # those of the loss, which LOSS_METRICS declares
+    assert declared_metrics(record).keys() == names
+
+
+@pytest.mark.parametrize(("panels", "record"), [(PANELS, StepRecord), (RL_PANELS, RlRecord)])
+def test_panels_draw_declared_metrics(panels: tuple, record: type[MetricsRecord]) -> None:
+    keys = {panel.key for panel in panels} | {panel.beside[0] for panel in panels if panel.beside is not None}
+    assert keys <= declared_metrics(record).keys()
+
+
+def test_metrics_of_built_in_losses_are_declared() -> None:
+    values = torch.zeros(2, requires_grad=True)
+    inputs = LossInputs(
+        targets=torch.zeros(2, dtype=torch.int64),
+        weights=torch.ones(2),
+        sample=torch.arange(2),
+        sample_count=2,
+        pairs=torch.tensor([[0, 1]]),
+        reduce_context=lambda tensor: tensor,
+        entropy=torch.zeros(2),
+        advantages=torch.ones(2),
+        old_logprobs=torch.zeros(2),
+        ref_logprobs=torch.zeros(2),
+        returns=torch.zeros(2),
+        old_values=torch.zeros(2),
+        last=torch.arange(2),
+    )
+    reported: set[str] = set()
+    for loss in BUILT_IN.values():
+        output = loss.function(values, inputs)
+        reported |= output[1].keys() if isinstance(output, tuple) else set()
+    assert reported == LOSS_METRICS.keys()
