@@ -1,4 +1,4 @@
-"""Format the output of ``megascend train --dry-run`` and ``megascend rl --dry-run``. Pure, except that it inspects the terminal."""
+"""Format the output of ``megascend train`` and ``rl`` with ``--dry-run``. Pure, except that it inspects the terminal."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
             plain = subject.plain(copy.deepcopy(small))
     except Exception:  # noqa: BLE001  an architecture's code may raise any exception; the self-check reports it
         return
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _called_by(subject, plain):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain):
         model = subject.build(copy.deepcopy(small)).eval()
         if called:
             subject.logits(model, [torch.arange(length) % small.vocab_size for length in sorted(part.lengths)])
