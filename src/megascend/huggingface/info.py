@@ -15,6 +15,7 @@ from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
+from megascend.models import architecture_of, expert_layers, text_config
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ModelShape:
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
         if text is not None:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+        config = architecture_of(config).normalise(config)
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
         has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
         num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -88,12 +90,8 @@ class ModelShape:
 
 def _has_dense_layers(config: Mapping[str, Any]) -> bool:
     """Check whether some layers of an MoE model have a dense MLP: DeepSeek's first layers, or Qwen's every other one."""
-    return bool(
-        config.get("first_k_dense_replace")
-        or config.get("mlp_only_layers")
-        or (config.get("decoder_sparse_step") or 1) > 1
-        or (config.get("moe_layer_freq") or 1) not in (1, [1])
-    )
+    layers = expert_layers(config)
+    return layers is not None and not all(layers)
 
 
 def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
@@ -175,8 +173,8 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
-    text = config.get("text_config") or config
     try:
+        text = architecture_of(config).normalise(text_config(config))
         shape = ModelShape.from_hf_config(config)
         topk, head_dim = optional_size(text, "num_experts_per_tok") or 0, optional_size(text, "head_dim")
         optional_size(text, "num_nextn_predict_layers")

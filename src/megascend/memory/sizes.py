@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.unsupported import expert_layers
+from megascend.models import architecture_of, expert_layers, text_config
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -75,7 +75,7 @@ class ModelSizes:
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
         """Read the sizes of a checkpoint from its headers and its ``config.json``."""
-        text = hf_config.get("text_config", hf_config)
+        text = architecture_of(hf_config).normalise(text_config(hf_config))
         shape, names = info.shape, info.tensors
         head_dim = info.attention_width // shape.num_heads
         if shape.is_moe:

@@ -7,6 +7,7 @@ With context parallelism a sequence is cut into ``2 * size`` equal chunks, and r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,7 @@ def attend(
     offset: int = 0,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention with an fp32 softmax; K and V heads are shared by groups of query heads.
 
@@ -83,6 +85,7 @@ def attend(
         offset: position of the first query.
         keep: boolean, broadcastable to ``[batch, heads, queries, keys]``, True where allowed; on top of ``rule``.
         bias: added to the scaled scores, broadcastable likewise.
+        sink: ``[heads]``, a logit that takes part in the softmax and has no value: what is left over attends to nothing.
 
     Returns:
         ``[batch, heads, queries, value_dim]`` in the dtype of ``value``. A query that sees no key gets zeros.
@@ -92,11 +95,13 @@ def attend(
         return query.new_zeros(*query.shape[:3], value.shape[3])
     kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     aligned = offset == 0 and queries == keys
-    if rule.reach == (-1, 0) and aligned and keep is None and bias is None:
+    if rule.reach == (-1, 0) and aligned and keep is None and bias is None and sink is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
     by_position = visible(rule, queries, keys, offset, query.device)
     if by_position is not None:
         keep = by_position if keep is None else keep & by_position
+    if sink is not None:
+        return _attend_with_sink(query, key, value, keep, bias, sink, kwargs)
     sighted = None
     if keep is not None:
         # A row without any key would be 0 / 0: let it look everywhere, then blank its output (and its gradient).
@@ -109,6 +114,26 @@ def attend(
             mask = mask.masked_fill(~keep, float("-inf"))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
     return out if sighted is None else out.masked_fill(~sighted, 0.0)
+
+
+def _attend_with_sink(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attend with a key more, of score 0 plus the sink's logit and value 0, which every query sees."""
+    batch, heads, queries, _ = query.shape
+    scores = query.new_zeros(batch, heads, queries, key.shape[2]) if bias is None else bias.to(query.dtype)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, float("-inf"))
+    column = sink.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    mask = torch.cat([scores.expand(batch, heads, queries, -1), column], dim=-1)
+    key, value = (F.pad(states, (0, 0, 0, 1)) for states in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
 
 
 def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:

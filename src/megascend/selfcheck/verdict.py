@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megascend.errors import SelfCheckError
+from megascend.models import architecture_named, proven_model_types
 from megascend.selfcheck.slicing import rope_settings
 from megascend.selfcheck.suspects import advice
-
-PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures (``model_type``) whose training is compared with Hugging Face's in the tests, in every layout."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,10 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     """Return warnings for the user that do not stop the training."""
     model_type = str(config.get("model_type"))
     warnings = gaps(verdict, model_type)
-    if model_type not in PROVEN:
+    if not architecture_named(model_type).proven:
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
         warnings.append(
-            f"{model_type} is not among the architectures that megascend's tests prove ({', '.join(PROVEN)}){passed}. Gradients, "
+            f"{model_type} is not among the architectures that megascend's tests prove ({', '.join(proven_model_types())}){passed}. Gradients, "
             "parallel layouts and exports of it are untested"
         )
     return warnings

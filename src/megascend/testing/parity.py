@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
-from megascend.huggingface.architectures import registered_for
+from megascend.huggingface.architectures import architecture_in
+from megascend.models import registered
 from megascend.testing.artifact_cache import copy_or_make, digest, make_once
 from megascend.testing.reference import run_reference
 
@@ -265,8 +266,8 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
     """
     program = Path(__file__).parent / script
     text = json.dumps(job)
-    architecture = registered_for(Path(job["checkpoint"]))
-    modules = [architecture.transformers] if architecture is not None and architecture.transformers else []
+    architecture = architecture_in(Path(job["checkpoint"]))
+    modules = [architecture.transformers] if architecture.transformers else []
     result = folder / f"{program.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
 
     def run(output: Path) -> None:
@@ -277,7 +278,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
             raise DistributedTestError(f"the reference {program.name} failed:\n{completed.stderr[-4000:]}")
 
     def make(output: Path) -> None:
-        made_from = _by_content(job) | ({} if architecture is None else {"architecture": architecture.code()})
+        made_from = _by_content(job) | ({"architecture": architecture.code()} if registered(architecture.model_type) else {})
         copy_or_make(program.stem, made_from, program, output, run)
 
     return make_once(result, make)

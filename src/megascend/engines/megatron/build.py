@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
@@ -24,9 +25,9 @@ from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError, ConfigError, PlatformError
-from megascend.huggingface.architectures import import_part, make_known_to_transformers, registered
+from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.huggingface.unsupported import expert_layers, unsupported_settings
+from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology
 
@@ -69,22 +70,23 @@ def check_architecture(model_dir: Path) -> None:
         raise CheckpointError(
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
-    _make_known_to_mcore_bridge(config.model_type)
+    architecture = architecture_named(config.model_type)
+    _make_known_to_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
             f"model_type {config.model_type!r}; a package of your own can bring it (megascend.register_architecture)"
         )
-    if problems := unsupported_settings(config.to_dict()):
+    if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
 
 
-def _make_known_to_mcore_bridge(model_type: str) -> None:
-    architecture = registered(model_type)
-    if architecture is None or architecture.megatron is None:
+def _make_known_to_mcore_bridge(architecture: Architecture, model_type: str) -> None:
+    if architecture.megatron is None:
         return
-    import_part(model_type, architecture.megatron)
-    if register.get_mcore_model_type(model_type) is None:
+    is_new = architecture.megatron not in sys.modules
+    architecture.import_module(architecture.megatron)
+    if is_new or register.get_mcore_model_type(model_type) is None:
         # mcore-bridge builds this table on first use and never updates it; None makes it build the table again.
         patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
@@ -121,7 +123,8 @@ def build_config(
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
-    arguments.update(layer_arguments(hf_config.to_dict()))
+    full = text_config(hf_config.to_dict())
+    arguments.update(architecture_of(full).megatron_settings(full))
     arguments.update(ROUTING)
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
@@ -203,15 +206,6 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
             "recompute_num_layers": recompute.layers,
         }
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-
-
-def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge ignores."""
-    layers = expert_layers(hf_config)
-    if layers is None or all(layers):
-        return {}
-    pattern = ",".join(str(int(has_experts)) for has_experts in layers)
-    return {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": hf_config["intermediate_size"]}
 
 
 def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
