@@ -23,6 +23,9 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """Names in transformers of the modules before and after the layers. As in peft, ``all-linear`` does not include them."""
 
 
+Split = Literal["column", "row", "none"]
+
+
 @dataclass(frozen=True)
 class FusedSlice:
     """One Hugging Face weight inside a Megatron layer.
@@ -47,7 +50,7 @@ class TargetModule:
     Attributes:
         module: the layer.
         split: ``column`` if tensor parallel ranks share its output (the output layer's is the vocabulary), ``row`` if they
-            share its input (the embedding's is).
+            share its input (the embedding's is), ``none`` if each has all of it (down projections of latent attention).
         slices: the Hugging Face weights in it, at least one.
         in_features, out_features: of this rank; rows that pad a vocabulary do not count.
         in_start, in_total: this rank's first input column, and the unsharded weight's columns.
@@ -58,7 +61,7 @@ class TargetModule:
     """
 
     module: Any
-    split: Literal["column", "row"]
+    split: Split
     slices: tuple[FusedSlice, ...]
     in_features: int
     out_features: int
@@ -74,7 +77,7 @@ class TargetModule:
     def of(
         cls,
         module: Any,
-        split: Literal["column", "row"],
+        split: Split,
         layout: ModelLayout,
         slices: Sequence[FusedSlice],
         moe: Any = None,
