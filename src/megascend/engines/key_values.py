@@ -102,6 +102,7 @@ class KeyValues:
         value: Tensor,
         scale: float | None,
         window: int | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Write each row's new key and value, and compute the new token's attention over its row, itself included.
 
@@ -110,6 +111,7 @@ class KeyValues:
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
             scale: of the products; None: one by the root of the head dim.
             window: tokens that each token attends to, itself included; None: all.
+            sink: [heads], a logit of each head that takes part in the softmax and has no value.
 
         Returns:
             [rows, heads, head dim of the values].
@@ -123,10 +125,14 @@ class KeyValues:
             visible = visible & (torch.arange(longest, device=query.device) > positions[:, None] - window)
         # The query heads of a KV head become its query tokens: keys and values need no copy per query head.
         grouped = query.unflatten(1, (key.shape[1], -1))
-        mixed = scaled_dot_product_attention(
-            grouped, keys[:, :, :longest], values[:, :, :longest], visible[:, None, None], scale=scale
-        )
-        return mixed.flatten(1, 2)
+        keys, values, mask = keys[:, :, :longest], values[:, :, :longest], visible[:, None, None]
+        if sink is not None:
+            # A key more, of score 0 plus the sink's logit and value 0.
+            scores = torch.zeros_like(mask, dtype=grouped.dtype).masked_fill(~mask, float("-inf"))
+            logits = sink.to(grouped.dtype).view(1, *grouped.shape[1:3], 1).expand(*grouped.shape[:3], 1)
+            mask = torch.cat([scores.expand(*grouped.shape[:3], -1), logits], dim=-1)
+            keys, values = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (keys, values))
+        return scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
 
     def advance(self) -> None:
         """Count the new tokens, after all layers have written theirs."""
@@ -172,10 +178,17 @@ class Growing:
     rows: slice
 
     def attend(
-        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Call :meth:`KeyValues.attend`; rows of padding are 0."""
         count = self.rows.stop - self.rows.start
         padding = len(query) - count
-        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window)
+        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window, sink)
         return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed

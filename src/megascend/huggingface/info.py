@@ -15,7 +15,7 @@ from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
-from megascend.models import architecture_of, expert_layers, text_config
+from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class ModelInfo:
             output projection included, of the experts only those a token is sent to).
         scalar_head: what stands in the output layer's place; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
+        architecture: the declaration of its family.
     """
 
     shape: ModelShape
@@ -137,6 +138,7 @@ class ModelInfo:
     attention_width: int
     scalar_head: ScalarHead | None = None
     extra: Mapping[str, TensorHeader] = field(default_factory=dict)
+    architecture: Architecture = field(default_factory=lambda: architecture_named(""))
 
     @property
     def tensor_names(self) -> list[str]:
@@ -154,17 +156,22 @@ class ModelInfo:
         return weight_flops + 6 * self.shape.num_layers * self.attention_width * length
 
 
-def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights.
+NO_TARGETS = ("gate", "router", "_bias")
+"""Ends of names in a layer that are no linear layers for an adapter: routers, and biases of fused experts."""
+
+
+def linear_layers(info: ModelInfo) -> list[str]:
+    """Return names in transformers' model of the layers that a LoRA adapter may target, from the headers of its weights.
 
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
     """
-    untied = "lm_head.weight" in shapes
+    untied = OUTPUT in info.tensors
     names: dict[str, None] = {}
-    for weight, dims in shapes.items():
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
+    for weight, header in info.tensors.items():
+        name = info.architecture.model_name(weight).removesuffix(".weight")
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
-        linear = ".layers." in name and len(dims) > 1 and not name.endswith("gate")
+        linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(NO_TARGETS)
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
     return list(names)
@@ -174,10 +181,12 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
     try:
-        text = architecture_of(config).normalise(text_config(config))
+        architecture = architecture_of(config)
+        text = architecture.normalise(text_config(config))
         shape = ModelShape.from_hf_config(config)
-        topk, head_dim = optional_size(text, "num_experts_per_tok") or 0, optional_size(text, "head_dim")
-        optional_size(text, "num_nextn_predict_layers")
+        topk = optional_size(text, "num_experts_per_tok") or 0
+        for name in ("head_dim", "num_nextn_predict_layers"):
+            optional_size(text, name)
     except ConfigError as error:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = tensor_headers(model_dir)
@@ -195,15 +204,15 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
-    head_dim = head_dim or shape.hidden_size // shape.num_heads
     return ModelInfo(
         shape=replace(shape, tied=tied),
         tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),
-        attention_width=shape.num_heads * head_dim,
+        attention_width=architecture.attention_width(text),
         scalar_head=scalar_head,
         extra=extra,
+        architecture=architecture,
     )
 
 

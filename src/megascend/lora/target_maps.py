@@ -7,6 +7,7 @@ Architectures that name their modules as Llama does (Qwen, Mistral, Mixtral, GLM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,6 +167,18 @@ def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[s
         names = [layout.name(number, *path, "up_proj")]
     yield linear(mlp.linear_fc1, "column", layout, names)
     yield linear(mlp.linear_fc2, "row", layout, [layout.name(number, *path, "down_proj")])
+
+
+def layer_targets_of_interleaved_experts(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer whose fused experts have rows of gate and up in turn (gpt-oss)."""
+    for target in layer_targets(layer, number, layout):
+        weight = target.slices[0]
+        if not weight.name.endswith(".experts.gate_up_proj"):
+            yield target
+            continue
+        half = weight.out_features // 2  # Megatron's rows are gate's above up's
+        rows = torch.where(weight.global_rows < half, 2 * weight.global_rows, 2 * (weight.global_rows - half) + 1)
+        yield replace(target, slices=(replace(weight, global_rows=rows),))
 
 
 def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:

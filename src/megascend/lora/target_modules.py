@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError
 from megascend.kernels.softmax import VocabShard
+from megascend.models import architecture_named
 from megascend.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
@@ -128,7 +129,8 @@ class ModelLayout:
         self, config: Any, topology: Topology, coordinates: Coordinates, tensor_names: Collection[str], vocab_size: int
     ) -> None:
         self.config, self.topology, self.coordinates, self.vocab_size = config, topology, coordinates, vocab_size
-        self.names = set(tensor_names)
+        architecture = architecture_named(config.hf_model_type)
+        self.names = {architecture.model_name(name) for name in tensor_names}
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""
 

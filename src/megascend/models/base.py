@@ -52,6 +52,8 @@ class Architecture:
         biases: which linear layers ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as in
             Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer, here
             and there.
+        renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
+        interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """
@@ -64,6 +66,8 @@ class Architecture:
     router: Literal["softmax", "sigmoid"] | None = None
     layer_kinds: tuple[str, ...] = ATTENTION_LAYERS
     biases: Literal["qkv", "attention", "all"] = "attention"
+    renamed: tuple[tuple[str, str], ...] = ()
+    interleaved_experts: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
 
@@ -114,6 +118,21 @@ class Architecture:
             self._unnormalised_sigmoid(config),
         )
         return [reason for reason in checks if reason is not None]
+
+    def model_name(self, name: str) -> str:
+        """Return the name in transformers' model, which peft uses, of a checkpoint's tensor."""
+        for stored, renamed in self.renamed:
+            name = name.replace(stored, renamed)
+        return name
+
+    def attention_width(self, config: Config) -> int:
+        """Return the mean of the widths of queries and of values, over all heads: what attention multiplies per pair of tokens."""
+        heads = next(config[name] for name in ("num_attention_heads", "n_head", "num_heads") if config.get(name))
+        latent = LatentAttention.of(config)
+        if latent is not None:
+            return heads * (latent.query_head + latent.value_head) // 2
+        hidden = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if config.get(name))
+        return heads * (config.get("head_dim") or hidden // heads)
 
     def code(self) -> str:
         """Digest the packages that hold its modules and its class, without importing them. Keys caches of what it builds.
@@ -204,6 +223,38 @@ class Architecture:
         )
 
 
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        query_latent: width of the queries' latent; None: queries are projected from the hidden states.
+        key_value_latent: width of the latent of keys and values.
+        rotated: width of the part of a query or key head that is rotated; keys share it between heads.
+        unrotated: width of the other part.
+        value_head: width of a value head.
+    """
+
+    query_latent: int | None
+    key_value_latent: int
+    rotated: int
+    unrotated: int
+    value_head: int
+
+    @classmethod
+    def of(cls, config: Config) -> LatentAttention | None:
+        """Read the sizes of a configuration; None if its attention is another."""
+        if config.get("kv_lora_rank") is None:
+            return None
+        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        return cls(*(config.get(name) for name in names))  # type: ignore[arg-type]
+
+    @property
+    def query_head(self) -> int:
+        """Width of a query or key head."""
+        return self.rotated + self.unrotated
+
+
 def text_config(config: Config) -> Config:
     """Return the configuration of the language model: ``text_config`` of a multimodal one, else ``config``."""
     text = config.get("text_config")
@@ -218,8 +269,8 @@ def expert_count(config: Config) -> int:
 def expert_layers(config: Config) -> list[bool] | None:
     """List for each layer whether it has experts; None for a dense model, or where no key says it.
 
-    Three spellings: ``mlp_layer_types`` (transformers 5), ``first_k_dense_replace`` with ``moe_layer_freq`` (DeepSeek), and
-    ``decoder_sparse_step`` with ``mlp_only_layers`` (Qwen).
+    Four spellings: ``mlp_layer_types`` (transformers 5), ``first_k_dense_replace`` (DeepSeek), ``moe_layer_start_index`` with
+    ``moe_layer_end_index`` and ``moe_layer_interval`` (ERNIE), and ``decoder_sparse_step`` with ``mlp_only_layers`` (Qwen).
     """
     if not expert_count(config):
         return None
@@ -230,6 +281,11 @@ def expert_layers(config: Config) -> list[bool] | None:
     first = config.get("first_k_dense_replace")
     if first is not None:
         return [layer >= first for layer in range(total)]
+    start = config.get("moe_layer_start_index")
+    if start is not None:
+        end, interval = config.get("moe_layer_end_index"), config.get("moe_layer_interval") or 1
+        last = total - 1 if end in (None, -1) else end
+        return [start <= layer <= last and (layer + 1) % interval == 0 for layer in range(total)]
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
     if step is None and dense is None:
         return None

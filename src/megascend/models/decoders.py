@@ -19,6 +19,15 @@ EXPERTS = {
 """Of tiny Qwen mixtures."""
 
 
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
+"""Parts of names in checkpoints of Mixtral and of MiniMax-M2, which took them over."""
+
+
 @dataclass(frozen=True)
 class WindowedDecoder(Architecture):
     """A decoder whose layers of kind ``sliding_attention``, or all of them, attend within ``sliding_window`` tokens."""
@@ -87,6 +96,7 @@ FAMILIES = (
     WindowedDecoder(("mistral",), model_class="MistralForCausalLM", tiny={"sliding_window": 16}),
     WindowedDecoder(
         ("mixtral",),
+        renamed=MIXTRAL_NAMES,
         model_class="MixtralForCausalLM",
         tiny={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),

@@ -21,7 +21,8 @@ class ErnieRouter(TopKRouter):
         super().__init__(config, *args, **kwargs)
         self._smallest_sum = getattr(config.hf_config, "moe_norm_min", 1e-12)
         del self.expert_bias  # None, an attribute in the buffer's way
-        self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, device=torch.cuda.current_device()))
+        # A row of one, as in checkpoints.
+        self.register_buffer("expert_bias", torch.zeros(1, config.num_moe_experts, device=torch.cuda.current_device()))
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         scores = logits.view(-1, self.config.num_moe_experts).float().softmax(dim=-1)

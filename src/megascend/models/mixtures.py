@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.models.base import OTHER_MODEL, Architecture, Config
+from megascend.models.decoders import MIXTRAL_NAMES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Ernie45Moe(Architecture):
 FAMILIES = (
     MiniMaxM2(
         ("minimax_m2",),
+        renamed=MIXTRAL_NAMES,
         model_class="MiniMaxM2ForCausalLM",
         router="sigmoid",
         tiny={
@@ -54,6 +56,7 @@ FAMILIES = (
     ),
     Hunyuan3(
         ("hy_v3",),
+        renamed=((".shared_mlp.", ".shared_experts."), (".router.gate.", ".gate.")),
         model_class="HYV3ForCausalLM",
         router="sigmoid",
         tiny={
@@ -81,11 +84,22 @@ FAMILIES = (
         ("gpt_oss",),
         model_class="GptOssForCausalLM",
         biases="all",
+        lora_targets="megascend.lora.target_maps:layer_targets_of_interleaved_experts",
+        interleaved_experts=True,
         tiny={
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
         },
     ),
 )

@@ -439,7 +439,13 @@ class MegatronEngine(Engine):
         merge = None
         if adapter is not None:
             assert self.adapters is not None
-            merge = merged(self.adapters.factors(adapter, everywhere=receivers != "main"))
+            architecture = self.info.architecture
+            fused = [name for name in self.info.tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+            merge = merged(
+                self.adapters.factors(adapter, everywhere=receivers != "main"),
+                transposed=fused if architecture.interleaved_experts else (),
+                model_name=architecture.model_name,
+            )
         yield from named_weights(
             self.bare_chunks,
             self.config.bridge,
