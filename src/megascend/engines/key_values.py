@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.kernels.attention_sinks import attention_with_sinks
+
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layer in ``layer_types`` whose decoding state is only keys and values."""
 SMALLEST = 64
@@ -127,11 +129,8 @@ class KeyValues:
         grouped = query.unflatten(1, (key.shape[1], -1))
         keys, values, mask = keys[:, :, :longest], values[:, :, :longest], visible[:, None, None]
         if sink is not None:
-            # A key more, of score 0 plus the sink's logit and value 0.
-            scores = torch.zeros_like(mask, dtype=grouped.dtype).masked_fill(~mask, float("-inf"))
-            logits = sink.to(grouped.dtype).view(1, *grouped.shape[1:3], 1).expand(*grouped.shape[:3], 1)
-            mask = torch.cat([scores.expand(*grouped.shape[:3], -1), logits], dim=-1)
-            keys, values = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (keys, values))
+            logits = sink.view(1, *grouped.shape[1:3], 1)
+            return attention_with_sinks(grouped, keys, values, mask, logits, scale=scale).flatten(1, 2)
         return scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
 
     def advance(self) -> None:

@@ -30,6 +30,7 @@ class ModelShape:
         shared_expert_ffn_hidden_size: width of all shared experts together, or None if there are none.
         max_position: longest sequence the model was made for, or None if the config does not say.
         tied: True if the output layer is the embedding.
+        expert_bias: True if the layers of an expert have biases.
     """
 
     hidden_size: int
@@ -43,6 +44,7 @@ class ModelShape:
     shared_expert_ffn_hidden_size: int | None = None
     max_position: int | None = None
     tied: bool = False
+    expert_bias: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -56,7 +58,8 @@ class ModelShape:
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
         if text is not None:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
-        config = architecture_of(config).normalise(config)
+        architecture = architecture_of(config)
+        config = architecture.normalise(config)
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
         has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
         num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -85,6 +88,7 @@ class ModelShape:
             shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
             max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
             tied=bool(config.get("tie_word_embeddings", False)),
+            expert_bias=num_experts is not None and architecture.biases == "all",
         )
 
 

@@ -121,7 +121,9 @@ def _unknown(layout: ModelLayout) -> str:
     )
 
 
-def latent_attention(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> Iterator[TargetModule]:
+def latent_attention(
+    module: Any, number: int, layout: ModelLayout, folder: str = "self_attn"
+) -> Iterator[TargetModule]:
     """Yield the projections of multi-head latent attention: those into the latents are whole on every rank."""
 
     def target(layer: Any, split: Split, name: str) -> TargetModule:
@@ -190,9 +192,7 @@ def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule
     yield linear(grouped.linear_fc2, "row", layout, [layout.name(number, "mlp", "experts", "down_proj")], moe)
 
 
-def linear(
-    module: Any, split: Split, layout: ModelLayout, names: Sequence[str], moe: Any = None
-) -> TargetModule:
+def linear(module: Any, split: Split, layout: ModelLayout, names: Sequence[str], moe: Any = None) -> TargetModule:
     """Build the target for a layer of one Hugging Face weight, or of gate and up, half and half on every rank.
 
     ``names``: of the weight, or of gate and up. With one name, a column parallel layer of a gated MLP is gate above up.

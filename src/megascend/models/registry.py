@@ -86,7 +86,5 @@ def to_reference(architecture: Architecture) -> dict[str, Any]:
 def from_reference(reference: Mapping[str, Any]) -> Architecture:
     """Rebuild the architecture of :func:`to_reference` from its JSON values, importing the module of its class."""
     module, _, name = reference["class"].partition(":")
-    settings = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in reference["settings"].items()
-    }
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in reference["settings"].items()}
     return getattr(import_module(module), name)(**settings)

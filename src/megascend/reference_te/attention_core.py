@@ -7,13 +7,13 @@ With context parallelism a sequence is cut into ``2 * size`` equal chunks, and r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError
+from megascend.kernels.attention_sinks import attention_with_sinks
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -101,7 +101,7 @@ def attend(
     if by_position is not None:
         keep = by_position if keep is None else keep & by_position
     if sink is not None:
-        return _attend_with_sink(query, key, value, keep, bias, sink, kwargs)
+        return attention_with_sinks(query, key, value, keep, sink, bias, **kwargs)
     sighted = None
     if keep is not None:
         # A row without any key would be 0 / 0: let it look everywhere, then blank its output (and its gradient).
@@ -114,26 +114,6 @@ def attend(
             mask = mask.masked_fill(~keep, float("-inf"))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
     return out if sighted is None else out.masked_fill(~sighted, 0.0)
-
-
-def _attend_with_sink(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Attend with a key more, of score 0 plus the sink's logit and value 0, which every query sees."""
-    batch, heads, queries, _ = query.shape
-    scores = query.new_zeros(batch, heads, queries, key.shape[2]) if bias is None else bias.to(query.dtype)
-    if keep is not None:
-        scores = scores.masked_fill(~keep, float("-inf"))
-    column = sink.to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    mask = torch.cat([scores.expand(batch, heads, queries, -1), column], dim=-1)
-    key, value = (F.pad(states, (0, 0, 0, 1)) for states in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kwargs)
 
 
 def chunk_starts(length: int, rank: int, size: int) -> list[tuple[int, int]]:

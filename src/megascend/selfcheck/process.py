@@ -171,7 +171,9 @@ class Worker:
                     "folder": str(self._path / "models"),
                     "result": str(result),
                     "trials": [vars(trial) for trial in trials],
-                    "architectures": [to_reference(architecture) for architecture in architectures if architecture is not None],
+                    "architectures": [
+                        to_reference(architecture) for architecture in architectures if architecture is not None
+                    ],
                 }
             ),
             encoding="utf-8",

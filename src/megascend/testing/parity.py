@@ -278,7 +278,9 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
             raise DistributedTestError(f"the reference {program.name} failed:\n{completed.stderr[-4000:]}")
 
     def make(output: Path) -> None:
-        made_from = _by_content(job) | ({"architecture": architecture.code()} if registered(architecture.model_type) else {})
+        made_from = _by_content(job) | (
+            {"architecture": architecture.code()} if registered(architecture.model_type) else {}
+        )
         copy_or_make(program.stem, made_from, program, output, run)
 
     return make_once(result, make)

@@ -131,5 +131,7 @@ class CachedAttention:
             return mixed.flatten(1)[:, None]
         if cached is not None:
             states = (key, value[..., : self._value_width])
-            cached.keep(attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states))
+            cached.keep(
+                attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states)
+            )
         return attention.forward(query, key, value, *args, **kwargs)

@@ -440,7 +440,9 @@ class MegatronEngine(Engine):
         if adapter is not None:
             assert self.adapters is not None
             architecture = self.info.architecture
-            fused = [name for name in self.info.tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+            fused = [
+                name for name in self.info.tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+            ]
             merge = merged(
                 self.adapters.factors(adapter, everywhere=receivers != "main"),
                 transposed=fused if architecture.interleaved_experts else (),
