@@ -14,6 +14,7 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
+from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
 
@@ -145,6 +146,12 @@ class ModelInfo:
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
 
     @property
+    def quantised(self) -> str | None:
+        """Return how the checkpoint stores quantised weights, or None."""
+        headers = (header for header in self.tensors.values() if isinstance(header, QuantisedHeader))
+        return next((header.method for header in headers), None)
+
+    @property
     def tensor_names(self) -> list[str]:
         """Return the names of :attr:`tensors`."""
         return list(self.tensors)
@@ -193,7 +200,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
             optional_size(text, name)
     except ConfigError as error:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
-    tensors = tensor_headers(model_dir)
+    tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
     extra = {name: tensors.pop(name) for name in extra_tensors(config, tensors)}
     scalar_head = scalar_heads.find(head, config, tensors, model_dir)
@@ -289,10 +296,9 @@ def equal_tensors(a: TensorHeader, b: TensorHeader, a_name: str, b_name: str) ->
         if a.shape != b.shape:
             return False
         if a.dtype != b.dtype:
-            from safetensors import safe_open
-
-            with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
-                return bool((first.get_tensor(a_name).double() == second.get_tensor(b_name).double()).all())
+            files: dict[Path, Any] = {}
+            first, second = read_tensor(a_name, a, files), read_tensor(b_name, b, files)
+            return bool((first.double() == second.double()).all())
         modified = tuple(path.stat().st_mtime_ns for path in (a.file, b.file))
         return _equal_bytes(a.file, a.span, b.file, b.span, modified)
     except OSError as error:

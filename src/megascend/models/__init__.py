@@ -4,7 +4,7 @@ from megascend.models.base import Architecture, Config, expert_count, expert_lay
 from megascend.models.registry import (
     architecture_named,
     architecture_of,
-    proven_model_types,
+    proven,
     register_architecture,
     registered,
 )
@@ -16,7 +16,7 @@ __all__ = [
     "architecture_of",
     "expert_count",
     "expert_layers",
-    "proven_model_types",
+    "proven",
     "register_architecture",
     "registered",
     "text_config",

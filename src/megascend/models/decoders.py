@@ -83,25 +83,31 @@ FAMILIES = (
     ),
     Architecture(
         ("qwen2_moe",),
+        proven=True,
         model_class="Qwen2MoeForCausalLM",
         biases="qkv",
         tiny={"shared_expert_intermediate_size": 64} | EXPERTS,
     ),
     Architecture(
         ("olmoe",),
+        proven=True,
         model_class="OlmoeForCausalLM",
         tiny={"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 64},
     ),
-    Architecture(("internlm3",), model_class="InternLM3ForCausalLM", tiny={"qkv_bias": False, "bias": False}),
-    WindowedDecoder(("mistral",), model_class="MistralForCausalLM", tiny={"sliding_window": 16}),
+    Architecture(
+        ("internlm3",), proven=True, model_class="InternLM3ForCausalLM", tiny={"qkv_bias": False, "bias": False}
+    ),
+    WindowedDecoder(("mistral",), proven=True, model_class="MistralForCausalLM", tiny={"sliding_window": 16}),
     WindowedDecoder(
         ("mixtral",),
+        proven=True,
         renamed=MIXTRAL_NAMES,
         model_class="MixtralForCausalLM",
         tiny={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     SeedOss(
         ("seed_oss",),
+        proven=True,
         model_class="SeedOssForCausalLM",
         biases="qkv",
         tiny={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},

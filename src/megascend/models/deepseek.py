@@ -99,6 +99,7 @@ class DeepSeekV3(DeepSeek):
 FAMILIES = (
     DeepSeekV2(
         ("deepseek_v2",),
+        proven=True,
         model_class="DeepseekV2ForCausalLM",
         router="softmax",
         tiny=LATENT
@@ -107,12 +108,14 @@ FAMILIES = (
     ),
     DeepSeekV3(
         ("deepseek_v3",),
+        proven=True,
         model_class="DeepseekV3ForCausalLM",
         router="sigmoid",
         tiny=LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "attention_bias": False},
     ),
     DeepSeekV3(
         ("dots1",),
+        proven=True,
         model_class="Dots1ForCausalLM",
         router="sigmoid",
         tiny=EXPERTS

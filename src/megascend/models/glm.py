@@ -16,12 +16,14 @@ class GlmMoe(DeepSeekV3):
 FAMILIES = (
     Architecture(
         ("glm4",),
+        proven=True,
         model_class="Glm4ForCausalLM",
         biases="qkv",
         tiny={"attention_bias": False, "partial_rotary_factor": 0.5},
     ),
     GlmMoe(
         ("glm4_moe",),
+        proven=True,
         model_class="Glm4MoeForCausalLM",
         router="sigmoid",
         biases="qkv",
@@ -38,6 +40,7 @@ FAMILIES = (
     ),
     GlmMoe(
         ("glm4_moe_lite",),
+        proven=True,
         model_class="Glm4MoeLiteForCausalLM",
         router="sigmoid",
         tiny={name: value for name, value in (LATENT | EXPERTS).items() if name != "first_k_dense_replace"}

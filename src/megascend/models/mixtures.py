@@ -43,6 +43,7 @@ class Ernie45Moe(Architecture):
 FAMILIES = (
     MiniMaxM2(
         ("minimax_m2",),
+        proven=True,
         renamed=MIXTRAL_NAMES,
         model_class="MiniMaxM2ForCausalLM",
         router="sigmoid",
@@ -56,6 +57,7 @@ FAMILIES = (
     ),
     Hunyuan3(
         ("hy_v3",),
+        proven=True,
         renamed=((".shared_mlp.", ".shared_experts."), (".router.gate.", ".gate.")),
         model_class="HYV3ForCausalLM",
         router="sigmoid",
@@ -67,9 +69,10 @@ FAMILIES = (
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
-    Architecture(("ernie4_5",), model_class="Ernie4_5ForCausalLM", tiny={"use_bias": False}),
+    Architecture(("ernie4_5",), proven=True, model_class="Ernie4_5ForCausalLM", tiny={"use_bias": False}),
     Ernie45Moe(
         ("ernie4_5_moe",),
+        proven=True,
         model_class="Ernie4_5_MoeForCausalLM",
         tiny={
             "use_bias": False,
@@ -82,6 +85,7 @@ FAMILIES = (
     ),
     Architecture(
         ("gpt_oss",),
+        proven=True,
         model_class="GptOssForCausalLM",
         biases="all",
         lora_targets="megascend.lora.target_maps:layer_targets_of_interleaved_experts",

@@ -71,9 +71,9 @@ def _plain(model_type: str) -> Architecture:
     return Architecture((model_type,))
 
 
-def proven_model_types() -> list[str]:
-    """List the ``model_type`` values whose training the parity tests compare with Hugging Face in every layout."""
-    return sorted(name for name, architecture in BUILT_IN.items() if architecture.proven)
+def proven() -> list[Architecture]:
+    """List the architectures whose training the parity tests compare with Hugging Face in every layout."""
+    return [architecture for architecture in BUILT_IN.values() if architecture.proven]
 
 
 def to_reference(architecture: Architecture) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megascend.errors import SelfCheckError
-from megascend.models import architecture_named, proven_model_types
+from megascend.models import architecture_named, proven
 from megascend.selfcheck.slicing import rope_settings
 from megascend.selfcheck.suspects import advice
 
@@ -116,9 +116,10 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     warnings = gaps(verdict, model_type)
     if not architecture_named(model_type).proven:
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
+        names = ", ".join(sorted(architecture.model_type for architecture in proven()))
         warnings.append(
-            f"{model_type} is not among the architectures that megascend's tests prove ({', '.join(proven_model_types())}){passed}. Gradients, "
-            "parallel layouts and exports of it are untested"
+            f"{model_type} is not among the architectures that megascend's tests prove ({names}){passed}. Gradients, parallel "
+            "layouts and exports of it are untested"
         )
     return warnings
 

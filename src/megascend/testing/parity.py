@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from megascend.config import Adam, Batching, Moe, Parallel, Precision, Recompute
 from megascend.errors import DistributedTestError
 from megascend.huggingface.architectures import architecture_in
-from megascend.models import registered
+from megascend.models import expert_count, registered
+from megascend.models.registry import proven
 from megascend.testing.artifact_cache import copy_or_make, digest, make_once
 from megascend.testing.reference import run_reference
 
@@ -219,6 +220,35 @@ def _layouts() -> list[Case]:
         Case("fp16", precision="fp16", loss_bound=1e-2, norm_bound=0.1),
         Case("MoE bf16", precision="bf16", loss_bound=0.15, norm_bound=0.6, **moe),
     ]
+
+
+def family_matrix() -> list[Case]:
+    """Return the layouts in which every architecture that the Megatron engine is proven for is compared; names begin with it."""
+    layouts = {
+        "single": Case("single"),
+        "padded": Case("padded", packing=False, micro_batch_tokens=200),
+        "full recompute": Case("full recompute", recompute=Recompute(granularity="full")),
+        "saved and loaded": Case("saved and loaded", resumes=True),
+        "TP2 + SP": Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+        "PP2": Case("PP2", 2, Parallel(pipeline=2)),
+        "CP2": Case("CP2", 2, Parallel(context=2)),
+        "DP2": Case("DP2", 2),
+        "bf16": Case("bf16", precision="bf16", loss_bound=0.15, norm_bound=0.6),
+    }
+    with_experts = {
+        "EP2": Case("EP2", 2, Parallel(expert=2)),
+        "TP2 x EP2 + SP": Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+        "grouped experts": Case("grouped experts", experts="grouped"),
+    }
+    cases = []
+    for architecture in proven():
+        experts = expert_count(architecture.tiny) > 0
+        for layout, case in (layouts | (with_experts if experts else {})).items():
+            if layout == "TP2 + SP" and experts and architecture.biases == "all":
+                continue  # Megatron-Core does not divide experts that have biases
+            overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
+            cases.append(replace(case, name=f"{architecture.model_type}: {layout}", **overrides))
+    return cases
 
 
 def case_checkpoint(folder: Path, arch: str, **overrides: Any) -> Path:

@@ -18,14 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
-from transformers import AutoConfig
 
 from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError, ConfigError, PlatformError
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.platforms.base import Platform
@@ -62,9 +61,10 @@ def check_architecture(model_dir: Path) -> None:
         ConfigError: it has settings that the Megatron model does not support, all named in the message; or a module that it is
             registered with cannot be imported.
     """
-    make_known_to_transformers(model_dir)
     try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        config = transformers_config(model_dir)
+    except ConfigError:
+        raise
     except Exception as error:  # its validators raise classes without a common base
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise CheckpointError(
@@ -115,7 +115,7 @@ def build_config(
         CheckpointError: mcore-bridge does not know the architecture.
         ConfigError: a combination of settings that Megatron-Core would compute wrongly.
     """
-    hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    hf_config = transformers_config(model_dir)
     arguments = hf_to_mcore_config(hf_config)
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")

@@ -49,7 +49,7 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
 
 @dataclass(frozen=True)
 class _Attention:
-    """A layer's attention: its number, the scale of its products, its window in tokens, its sinks [heads], and its own forward."""
+    """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward."""
 
     layer: int
     scale: float | None
