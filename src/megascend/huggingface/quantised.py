@@ -31,8 +31,8 @@ class QuantisedHeader(TensorHeader):
     """Header of a weight that is stored quantised.
 
     Attributes:
-        method: ``fp8``: e4m3 with a factor for each block of rows and columns; ``mxfp4``: 4 bits with an exponent for each 32 input
-            features, experts stored as [experts, out, in / 32, 16 bytes].
+        method: ``fp8``: e4m3 with a factor for each block of rows and columns; ``mxfp4``: 4 bits with an exponent for each 32
+            input features, experts stored as [experts, out, in / 32, 16 bytes].
         values, scales: (name, header) of the stored tensors.
         block: rows and columns of a block of ``fp8``.
     """
@@ -70,8 +70,8 @@ def dequantised_headers(
             expected = (*values.shape[:-2], -(-values.shape[-2] // rows), -(-values.shape[-1] // columns))
             if scales.shape != expected:
                 raise CheckpointError(
-                    f"{source}: {name} has shape {list(scales.shape)}; {weight} {list(values.shape)} in blocks of {rows} x {columns} "
-                    f"(quantization_config.weight_block_size) needs {list(expected)}"
+                    f"{source}: {name} has shape {list(scales.shape)}; {weight} {list(values.shape)} in blocks of {rows} x "
+                    f"{columns} (quantization_config.weight_block_size) needs {list(expected)}"
                 )
             joined[weight] = QuantisedHeader(
                 DEQUANTISED,
@@ -101,8 +101,8 @@ def dequantised_headers(
             )
     else:
         raise CheckpointError(
-            f"{source}/config.json: quantization_config.quant_method {method!r} is not read; fp8 with weight_block_size and mxfp4 "
-            "are. Dequantise the checkpoint first (transformers: from_pretrained(...).dequantize(), then save_pretrained)"
+            f"{source}/config.json: quantization_config.quant_method {method!r} is not read; fp8 with weight_block_size and "
+            "mxfp4 are. Dequantise the checkpoint first (transformers: from_pretrained(...).dequantize(), then save_pretrained)"
         )
     left = [name for name, header in joined.items() if header.dtype.startswith("F8") and header.dtype != DEQUANTISED]
     if left:

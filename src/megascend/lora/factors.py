@@ -49,8 +49,11 @@ def merged(
     """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
     Experts may be stored separately or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
-    CheckpointError. ``transposed``: fused experts stored as [experts, in, out]. ``model_name``: names in transformers' model, which
-    factors have, of the checkpoint's. None stays None (ranks that write nothing).
+    CheckpointError. None stays None (ranks that write nothing).
+
+    Args:
+        transposed: names of fused experts stored as [experts, in, out].
+        model_name: from a name in the checkpoint to the one in transformers' model, which factors have.
     """
     if adapter is None:
         return None

@@ -1,7 +1,7 @@
 """The declaration of an architecture: all that is particular about a family of models, in one place. Pure.
 
-A plain decoder (Llama's layers and names) needs nothing but its ``model_type``. A family's file sets what differs, and the rest of
-the package asks the declaration: the reader of ``config.json``, the builders of engines, adapters, the memory estimate, the
+A plain decoder (Llama's layers and names) needs nothing but its ``model_type``. A family's file sets what differs, and the rest
+of the package asks the declaration: the reader of ``config.json``, the builders of engines, adapters, the memory estimate, the
 self-check, the sampler, tiny models for tests and the table of supported models. :mod:`megascend.models.registry` finds the
 declaration of a ``model_type``; packages from outside add theirs with :func:`megascend.register_architecture`.
 """
@@ -43,15 +43,16 @@ class Architecture:
         model_types: ``model_type`` values of ``config.json``.
         transformers: module that makes the model known to transformers' Auto classes when it is imported; it needs neither
             Megatron nor a bootstrapped process. None: transformers knows it.
-        megatron: module that registers the model with mcore-bridge when it is imported, after Megatron. None: mcore-bridge has it.
+        megatron: module that registers the model with mcore-bridge when it is imported, after Megatron. None: mcore-bridge has
+            the model.
         lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
             (:data:`megascend.lora.target_maps.TargetMap`). None: the map of plain decoders.
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
         router: how experts are scored; None for a dense model, or where ``config.json`` says it completely.
         layer_kinds: entries of ``layer_types`` that the Megatron engine computes.
-        biases: which linear layers ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as in
-            Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer, here
-            and there.
+        biases: which linear layers ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as
+            in Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer,
+            here and there.
         renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
         interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
@@ -126,7 +127,7 @@ class Architecture:
         return name
 
     def attention_width(self, config: Config) -> int:
-        """Return the mean of the widths of queries and of values, over all heads: what attention multiplies per pair of tokens."""
+        """Return the mean of the widths of all query heads and of all value heads: the products of a pair of tokens."""
         heads = next(config[name] for name in ("num_attention_heads", "n_head", "num_heads") if config.get(name))
         latent = LatentAttention.of(config)
         if latent is not None:
@@ -199,9 +200,9 @@ class Architecture:
         if config.get("num_experts_per_tok") != 1 or not config.get("norm_topk_prob") or not expert_count(config):
             return None
         return (
-            "num_experts_per_tok: 1 with norm_topk_prob: true divides the weight of each token's only expert by itself, so that it "
-            "is always 1; Megatron-Core routes to one expert by its probability. Set norm_topk_prob: false in config.json if that "
-            f"is how the model was trained, else {OTHER_MODEL}"
+            "num_experts_per_tok: 1 with norm_topk_prob: true divides the weight of each token's only expert by itself, so that "
+            "it is always 1; Megatron-Core routes to one expert by its probability. Set norm_topk_prob: false in config.json if "
+            f"that is how the model was trained, else {OTHER_MODEL}"
         )
 
     def _no_experts(self, config: Config) -> str | None:
@@ -209,13 +210,14 @@ class Architecture:
         if layers is None or any(layers):
             return None
         return (
-            f"decoder_sparse_step: {config.get('decoder_sparse_step')} and mlp_only_layers: {config.get('mlp_only_layers')} leave "
-            f"none of the {len(layers)} layers with experts, though num_experts is {expert_count(config)}; correct config.json, or "
-            "save the model under a dense model_type"
+            f"decoder_sparse_step: {config.get('decoder_sparse_step')} and mlp_only_layers: {config.get('mlp_only_layers')} "
+            f"leave none of the {len(layers)} layers with experts, though num_experts is {expert_count(config)}; correct "
+            "config.json, or save the model under a dense model_type"
         )
 
     def _unnormalised_sigmoid(self, config: Config) -> str | None:
-        if self.router != "sigmoid" or config.get("norm_topk_prob", True) is not False:
+        one = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
+        if self.router != "sigmoid" or one or config.get("norm_topk_prob", True) is not False:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "

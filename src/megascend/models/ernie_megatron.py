@@ -25,7 +25,7 @@ class ErnieRouter(TopKRouter):
         self.register_buffer("expert_bias", torch.zeros(1, config.num_moe_experts, device=torch.cuda.current_device()))
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        scores = logits.view(-1, self.config.num_moe_experts).float().softmax(dim=-1)
+        scores = logits.view(-1, logits.shape[-1]).float().softmax(dim=-1)
         chosen = torch.topk(scores.detach() + self.expert_bias, self.topk, dim=-1).indices
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=self._smallest_sum)
@@ -50,7 +50,9 @@ class ErnieLoader(ModelLoader):
         super()._replace_router(transformer_layer_spec, mlp_key)
         for layer_spec in transformer_layer_spec.layer_specs:
             mlp_spec = getattr(layer_spec.submodules, mlp_key)
-            submodules = getattr(mlp_spec, "submodules", None) or getattr(mlp_spec, "keywords", {}).get("submodules")
+            submodules: Any = getattr(mlp_spec, "submodules", None) or getattr(mlp_spec, "keywords", {}).get(
+                "submodules"
+            )
             if getattr(submodules, "router", None) is not None:
                 submodules.router = ErnieRouter
 

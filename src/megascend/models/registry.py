@@ -35,8 +35,8 @@ def register_architecture(
     same again changes nothing. One that this package has may be replaced.
 
     Args:
-        architecture: a declaration (:class:`megascend.models.Architecture` or a subclass of it, importable in other processes), or
-            the ``model_type`` of a plain decoder.
+        architecture: a declaration (:class:`megascend.models.Architecture` or a subclass of it, importable in other processes),
+            or the ``model_type`` of a plain decoder.
         transformers, megatron, tiny: as in :class:`megascend.models.Architecture`, for a plain decoder.
 
     Raises:

@@ -64,12 +64,9 @@ def load_model(
         loader = model_class(config, head)
         with _no_progress_bars(known_differences=head is not None):
             # transformers dequantises on some devices only.
-            files: dict[Path, Any] = {}
-            weights = (
-                {name: read_tensor(name, header, files) for name, header in info.tensors.items()}
-                if info.quantised
-                else None
-            )
+            weights, files = None, dict[Path, Any]()
+            if info.quantised:
+                weights = {name: read_tensor(name, header, files) for name, header in info.tensors.items()}
             model, report = loader.from_pretrained(
                 None if info.quantised else model_dir,
                 state_dict=weights,

@@ -1,0 +1,97 @@
+"""Configurations that are refused, and many that are not, with the defaults that transformers fills in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megascend.models import architecture_of, expert_layers, text_config
+
+
+def unsupported_settings(config: dict[str, Any]) -> list[str]:
+    return architecture_of(config).unsupported(text_config(config))
+
+
+def full(arch: str, **settings: Any) -> dict[str, Any]:
+    return AutoConfig.for_model(arch, **settings).to_dict()
+
+
+ARCHITECTURES = (
+    "qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "ernie4_5_moe", "olmoe", "gpt_oss", "minimax_m2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_default_configuration_is_not_refused(arch):
+    settings = {"norm_topk_prob": True} if arch == "dots1" else {}  # as published; transformers' default is refused
+    assert unsupported_settings(full(arch, **settings)) == []
+
+
+REFUSED = [
+    ("attention_bias", {"attention_bias": True, "norm_topk_prob": True}, ("llama", "qwen3", "qwen3_moe", "dots1", "olmoe", "deepseek_v3")),
+    ("use_bias", {"use_bias": True}, ("ernie4_5", "ernie4_5_moe")),
+    ("mlp_bias", {"mlp_bias": True}, ("llama",)),
+    (
+        "num_experts_per_tok: 1 with norm_topk_prob: true",
+        {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1},
+        ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
+    ),
+    ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
+    ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),
+    ("norm_topk_prob: true is ignored", {"norm_topk_prob": True}, ("deepseek_v2",)),
+    ("topk_method: group_limited_greedy", {"topk_method": "group_limited_greedy", "topk_group": 3}, ("deepseek_v2",)),
+    ("scoring_func: softmax is ignored", {"scoring_func": "softmax"}, ("deepseek_v3", "glm4_moe")),
+    ("groups of experts are ranked", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8}, ("deepseek_v3",)),
+    ("rope_interleave: false", {"rope_interleave": False}, ("deepseek_v3", "glm4_moe_lite")),
+    ("moe_layer_freq: 2", {"moe_layer_freq": 2}, ("deepseek_v3",)),
+    ("attention_out_bias: true", {"attention_out_bias": True}, ("seed_oss",)),
+    ("use_qk_norm: false", {"use_qk_norm": False}, ("minimax_m2",)),
+    ("linear_attention (36 of 48 layers of qwen3_next)", {}, ("qwen3_next",)),
+]
+HONOURED = [
+    ({"attention_bias": True}, ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss")),
+    ({"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1}, ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe")),
+    ({"num_experts_per_tok": 1, "norm_topk_prob": True}, ("qwen3", "llama")),  # a leftover: there are no experts
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe")),
+    ({"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}, ("qwen3", "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize(
+    ("starts", "settings", "arch"), [(starts, settings, arch) for starts, settings, archs in REFUSED for arch in archs]
+)
+def test_a_refusal_names_the_setting_and_what_to_do(starts, settings, arch):
+    [found] = unsupported_settings(full(arch, **settings))
+    assert starts in found
+    assert any(remedy in found for remedy in ("train another checkpoint", "correct config.json"))
+    assert unsupported_settings({"text_config": full(arch, **settings)}) == [found]
+
+
+@pytest.mark.parametrize(("settings", "arch"), [(settings, arch) for settings, archs in HONOURED for arch in archs])
+def test_what_can_be_honoured_is_not_refused(settings, arch):
+    assert unsupported_settings(full(arch, **settings)) == []
+
+
+def test_several_reasons_are_all_told():
+    assert len(unsupported_settings(full("llama", attention_bias=True, mlp_bias=True))) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"decoder_sparse_step": 2}, {"decoder_sparse_step": 3, "mlp_only_layers": [5]}, {"mlp_only_layers": [0]}],
+)
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+def test_layers_with_experts_are_those_of_transformers(settings, arch):
+    """Asked of the Hugging Face model's own layers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 6, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "vocab_size": 16, "num_attention_heads": 2}
+    config = AutoConfig.for_model(arch, num_key_value_heads=2, shared_expert_intermediate_size=16, **sizes, **settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert expert_layers(config.to_dict()) == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
