@@ -31,7 +31,11 @@ def test_default_configuration_is_not_refused(arch):
 
 
 REFUSED = [
-    ("attention_bias", {"attention_bias": True, "norm_topk_prob": True}, ("llama", "qwen3", "qwen3_moe", "dots1", "olmoe", "deepseek_v3")),
+    (
+        "attention_bias",
+        {"attention_bias": True, "norm_topk_prob": True},
+        ("llama", "qwen3", "qwen3_moe", "dots1", "olmoe", "deepseek_v3"),
+    ),
     ("use_bias", {"use_bias": True}, ("ernie4_5", "ernie4_5_moe")),
     ("mlp_bias", {"mlp_bias": True}, ("llama",)),
     (
@@ -53,7 +57,10 @@ REFUSED = [
 ]
 HONOURED = [
     ({"attention_bias": True}, ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss")),
-    ({"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1}, ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe")),
+    (
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1},
+        ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
+    ),
     ({"num_experts_per_tok": 1, "norm_topk_prob": True}, ("qwen3", "llama")),  # a leftover: there are no experts
     ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe")),
     ({"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}, ("qwen3", "gpt_oss")),

@@ -94,9 +94,7 @@ FAMILIES = (
         model_class="OlmoeForCausalLM",
         tiny={"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 64},
     ),
-    Architecture(
-        ("internlm3",), proven=True, model_class="InternLM3ForCausalLM", tiny={"qkv_bias": False, "bias": False}
-    ),
+    Architecture(("internlm3",), proven=True, model_class="LlamaForCausalLM", tiny={"qkv_bias": False, "bias": False}),
     WindowedDecoder(("mistral",), proven=True, model_class="MistralForCausalLM", tiny={"sliding_window": 16}),
     WindowedDecoder(
         ("mixtral",),
