@@ -34,6 +34,7 @@ from megascend.engines.megatron import (
     graph_support,
     grouped_experts,
     hf_slices,
+    replayed_routers,
     routers,
     state,
     weights,
@@ -43,6 +44,7 @@ from megascend.engines.megatron.captured_step import Capture, CudaCapture
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.errors import CheckpointError
 from megascend.lora.factors import merged
 from megascend.selfcheck.check import require_agreement, tell
@@ -101,6 +103,11 @@ class MegatronEngine(Engine):
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
+        self._replay: MegatronRouterReplay | None = None
+        self.why_no_replay = replayed_routers.why_not(self.config, graphs=graphs is not None)
+        layers = replayed_routers.expert_layers(self.config)
+        if layers is not None and self.why_no_replay is None:
+            self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
         if last.post_process and info.scalar_head is None:
@@ -349,6 +356,8 @@ class MegatronEngine(Engine):
             self._cached.batch = batch
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
+        if self._replay is not None:
+            self._replay.enter(batch)
         output = chunk(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -359,6 +368,8 @@ class MegatronEngine(Engine):
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
+        if self._replay is not None:
+            self._replay.leave(output)
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
