@@ -101,5 +101,5 @@ def test_the_adapter_alone_is_pefts(calls: dict[str, Any]) -> None:
 
 
 def test_what_a_batch_asks_for_and_megascend_does_not_have_is_named(calls: dict[str, Any]) -> None:
-    for name in ("temperature", "calculate_sum_pi_squared", "enable_routing_replay"):
+    for name in ("temperature", "calculate_sum_pi_squared"):
         assert f"{name}=" in calls["errors"][name]
