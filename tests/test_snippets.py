@@ -184,7 +184,7 @@ def check_provider_is_known(found: dict[str, Any]) -> None:
 def check_architecture_is_that_of_the_package(found: dict[str, Any]) -> None:
     import parrot  # noqa: F401  registering another of that name is an error
 
-    from megascend.huggingface.architectures import registered
+    from megascend.models import registered
 
     assert registered("parrot") is not None
 

@@ -123,8 +123,8 @@ def test_export_is_the_source_and_after_training_transformers_weights(
     # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
     distances = [(after[name] - tensor).abs().mean() for name, tensor in expected.items()]
     assert max(distances) < 2e-5
-    moved = [name for name in expected if not torch.equal(after[name], source[name])]
-    assert len(moved) == len(expected)
+    trained = [name for name in expected if not name.endswith("correction_bias")]  # has no gradient
+    assert [name for name in trained if torch.equal(after[name], source[name])] == []
 
 
 @pytest.mark.parametrize("arch", nightly_but(NEW, ADAPTERS_IN_CI))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
 from megascend.models import architecture_of, expert_layers, text_config
+from megascend.models.base import LatentAttention
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -51,7 +52,7 @@ class ModelSizes:
         experts, topk: routed experts of a layer, and of a token.
         qk_norm: queries and keys are normalised per head.
         gated: MLPs have a gate projection.
-        latent: attention has latent keys and values (MLA), for which there are no formulas.
+        latent: sizes of multi-head latent attention; None for another attention.
         with_experts: for each layer, whether it has experts.
     """
 
@@ -69,7 +70,7 @@ class ModelSizes:
     tied: bool
     qk_norm: bool
     gated: bool
-    latent: bool
+    latent: LatentAttention | None
     with_experts: tuple[bool, ...]
 
     @classmethod
@@ -98,7 +99,7 @@ class ModelSizes:
             tied=shape.tied,
             qk_norm=any(name.endswith("q_norm.weight") for name in names),
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
-            latent=text.get("kv_lora_rank") is not None,
+            latent=LatentAttention.of(text),
             with_experts=tuple(with_experts),
         )
 

@@ -93,6 +93,11 @@ def attend(
     queries, keys = query.shape[2], key.shape[2]
     if keys == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
+    if value.shape[3] < key.shape[3]:
+        # torch has no kernel for narrower values on CPUs and would save all probabilities.
+        width = value.shape[3]
+        value = F.pad(value, (0, key.shape[3] - width))
+        return attend(query, key, value, rule, scale, dropout, offset, keep, bias, sink)[..., :width]
     kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     aligned = offset == 0 and queries == keys
     if rule.reach == (-1, 0) and aligned and keep is None and bias is None and sink is None:

@@ -233,7 +233,8 @@ def family_matrix() -> list[Case]:
         "PP2": Case("PP2", 2, Parallel(pipeline=2)),
         "CP2": Case("CP2", 2, Parallel(context=2)),
         "DP2": Case("DP2", 2),
-        "bf16": Case("bf16", precision="bf16", loss_bound=0.15, norm_bound=0.6),
+        # Routing that flips makes the norm's bound wide.
+        "bf16": Case("bf16", precision="bf16", loss_bound=0.15, norm_bound=1.5),
     }
     with_experts = {
         "EP2": Case("EP2", 2, Parallel(expert=2)),
@@ -244,8 +245,8 @@ def family_matrix() -> list[Case]:
     for architecture in proven():
         experts = expert_count(architecture.tiny) > 0
         for layout, case in (layouts | (with_experts if experts else {})).items():
-            if layout == "TP2 + SP" and experts and architecture.biases == "all":
-                continue  # Megatron-Core does not divide experts that have biases
+            if layout in ("TP2 + SP", "grouped experts") and experts and architecture.biases == "all":
+                continue  # Megatron-Core does not divide experts that have biases, and grouped products have none
             overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
             cases.append(replace(case, name=f"{architecture.model_type}: {layout}", **overrides))
     return cases

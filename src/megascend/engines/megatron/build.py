@@ -327,7 +327,8 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
     Megatron sets them while it initialises weights, which mcore-bridge skips (``perform_initialization=False``); without
     them the norm leaves out every rank's embedding and output shard but the first's. MindSpeed's grouped linear layers
-    never set them, so that all ranks' experts but the first's would be missing.
+    never set them, so that all ranks' experts but the first's would be missing. Nobody sets them for attention sinks, which are
+    sharded by heads.
     """
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
@@ -340,14 +341,21 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TEColumnParallelGroupedLinear: 0,
         te.TERowParallelGroupedLinear: 1,
     }
+    divided_experts = parallel_state.get_expert_tensor_parallel_world_size() > 1
     changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
     for module in model.modules():
+        sinks = getattr(module, "softmax_offset", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
+            sinks.partition_dim, sinks.partition_stride = 0, 1  # type: ignore[attr-defined]
         dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
         if dim is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank.
-            sharded = name.startswith("weight") or (name.startswith("bias") and dim == 0)
+            # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank. But with an expert tensor
+            # parallel size of 1, tensor parallel ranks have other experts, not replicas.
+            whole_experts = isinstance(module, te.TERowParallelGroupedLinear) and not divided_experts
+            sharded = name.startswith("weight") or (name.startswith("bias") and (dim == 0 or whole_experts))
             if sharded and not getattr(parameter, "tensor_model_parallel", False):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
                 parameter.partition_dim = dim  # type: ignore[attr-defined]
