@@ -248,6 +248,10 @@ def family_matrix() -> list[Case]:
             if layout in ("TP2 + SP", "grouped experts") and experts and architecture.biases == "all":
                 continue  # Megatron-Core does not divide experts that have biases, and grouped products have none
             overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
+            if architecture.model_type == "gpt_oss" and case.precision == "fp32":
+                # Gradients agree within 2e-6; YaRN's attention factor of 1.35 makes of Adam's first steps what other families
+                # have after ten.
+                overrides["loss_bound"] = 5e-5
             cases.append(replace(case, name=f"{architecture.model_type}: {layout}", **overrides))
     return cases
 
