@@ -183,7 +183,7 @@ def check_provider_is_known(namespace: dict[str, Any]) -> None:
 def check_architecture_is_that_of_the_package(namespace: dict[str, Any]) -> None:
     import parrot  # noqa: F401  registering another of that name is an error
 
-    from megascend.huggingface.architectures import registered
+    from megascend.models import registered
 
     assert registered("parrot") is not None
 

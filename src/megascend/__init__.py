@@ -48,7 +48,7 @@ _PUBLIC = {
     "AdapterFuture": "megascend.lora.queue",
     "Lora": "megascend.config",
     "register_lora_targets": "megascend.lora.target_maps",
-    "register_architecture": "megascend.huggingface.architectures",
+    "register_architecture": "megascend.models",
     "Adapters": "megascend.config",
     "Data": "megascend.config",
     "Sampler": "megascend.sampling.sampler",
@@ -143,9 +143,9 @@ if TYPE_CHECKING:
         VersionError,
         WeightSyncError,
     )
-    from megascend.huggingface.architectures import register_architecture
     from megascend.lora.queue import AdapterFuture, AdapterQueue
     from megascend.lora.target_maps import register_lora_targets
+    from megascend.models import register_architecture
     from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
     from megascend.sampling.sampler import Sampler
     from megascend.tracking import TrackedRun, Tracker, register_tracker

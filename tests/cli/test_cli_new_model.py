@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megascend.cli.random_checkpoint import (
-    ARCHITECTURES,
     ModelSize,
     byte_characters,
     byte_tokenizer,
@@ -17,6 +16,7 @@ from megascend.cli.random_checkpoint import (
     write_checkpoint,
 )
 from megascend.errors import ConfigError
+from megascend.models.registry import BUILT_IN
 from support.forked_programs import run_forked
 
 TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
@@ -63,13 +63,12 @@ def write(*checkpoints: tuple[Path, int, dict]) -> None:
 
 
 def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
-    paths = [tmp_path / arch for arch in ARCHITECTURES]
-    write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 1}) for path in paths))
+    paths = [tmp_path / arch for arch in BUILT_IN]
+    write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 2}) for path in paths))
     completed = run(LOAD, TEXT, *map(str, paths))
     assert completed.returncode == 0, completed.stderr
     answers = json.loads(completed.stdout.splitlines()[-1])
-    classes = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"]
-    assert [answers[str(path)]["class"] for path in paths] == classes
+    assert [answers[str(path)]["class"] for path in paths] == [entry.model_class for entry in BUILT_IN.values()]
     for answer in answers.values():
         assert answer["ids"] == list(TEXT.encode())
         assert answer["text"] == TEXT

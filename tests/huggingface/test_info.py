@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -79,10 +80,10 @@ def test_linear_layers_match_transformers(parity_folder):
         path = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
         expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in mlp + attention]
         ends = ["lm_head", "model.embed_tokens"]
-        shapes = {name: header.shape for name, header in tensor_headers(path).items()}
-        assert sorted(linear_layers(shapes)) == sorted([*expected, *ends])
-        tied = {name: dims for name, dims in shapes.items() if name != "lm_head.weight"}
-        assert sorted(linear_layers(tied)) == sorted(expected), (
+        info = inspect_checkpoint(path)
+        assert sorted(linear_layers(info)) == sorted([*expected, *ends])
+        tied = {name: header for name, header in info.tensors.items() if name != "lm_head.weight"}
+        assert sorted(linear_layers(replace(info, tensors=tied))) == sorted(expected), (
             "one weight for embedding and head is adapted as neither"
         )
 

@@ -78,7 +78,7 @@ def test_lora_targets_are_hugging_faces_layers() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"a_new_setting": 1}}, "engine.a_new_setting=1: megascend has no rule for it"),
-    ({"engine": {"router_replay": {"mode": "R2"}}}, "engine.router_replay.mode='R2': router replay is not supported"),
+    ({"engine": {"router_replay": {"mode": "R2"}}}, "engine.router_replay.mode='R2': R2, which replays"),
     ({"engine": {"qat": {"enable": True}}}, "engine.qat.enable=True"),
     ({"engine": {"override_transformer_config": {"num_layers": 3}}}, "engine.override_transformer_config.num_layers=3"),
     ({"engine": {"override_transformer_config": {"recompute_method": "block"}}}, "recompute_method='block'"),

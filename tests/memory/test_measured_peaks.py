@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megascend.testing import run_distributed
+from megascend.testing import run_distributed, write_tiny_checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_memory.py"
 
@@ -49,6 +49,34 @@ def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType
     ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
     assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+LATENT = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 96,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("name", ["packed", pytest.param("dense", marks=pytest.mark.nightly), "lora", "tp2"])
+def test_estimate_of_latent_attention_is_close_to_the_peak(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str
+):
+    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    model = tmp_path_factory.mktemp("latent") / "model"
+    write_tiny_checkpoint(model, "deepseek_v3", max_position_embeddings=4096, **sizes, **LATENT)
+    case = script.CASES[name]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+    assert not any("MLA" in remark for remark in expected.remarks)
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ from megascend.config import RunConfig
 from megascend.errors import CheckpointError, PlatformError, SelfCheckError
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import TrialReport, TrialResult
-from megascend.selfcheck.verdict import PROVEN, Verdict
+from megascend.selfcheck.verdict import Verdict
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.self_checks import slice_of
 
@@ -341,9 +341,12 @@ def test_incomplete_check_warns() -> None:
 
 
 def test_proven_architectures_match_tests_and_docs() -> None:
-    from megascend.testing.parity import matrix
+    from megascend.models import proven
+    from megascend.testing.parity import family_matrix, matrix
 
-    assert set(PROVEN) == {case.arch for case in matrix()}
+    assert {architecture.model_type for architecture in proven()} == {
+        case.arch for case in [*matrix(), *family_matrix()]
+    }
     names = "Qwen2, Qwen3, Qwen3-MoE"
     for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "support.md").read_text()):
         assert names in text

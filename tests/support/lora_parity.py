@@ -155,7 +155,7 @@ def make_adapter(
     checkpoint: Path, path: Path, seed: int, targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
 ) -> None:
     """Write an adapter with :func:`write_adapter`."""
-    backend = _backend(Case("single", targets=targets), checkpoint)
+    backend = adapter_backend(Case("single", targets=targets), checkpoint)
     write_adapter(backend, path, Lora(rank=RANK, alpha=ALPHA, seed=seed, targets=targets))
     backend.close()
 
@@ -176,7 +176,7 @@ def write_adapter(backend: Backend, path: Path, lora: Lora) -> None:
 
 def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
     """Train ``adapter`` on one rank of ``case`` and save it to ``out``."""
-    backend = _backend(case, checkpoint)
+    backend = adapter_backend(case, checkpoint)
     trajectory = train_one(backend, adapter, steps, out)
     backend.close()
     return trajectory
@@ -210,7 +210,7 @@ def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps:
 
 def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
     """Train several adapters on one rank of ``case``; see :func:`train_mixed`."""
-    backend = _backend(case, checkpoint)
+    backend = adapter_backend(case, checkpoint)
     trajectories = train_mixed(backend, adapters, steps, out)
     backend.close()
     return trajectories
@@ -333,7 +333,7 @@ def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: in
     Raises:
         DistributedTestError: an adapter has not changed at all.
     """
-    backend = _backend(case, checkpoint)
+    backend = adapter_backend(case, checkpoint)
     loras = {
         f"tenant-{n}": Lora(
             rank=TENANT_RANKS[n],
@@ -383,7 +383,7 @@ def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
     return values
 
 
-def _backend(case: Case, checkpoint: Path) -> MegatronBackend:
+def adapter_backend(case: Case, checkpoint: Path) -> MegatronBackend:
     from megascend.backends import MegatronBackend
 
     return MegatronBackend(

@@ -196,7 +196,7 @@ def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
     """Check that the model, by its weights' names, has every layer that the adapter targets."""
     if config.lora is None or config.lora.targets == "all-linear":
         return
-    layers = linear_layers({name: header.shape for name, header in info.tensors.items()})
+    layers = linear_layers(info)
     for target in config.lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))

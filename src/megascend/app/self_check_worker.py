@@ -22,7 +22,9 @@ from torch import Tensor
 from megascend.bootstrap import patches
 from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import packages
-from megascend.huggingface.architectures import make_known_to_transformers, register_architecture
+from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.models import register_architecture
+from megascend.models.registry import from_reference
 from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise, settings
 from megascend.surroundings import die_with_parent
 
@@ -44,7 +46,7 @@ def main() -> None:
     started = time.perf_counter()
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     for architecture in job["architectures"]:
-        register_architecture(**architecture)
+        register_architecture(from_reference(architecture))
     folder = Path(job["folder"])
     references = [reference(trial, folder / str(index)) for index, trial in enumerate(job["trials"])]
     made_ready = time.perf_counter()

@@ -68,6 +68,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
+            routed=int(sample.routed_experts is not None),
         )
     return RankReport(None, micro_batches, counts, checksums)
 
@@ -84,6 +85,8 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
     """Yield (label, bytes) that must be equal on ranks with the same samples; the index is included, as a field may be unset."""
     for label, values in sample.token_fields().items():
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
+    if sample.routed_experts is not None:
+        yield "routed_experts", index.to_bytes(8, "little") + sample.routed_experts.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
     if pair is not None:
         yield "pair", f"{index} {pair} {sample.chosen}".encode()

@@ -97,6 +97,7 @@ class MicroBatch:
         padding: bool [n], tokens of no sample.
         dummy: only there to match the collectives of ranks with more micro batches; all weights are 0.
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
+        routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
     """
 
@@ -118,6 +119,7 @@ class MicroBatch:
     dummy: bool = False
     segments: Any = None
     cached: Any = None
+    routed_experts: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -158,6 +160,8 @@ def build(
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
     sample_of, token_index, offset = [], [], 0
+    routed = routed_columns(selected)
+    routed_parts: list[Tensor] = []
     for number, (sample, total) in enumerate(zip(selected, padded, strict=True)):
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
@@ -166,6 +170,9 @@ def build(
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
+        if routed is not None:
+            padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
+            routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
         sample_of.append(torch.full_like(local, number))
         token_index.append(local + offset)
         offset += total
@@ -197,7 +204,19 @@ def build(
         # By position: under context parallelism a rank's padding is not at its end.
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
+        routed_experts=column(routed_parts).long() if routed_parts and not dummy else None,
     )
+
+
+def routed_columns(samples: Sequence[Sample]) -> list[Tensor] | None:
+    """Return every sample's ``routed_experts``, -1 for those without; None if no sample has any."""
+    first = next((sample.routed_experts for sample in samples if sample.routed_experts is not None), None)
+    if first is None:
+        return None
+    return [
+        first.new_full((len(sample), *first.shape[1:]), -1) if sample.routed_experts is None else sample.routed_experts
+        for sample in samples
+    ]
 
 
 def without_boundaries(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:

@@ -37,13 +37,15 @@ class AdapterLoss:
 class TokenCounts:
     """Sums over samples: target weights, preference pairs, targets with a weight other than 0, input tokens.
 
-    For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``.
+    For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``. ``routed``: samples with
+    ``routed_experts``.
     """
 
     weight: float = 0.0
     pairs: int = 0
     trained: int = 0
     tokens: int = 0
+    routed: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -51,6 +53,7 @@ class TokenCounts:
             self.pairs + other.pairs,
             self.trained + other.trained,
             self.tokens + other.tokens,
+            self.routed + other.routed,
         )
 
 
@@ -77,6 +80,7 @@ class ForwardBackwardResult:
     _warns: bool = False  # one rank logs, not all
     logprobs: list[Tensor] | None = field(default=None, repr=False)
     values: list[Tensor] | None = field(default=None, repr=False)
+    _replayed: Tensor | None = None  # [choices that differed, choices replayed], summed over ranks
     _read: list[list[float]] | None = field(default=None, repr=False)
 
     @property
@@ -96,8 +100,16 @@ class ForwardBackwardResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the loss function, averaged by weights (for a sum: over targets with a weight) or over pairs."""
-        return {name: value for name, value in self._averages().items() if name != "loss"}
+        """Metrics of the loss function, averaged by weights (for a sum: over targets with a weight) or over pairs.
+
+        With ``Sample.routed_experts``, ``router_replay_changed`` is the share of replayed choices (a token in a layer) for which
+        the router itself would have chosen other experts.
+        """
+        metrics = {name: value for name, value in self._averages().items() if name != "loss"}
+        if self._replayed is not None:
+            changed, replayed = self._replayed.tolist()
+            metrics["router_replay_changed"] = changed / replayed if replayed else 0.0
+        return metrics
 
     @property
     def adapters(self) -> dict[str, AdapterLoss]:

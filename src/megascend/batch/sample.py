@@ -34,6 +34,8 @@ class Sample:
         adapter: name of the LoRA adapter that this sample trains; default: the call's.
         returns: float32, targets of a critic's values.
         old_values: float32, values of the critic that ``returns`` were computed with.
+        routed_experts: [length, layers, k] integers, the experts that the rollout chose for each token of ``input_ids``, as vLLM
+            returns them: of all layers, or of those with experts. -1 in all k: not known, the router chooses.
     """
 
     input_ids: Any
@@ -48,6 +50,7 @@ class Sample:
     adapter: str | None = None
     returns: Any = None
     old_values: Any = None
+    routed_experts: Any = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -58,6 +61,9 @@ class Sample:
                 setattr(self, name, self._field(getattr(self, name), name))
         self.extra = {name: self._field(value, f"extra[{name!r}]") for name, value in self.extra.items()}
         lengths = {name: len(value) for name, value in self.token_fields().items()}
+        if self.routed_experts is not None:
+            self.routed_experts = _routing(self.routed_experts)
+            lengths["routed_experts"] = len(self.routed_experts)
         if len(set(lengths.values())) != 1:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
@@ -70,9 +76,11 @@ class Sample:
         return len(self.input_ids)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """Return all per-token fields that are set, by name (``extra`` fields under their own names)."""
+        """Return all fields with a number for each token that are set, by name (``extra`` fields under their own names)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value for name, value in values.items() if isinstance(value, Tensor) and name != "routed_experts"
+        }
         return tensors | self.extra
 
     @classmethod
@@ -85,6 +93,7 @@ class Sample:
         pair: Hashable | None = None,
         chosen: bool | None = None,
         adapter: str | None = None,
+        routed_experts: Any = None,
     ) -> Sample:
         """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 
@@ -95,6 +104,7 @@ class Sample:
             pair: as in the sample.
             chosen: as in the sample.
             adapter: as in the sample.
+            routed_experts: as in the sample, of n or n + 1 tokens: the last token is not an input.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:
@@ -117,6 +127,7 @@ class Sample:
             pair=pair,
             chosen=chosen,
             adapter=adapter,
+            routed_experts=None if routed_experts is None else routed_experts[: len(tokens) - 1],
         )
 
     @classmethod
@@ -133,6 +144,19 @@ class Sample:
         tokens = _vector(token_ids, "token_ids", torch.int64)
         # Targets are unused here, but every sample must have them.
         return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
+
+
+def _routing(values: Any) -> Tensor:
+    """Convert ``routed_experts`` to int16 [length, layers, k] on the CPU."""
+    try:
+        tensor = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"routed_experts cannot become a tensor: {error}") from None
+    if tensor.dim() != 3 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise DataError(
+            f"routed_experts must be integers of shape [length, layers, k], got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor.detach().to(torch.int16)
 
 
 def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import typer
 
 def new_model_command(
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    arch: Annotated[str, typer.Option(help="qwen3, qwen3_moe, llama or qwen2.")] = "qwen3",
+    arch: Annotated[str, typer.Option(help="model_type: qwen3, qwen3_moe, llama, deepseek_v3, gpt_oss ...")] = "qwen3",
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import ConfigError
 from megascend.io.atomic import replacing_directory, vacant
 from megascend.io.paths import why_not_writable
+from megascend.models.base import EXPERT_COUNTS, LatentAttention, expert_count
+from megascend.models.registry import BUILT_IN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,8 +52,8 @@ class ModelSize:
     tie: bool = False
 
     def __post_init__(self) -> None:
-        if self.arch not in ARCHITECTURES:
-            raise ConfigError(f"--arch {self.arch!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
+        if self.arch not in BUILT_IN:
+            raise ConfigError(f"--arch {self.arch!r} is not known; choose one of {', '.join(BUILT_IN)}")
         if self.hidden % (2 * self.heads):
             raise ConfigError(
                 f"--hidden {self.hidden} must be a multiple of 2 x --heads ({2 * self.heads}): rotary embeddings need "
@@ -67,12 +69,12 @@ class ModelSize:
 
     def _check_experts(self) -> None:
         options = {"--experts": self.experts, "--experts-per-token": self.experts_per_token}
-        if ARCHITECTURES[self.arch] is not _experts:
-            moe = ", ".join(name for name, settings in ARCHITECTURES.items() if settings is _experts)
+        if not expert_count(BUILT_IN[self.arch].tiny):
+            moe = ", ".join(name for name, architecture in BUILT_IN.items() if expert_count(architecture.tiny))
             for option, value in options.items():
                 if value is not None:
                     raise ConfigError(
-                        f"{option} {value}, but --arch {self.arch} has no experts: leave it out, or use {moe}"
+                        f"{option} {value}, but --arch {self.arch} has no experts: leave it out, or use one of {moe}"
                     )
         experts, per_token = self.expert_counts
         if per_token > experts:
@@ -87,31 +89,6 @@ class ModelSize:
     def padded_vocab(self) -> int:
         """Rows of the embedding."""
         return self.vocab or -(-TOKENS // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def _attention_bias(_: ModelSize) -> dict[str, Any]:
-    return {"attention_bias": False}
-
-
-def _experts(size: ModelSize) -> dict[str, Any]:
-    experts, per_token = size.expert_counts
-    return {
-        "attention_bias": False,
-        "num_experts": experts,
-        "num_experts_per_tok": per_token,
-        "moe_intermediate_size": size.ffn or size.hidden,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _nothing(_: ModelSize) -> dict[str, Any]:
-    return {}
-
-
-# Settings of each architecture beyond the shared ones.
-ARCHITECTURES = {"qwen3": _attention_bias, "qwen3_moe": _experts, "llama": _attention_bias, "qwen2": _nothing}
 
 
 def hf_settings(size: ModelSize) -> dict[str, Any]:
@@ -132,7 +109,25 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": im_end,
         "pad_token_id": end_of_text,
-    } | ARCHITECTURES[size.arch](size)
+    } | _particular(size)
+
+
+def _particular(size: ModelSize) -> dict[str, Any]:
+    """Return the settings of the architecture's smallest model with the requested sizes."""
+    settings = dict(BUILT_IN[size.arch].tiny)
+    for name, value in settings.items():
+        if isinstance(value, list) and value:  # one entry a layer: the last kind of MLP goes on, other patterns repeat
+            more = [value[-1]] if name == "mlp_layer_types" else value
+            settings[name] = [*value, *more * size.layers][: size.layers]
+    if expert_count(settings):
+        experts, per_token = size.expert_counts
+        width = "moe_intermediate_size" if "moe_intermediate_size" in settings else "intermediate_size"
+        names = dict.fromkeys(EXPERT_COUNTS, experts) | {"num_experts_per_tok": per_token, "moe_k": per_token}
+        settings |= {name: value for name, value in names.items() if name in settings}
+        settings[width] = size.ffn or size.hidden
+    if LatentAttention.of(settings) is not None:
+        settings["num_key_value_heads"] = size.heads
+    return settings
 
 
 def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:

@@ -38,13 +38,14 @@ class MainAdamW:
         self._adam, self._schedule, self._scales_loss = adam, schedule, precision == "fp16"
         self._pairs = dict(pairs)
         mains = [main for _, main in self._pairs.values()]
+        # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
+        vectors = {id(main) for name, (_, main) in self._pairs.items() if main.dim() <= 1 or name.endswith("bias")}
         # A rank's shard of a parameter may be empty.
         updated = [main for main in mains if main.numel()]
-        # As Megatron: biases and norms have no weight decay.
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [main for main in updated if main.dim() > 1], "weight_decay": adam.weight_decay},
-                {"params": [main for main in updated if main.dim() <= 1], "weight_decay": 0.0},
+                {"params": [main for main in updated if id(main) not in vectors], "weight_decay": adam.weight_decay},
+                {"params": [main for main in updated if id(main) in vectors], "weight_decay": 0.0},
             ],
             lr=adam.lr,
             betas=adam.betas,

@@ -26,6 +26,7 @@ from megascend.checkpoint.hf_slices import HfSlices
 from megascend.config import Adam, Precision
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
+from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.adapter_io import SavedAdapter
@@ -226,6 +227,11 @@ class Engine(ABC):
         check_head(spec, self.info)
 
     # --- running micro batches ---
+
+    router_replay: RouterReplay | None = None
+    """Replays the experts of samples with ``routed_experts``; None for a model without experts."""
+    why_no_replay: str | None = None
+    """The reason why this engine cannot replay experts."""
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:

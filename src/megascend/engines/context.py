@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.huggingface.read_ahead import read_ahead
 from megascend.huggingface.scalar_head import HeadKind
 from megascend.topology.topology import Topology, plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,13 @@ def engine_context(
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
         info = inspect_checkpoint(model_dir, head)
+        if info.quantised is not None and launch.rank == 0:
+            logger.warning(
+                "%s is quantised (%s): it is trained and exported dequantised, in the dtype of precision: %s",
+                model_dir,
+                info.quantised,
+                precision,
+            )
         topology = plan(layout, launch.world_size, info.shape)
         # Settings and packages are checked before ranks connect: a rank that failed later would keep the others
         # waiting.

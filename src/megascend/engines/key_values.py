@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megascend.kernels.attention_sinks import attention_with_sinks
+
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layer in ``layer_types`` whose decoding state is only keys and values."""
 SMALLEST = 64
@@ -105,6 +107,7 @@ class KeyValues:
         value: Tensor,
         scale: float | None,
         window: int | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Write each row's new key and value, and compute the new token's attention over its row, itself included.
 
@@ -113,6 +116,7 @@ class KeyValues:
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
             scale: of the products; None: one by the root of the head dim.
             window: tokens that each token attends to, itself included; None: all.
+            sink: [heads], a logit of each head that takes part in the softmax and has no value.
 
         Returns:
             [rows, heads, head dim of the values].
@@ -127,10 +131,11 @@ class KeyValues:
             visible = visible & (torch.arange(longest, device=query.device) > positions[:, None] - window)
         # The query heads of a KV head become its query tokens: keys and values need no copy per query head.
         grouped = query.unflatten(1, (key.shape[1], -1))
-        mixed = scaled_dot_product_attention(
-            grouped, keys[:, :, :longest], values[:, :, :longest], visible[:, None, None], scale=scale
-        )
-        return mixed.flatten(1, 2)
+        keys, values, mask = keys[:, :, :longest], values[:, :, :longest], visible[:, None, None]
+        if sink is not None:
+            logits = sink.view(1, *grouped.shape[1:3], 1)
+            return attention_with_sinks(grouped, keys, values, mask, logits, scale=scale).flatten(1, 2)
+        return scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
 
     def advance(self) -> None:
         """Count the new tokens, after all layers have written theirs."""
@@ -177,10 +182,17 @@ class Growing:
     rows: slice
 
     def attend(
-        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Call :meth:`KeyValues.attend`; rows of padding are 0."""
         count = self.rows.stop - self.rows.start
         padding = len(query) - count
-        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window)
+        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window, sink)
         return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed

@@ -14,7 +14,9 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
 from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
+from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
+from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ModelShape:
         shared_expert_ffn_hidden_size: width of all shared experts together, or None if there are none.
         max_position: longest sequence the model was made for, or None if the config does not say.
         tied: True if the output layer is the embedding.
+        expert_bias: True if the layers of an expert have biases.
     """
 
     hidden_size: int
@@ -42,6 +45,7 @@ class ModelShape:
     shared_expert_ffn_hidden_size: int | None = None
     max_position: int | None = None
     tied: bool = False
+    expert_bias: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -56,6 +60,8 @@ class ModelShape:
         # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level.
         if text is not None:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+        architecture = architecture_of(config)
+        config = architecture.normalise(config)
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
         has_latent_attention = config.get("kv_lora_rank") is not None  # MLA: K and V are made per head
         num_experts = optional_size(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -84,17 +90,14 @@ class ModelShape:
             shared_expert_ffn_hidden_size=shared if num_experts is not None else None,
             max_position=optional_size(config, "max_position_embeddings", "n_positions", "seq_length"),
             tied=bool(config.get("tie_word_embeddings", False)),
+            expert_bias=num_experts is not None and architecture.biases == "all",
         )
 
 
 def _has_dense_layers(config: Mapping[str, Any]) -> bool:
     """Check whether some layers of an MoE model have a dense MLP: DeepSeek's first layers, or Qwen's every other one."""
-    return bool(
-        config.get("first_k_dense_replace")
-        or config.get("mlp_only_layers")
-        or (config.get("decoder_sparse_step") or 1) > 1
-        or (config.get("moe_layer_freq") or 1) not in (1, [1])
-    )
+    layers = expert_layers(config)
+    return layers is not None and not all(layers)
 
 
 def optional_size(config: Mapping[str, Any], *names: str) -> int | None:
@@ -131,6 +134,7 @@ class ModelInfo:
             output projection included, of the experts only those a token is sent to).
         scalar_head: what stands in the output layer's place; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
+        architecture: the declaration of its family.
     """
 
     shape: ModelShape
@@ -140,6 +144,13 @@ class ModelInfo:
     attention_width: int
     scalar_head: ScalarHead | None = None
     extra: Mapping[str, TensorHeader] = field(default_factory=dict)
+    architecture: Architecture = field(default_factory=lambda: architecture_named(""))
+
+    @property
+    def quantised(self) -> str | None:
+        """Return how the checkpoint stores quantised weights, or None."""
+        headers = (header for header in self.tensors.values() if isinstance(header, QuantisedHeader))
+        return next((header.method for header in headers), None)
 
     @property
     def tensor_names(self) -> list[str]:
@@ -158,19 +169,23 @@ class ModelInfo:
         return weight_flops + 6 * self.shape.num_layers * self.attention_width * length
 
 
-def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return names of the layers that a LoRA adapter may target, from the names and shapes of a checkpoint's weights.
+NO_TARGETS = ("gate", "router", "_bias")
+"""Ends of names in a layer that are no linear layers for an adapter: routers, and biases of fused experts."""
+
+
+def linear_layers(info: ModelInfo) -> list[str]:
+    """Return names in transformers' model of the layers that a LoRA adapter may target, from the headers of its weights.
 
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
     """
-    untied = "lm_head.weight" in shapes
+    untied = OUTPUT in info.tensors
     names: dict[str, None] = {}
-    for weight, dims in shapes.items():
+    for weight, header in info.tensors.items():
+        name = info.architecture.model_name(weight).removesuffix(".weight")
         # transformers 5 fuses experts into one tensor; adapters are named after it whatever the files hold.
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
-        # "gate" is the router (mlp.gate), not gate_proj.
-        linear = ".layers." in name and len(dims) > 1 and not name.endswith("gate")
+        linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(NO_TARGETS)
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
     return list(names)
@@ -179,14 +194,16 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
     """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end."""
     config = read_config(model_dir)
-    text = config.get("text_config") or config
     try:
+        architecture = architecture_of(config)
+        text = architecture.normalise(text_config(config))
         shape = ModelShape.from_hf_config(config)
-        topk, head_dim = optional_size(text, "num_experts_per_tok") or 0, optional_size(text, "head_dim")
-        optional_size(text, "num_nextn_predict_layers")
+        topk = optional_size(text, "num_experts_per_tok") or 0
+        for name in ("head_dim", "num_nextn_predict_layers"):
+            optional_size(text, name)
     except ConfigError as error:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
-    tensors = tensor_headers(model_dir)
+    tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
     extra = {name: tensors.pop(name) for name in extra_tensors(config, tensors)}
     scalar_head = scalar_heads.find(head, config, tensors, model_dir)
@@ -202,15 +219,15 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
-    head_dim = head_dim or shape.hidden_size // shape.num_heads
     return ModelInfo(
         shape=replace(shape, tied=tied),
         tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),
-        attention_width=shape.num_heads * head_dim,
+        attention_width=architecture.attention_width(text),
         scalar_head=scalar_head,
         extra=extra,
+        architecture=architecture,
     )
 
 
@@ -284,10 +301,9 @@ def equal_tensors(a: TensorHeader, b: TensorHeader, a_name: str, b_name: str) ->
             return False
         # In float64, which holds every value of the smaller types exactly.
         if a.dtype != b.dtype:
-            from safetensors import safe_open
-
-            with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
-                return bool((first.get_tensor(a_name).double() == second.get_tensor(b_name).double()).all())
+            files: dict[Path, Any] = {}
+            first, second = read_tensor(a_name, a, files), read_tensor(b_name, b, files)
+            return bool((first.double() == second.double()).all())
         # Part of the cache key: a file that is written again has to be compared again.
         modified = tuple(path.stat().st_mtime_ns for path in (a.file, b.file))
         return _equal_bytes(a.file, a.span, b.file, b.span, modified)

@@ -16,6 +16,7 @@ from megascend.huggingface import scalar_head
 from megascend.huggingface.exported import OUTPUT, differences
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers, with_dtype
 from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.quantised import read_tensor
 from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
 from megascend.io.paths import followed, remove
@@ -92,12 +93,9 @@ class CheckpointWriter:
 
     def _copy_extra(self) -> None:
         """Copy tensors of the source that no engine builds, unchanged: heads for multi-token prediction."""
-        from safetensors import safe_open
-
+        files: dict[Path, Any] = {}
         for name, header in self._info.extra.items():
-            assert header.file is not None
-            with safe_open(header.file, framework="pt") as opened:
-                self._tensors.add(name, opened.get_tensor(name))
+            self._tensors.add(name, read_tensor(name, header, files))
 
     def _compare_with_source(self) -> None:
         headers = {
@@ -137,6 +135,9 @@ def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]
                 part["tie_word_embeddings"] = False
         if all(part.get("tie_word_embeddings") is None for part in parts):
             config["tie_word_embeddings"] = False
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)  # weights are exported dequantised
     return with_dtype(config, dtype)
 
 

@@ -49,10 +49,10 @@ class AppliedAdapters:
         """Return ``out`` plus the adapters' part of a linear layer; both are [..., features]."""
         stacked, segments = self._active()
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
-        column, sequence_parallel = target.split == "column", self._sequence_parallel
-        before, after = (segments.local, segments.full) if column else (segments.full, segments.local)
-        # Only column parallel layers see this rank's slice of the tokens as input; row parallel ones see all of them.
-        x = drop(x, stacked, segments, target, local=sequence_parallel and column)
+        # Only row parallel layers see all tokens as input, the others this rank's slice; only column parallel ones return all.
+        before = segments.full if target.split == "row" else segments.local
+        after = segments.full if target.split == "column" else segments.local
+        x = drop(x, stacked, segments, target, local=self._sequence_parallel and target.split != "row")
         down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
         total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))

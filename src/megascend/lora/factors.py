@@ -42,19 +42,25 @@ EXPERT_WEIGHT = re.compile(
 
 
 def merged(
-    adapter: tuple[Lora, dict[str, Factors]] | None, transposed: Collection[str] = ()
+    adapter: tuple[Lora, dict[str, Factors]] | None,
+    transposed: Collection[str] = (),
+    model_name: Callable[[str], str] = str,
 ) -> Callable[[str, Tensor], Tensor] | None:
     """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
     Experts may be stored separately or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
-    CheckpointError. ``transposed``: fused experts stored as [experts, in, out]. None stays None (ranks that write nothing).
+    CheckpointError. None stays None (ranks that write nothing).
+
+    Args:
+        transposed: names of fused experts stored as [experts, in, out].
+        model_name: from a name in the checkpoint to the one in transformers' model, which factors have.
     """
     if adapter is None:
         return None
     lora, factors = adapter
 
     def merge(name: str, weight: Tensor) -> Tensor:
-        delta = delta_for(name, lora, factors)
+        delta = delta_for(model_name(name), lora, factors)
         if delta is None:
             return weight
         if name in transposed:

@@ -159,7 +159,7 @@ class AdapterLayers(AppliedAdapters):
 
     def exchange(self, down: Tensor, target: TargetModule) -> Tensor:
         """Communicate ``A x`` [sequence, batch, r] from the ranks that apply A to those that apply B."""
-        if self._tensor_size == 1:
+        if self._tensor_size == 1 or target.split == "none":
             return down
         if target.split == "column":
             # Every rank's output rows give a part of the gradient of A x; both functions reduce it in backward.

@@ -32,7 +32,7 @@ class ShapeGroup:
 
     def sharding(self, factor: Literal["a", "b"]) -> Sharding:
         """Return how tensor parallel ranks share a factor: A follows the layer's input, B its output."""
-        split = (factor == "a") == (self.first.split == "row")
+        split = self.first.split == {"a": "row", "b": "column"}[factor]
         if self.first.is_expert:
             return "expert_split" if split else "expert_copied"
         return "split" if split else "copied"

@@ -7,12 +7,14 @@ Architectures that name their modules as Llama does (Qwen, Mistral, Mixtral, GLM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megascend.errors import ConfigError
-from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, ModelLayout, TargetModule, weight_shape
+from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, ModelLayout, Split, TargetModule, weight_shape
+from megascend.models import architecture_named
 
 TargetMap = Callable[[Any, int, ModelLayout], Iterable[TargetModule]]
 """(Megatron's transformer layer, its number from 0, the layout) -> its target modules, in the model's order.
@@ -39,7 +41,7 @@ def register_lora_targets(model_type: str, target_map: TargetMap) -> None:
 
 def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[TargetModule]:
     """Return every layer of this rank's chunks that an adapter could act on, in the model's order."""
-    targets_of_layer = _by_model_type.get(layout.config.hf_model_type, layer_targets)
+    targets_of_layer = _target_map(layout.config.hf_model_type)
     targets: list[TargetModule] = []
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
@@ -51,6 +53,15 @@ def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[Targ
         if chunk.post_process and not tied:
             targets += _output(chunk.output_layer, layout)
     return targets
+
+
+def _target_map(model_type: str) -> TargetMap:
+    """Return the map that was registered, the one that the architecture declares, or that of plain decoders."""
+    architecture = architecture_named(model_type)
+    if model_type in _by_model_type or architecture.lora_targets is None:
+        return _by_model_type.get(model_type, layer_targets)
+    module, _, name = architecture.lora_targets.partition(":")
+    return getattr(architecture.import_module(module), name)
 
 
 def _embedding(embedding: Any, layout: ModelLayout) -> Iterator[TargetModule]:
@@ -91,8 +102,11 @@ def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[Targ
 
 
 def attention(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
-    """Yield q, k and v, which Megatron fuses, and the output projection."""
+    """Yield q, k and v, which Megatron fuses, or the projections of latent attention, and the output projection."""
     module: Any = getattr(layer, "self_attention", None)
+    if hasattr(module, "linear_kv_down_proj"):
+        yield from latent_attention(module, number, layout)
+        return
     gated = getattr(layout.config, "attention_output_gate", False)  # the gate is inside q_proj
     if hasattr(module, "linear_qkv") and not gated:
         yield query_key_value(module.linear_qkv, number, layout)
@@ -107,6 +121,28 @@ def _unknown(layout: ModelLayout) -> str:
         f"which the map of adapters' targets for model_type {layout.config.hf_model_type!r} does not "
         "support (megascend.register_lora_targets registers another)"
     )
+
+
+def latent_attention(
+    module: Any, number: int, layout: ModelLayout, folder: str = "self_attn"
+) -> Iterator[TargetModule]:
+    """Yield the projections of multi-head latent attention: those into the latents are whole on every rank."""
+
+    def target(layer: Any, split: Split, name: str) -> TargetModule:
+        rows, _ = weight_shape(layer)
+        local = torch.arange(rows)
+        rank, size = layout.tensor_rank(expert=False) if split == "column" else (0, 1)
+        weight = FusedSlice(layout.name(number, folder, name), rows * size, local, rank * rows + local)
+        return TargetModule.of(layer, split, layout, [weight])
+
+    if layout.config.q_lora_rank is None:
+        yield target(module.linear_q_proj, "column", "q_proj")
+    else:
+        yield target(module.linear_q_down_proj, "none", "q_a_proj")
+        yield target(module.linear_q_up_proj, "column", "q_b_proj")
+    yield target(module.linear_kv_down_proj, "none", "kv_a_proj_with_mqa")
+    yield target(module.linear_kv_up_proj, "column", "kv_b_proj")
+    yield target(module.linear_proj, "row", "o_proj")
 
 
 def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
@@ -139,6 +175,18 @@ def feed_forward(mlp: Any, number: int, layout: ModelLayout, folders: Sequence[s
     yield linear(mlp.linear_fc2, "row", layout, [layout.name(number, *path, "down_proj")])
 
 
+def layer_targets_of_interleaved_experts(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer whose fused experts have rows of gate and up in turn (gpt-oss)."""
+    for target in layer_targets(layer, number, layout):
+        weight = target.slices[0]
+        if not weight.name.endswith(".experts.gate_up_proj"):
+            yield target
+            continue
+        half = weight.out_features // 2  # Megatron's rows are gate's above up's
+        rows = torch.where(weight.global_rows < half, 2 * weight.global_rows, 2 * (weight.global_rows - half) + 1)
+        yield replace(target, slices=(replace(weight, global_rows=rows),))
+
+
 def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
     """Yield experts as transformers fuses them and peft adapts them: gate above up in one parameter, and down."""
     grouped = moe.experts
@@ -148,9 +196,7 @@ def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule
     yield linear(grouped.linear_fc2, "row", layout, [layout.name(number, "mlp", "experts", "down_proj")], moe)
 
 
-def linear(
-    module: Any, split: Literal["column", "row"], layout: ModelLayout, names: Sequence[str], moe: Any = None
-) -> TargetModule:
+def linear(module: Any, split: Split, layout: ModelLayout, names: Sequence[str], moe: Any = None) -> TargetModule:
     """Build the target for a layer of one Hugging Face weight, or of gate and up, half and half on every rank.
 
     ``names``: of the weight, or of gate and up. With one name, a column parallel layer of a gated MLP is gate above up.

@@ -17,10 +17,14 @@ from torch import Tensor
 
 from megascend.errors import ConfigError
 from megascend.kernels.softmax import VocabShard
+from megascend.models import architecture_named
 from megascend.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """Names in transformers of the modules before and after the layers. As in peft, ``all-linear`` does not include them."""
+
+
+Split = Literal["column", "row", "none"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class TargetModule:
     Attributes:
         module: the layer.
         split: ``column`` if tensor parallel ranks share its output (the output layer's is the vocabulary), ``row`` if they
-            share its input (the embedding's is).
+            share its input (the embedding's is), ``none`` if each has all of it (down projections of latent attention).
         slices: the Hugging Face weights in it, at least one.
         in_features, out_features: of this rank; rows that pad a vocabulary do not count.
         in_start, in_total: this rank's first input column, and the unsharded weight's columns.
@@ -58,7 +62,7 @@ class TargetModule:
     """
 
     module: Any
-    split: Literal["column", "row"]
+    split: Split
     slices: tuple[FusedSlice, ...]
     in_features: int
     out_features: int
@@ -74,7 +78,7 @@ class TargetModule:
     def of(
         cls,
         module: Any,
-        split: Literal["column", "row"],
+        split: Split,
         layout: ModelLayout,
         slices: Sequence[FusedSlice],
         moe: Any = None,
@@ -127,7 +131,8 @@ class ModelLayout:
         self, config: Any, topology: Topology, coordinates: Coordinates, tensor_names: Collection[str], vocab_size: int
     ) -> None:
         self.config, self.topology, self.coordinates, self.vocab_size = config, topology, coordinates, vocab_size
-        self.names = set(tensor_names)
+        architecture = architecture_named(config.hf_model_type)
+        self.names = {architecture.model_name(name) for name in tensor_names}
         # Sorted: the order of a set of strings differs between processes.
         first = next((match for name in sorted(self.names) if (match := re.match(r"^(.*?)layers\.\d+\.", name))), None)
         self.prefix = first.group(1) if first else ""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from megascend.config import TrainerConfig
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, Workload
+from megascend.models.base import LatentAttention
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -96,6 +97,8 @@ def norm_bytes(width: float, kind: LayerKind) -> float:
 
 
 def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
+    if sizes.latent is not None:
+        return _latent_attention(sizes.latent, sizes, topology, kind)
     b, t = kind.bytes, topology.tensor
     query, keys, heads = sizes.query / t, sizes.key_value / t, sizes.heads / t
     total = _norm_and_input(sizes.hidden, topology, kind)
@@ -114,6 +117,32 @@ def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     total += b * query + FP32 * heads  # the output, and the log of each softmax's sum
     total += probability_bytes(sizes, topology, kind)
     return total + _adapted(kind, slices=3) + _adapted(kind, slices=1)
+
+
+def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
+    """Return the bytes of multi-head latent attention, whose down projections every tensor parallel rank computes in full.
+
+    Saved are the latents with their norms, queries and keys after the rotation, which joins two parts of each head in new
+    tensors, the up projection of keys and values, of which values are copied, and the output.
+    """
+    b, t = kind.bytes, topology.tensor
+    heads = sizes.heads / t
+    sequence_shards = topology.tensor if topology.sequence_parallel else 1
+    # The layer's norm is followed by two linear layers, which share their input.
+    total = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / sequence_shards
+    total += _norm_and_input(latent.key_value_latent, topology, kind)
+    if latent.query_latent is not None:
+        total += _norm_and_input(latent.query_latent, topology, kind)
+    total += b * latent.rotated  # the rotated part of keys, shared by heads
+    total += 2 * b * heads * latent.query_head  # queries and keys
+    total += b * heads * latent.value_head  # values
+    if not kind.fused:
+        total += 4 * b * latent.rotated  # the tables of cosines and sines, for queries and for keys
+        total += b * heads * latent.value_head if kind.packed else 0  # samples' outputs, concatenated
+        total += 2 * b * heads * (latent.query_head - latent.value_head)  # values and output as wide as keys
+    total += b * heads * latent.value_head + FP32 * heads  # the output, and the log of each softmax's sum
+    total += probability_bytes(sizes, topology, kind)
+    return total + _adapted(kind, slices=5)
 
 
 def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:

@@ -69,7 +69,7 @@ def estimate(
         return None
     sizes = ModelSizes.of(info, hf_config)
     remarks = []
-    if sizes.latent:
+    if sizes.latent is not None and config.engine != "megatron":
         remarks.append("attention with latent keys and values (MLA) is counted as plain attention")
     if sizes.experts:
         remarks.append("experts are assumed to have equal loads")

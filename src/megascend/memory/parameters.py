@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from megascend.config import Lora
 from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.info import NO_TARGETS
 from megascend.memory.sizes import layer_of
 from megascend.topology.topology import Topology
 
 ROW_PARALLEL = ("o_proj", "down_proj", "dense_4h_to_h", "out_proj", "w2", "dense")
 """Row parallel linear layers, whose input is divided over tensor parallel ranks; all others are column parallel."""
 REPLICATED = (
-    "mlp.gate.weight",
+    ".gate.weight",
     "router.weight",
     "shared_expert_gate.weight",
     "kv_a_proj_with_mqa.weight",
@@ -156,7 +157,7 @@ def adapter_bytes(
 def is_target(name: str, shape: tuple[int, ...], lora: Lora) -> bool:
     """Check whether the adapter targets a weight of the model's layers."""
     module = name.removesuffix(".weight")
-    if len(shape) < 2 or module.endswith("gate"):
+    if len(shape) < 2 or module.endswith(NO_TARGETS):
         return False
     return lora.targets == "all-linear" or any(f".{module}".endswith(f".{target}") for target in lora.targets)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
-from megascend.huggingface.unsupported import expert_layers
+from megascend.models import architecture_of, expert_layers, text_config
+from megascend.models.base import LatentAttention
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -51,7 +52,7 @@ class ModelSizes:
         experts, topk: routed experts of a layer, and of a token.
         qk_norm: queries and keys are normalised per head.
         gated: MLPs have a gate projection.
-        latent: attention has latent keys and values (MLA), for which there are no formulas.
+        latent: sizes of multi-head latent attention; None for another attention.
         with_experts: for each layer, whether it has experts.
     """
 
@@ -69,13 +70,13 @@ class ModelSizes:
     tied: bool
     qk_norm: bool
     gated: bool
-    latent: bool
+    latent: LatentAttention | None
     with_experts: tuple[bool, ...]
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
         """Read the sizes of a checkpoint from its headers and its ``config.json``."""
-        text = hf_config.get("text_config", hf_config)
+        text = architecture_of(hf_config).normalise(text_config(hf_config))
         shape, names = info.shape, info.tensors
         head_dim = info.attention_width // shape.num_heads
         if shape.is_moe:
@@ -98,7 +99,7 @@ class ModelSizes:
             tied=shape.tied,
             qk_norm=any(name.endswith("q_norm.weight") for name in names),
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
-            latent=text.get("kv_lora_rank") is not None,
+            latent=LatentAttention.of(text),
             with_experts=tuple(with_experts),
         )
 

@@ -73,14 +73,19 @@ class DotProductAttention(ReferenceModule):
     ) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
-        if softmax_type != "vanilla":
+        if softmax_type not in ("vanilla", "learnable"):
             refuse(
-                f"softmax_type={softmax_type!r}", "use softmax_type='vanilla', or run on CUDA with transformer-engine"
+                f"softmax_type={softmax_type!r}",
+                "use softmax_type='vanilla' or 'learnable', or run on CUDA with transformer-engine",
             )
         if return_max_logit:
             refuse("return_max_logit", "switch qk_clip and log_max_attention_logit off")
         check_window(window_size)
         self._set_tp(tp_group, tp_size)
+        self.softmax_type = softmax_type
+        self.softmax_offset = None
+        if softmax_type == "learnable":  # of this rank's heads, as Transformer Engine has it
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
         groups = num_gqa_groups or num_attention_heads
         if num_attention_heads % groups:
             raise ConfigError(
@@ -277,6 +282,7 @@ class DotProductAttention(ReferenceModule):
                     offset,
                     keep,
                     bias,
+                    self.softmax_offset,
                 )
                 pieces.append(out.permute(2, 0, 1, 3))
                 first += count

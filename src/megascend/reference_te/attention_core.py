@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.errors import ConfigError
+from megascend.kernels.attention_sinks import attention_with_sinks
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -73,6 +74,7 @@ def attend(
     offset: int = 0,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with an fp32 softmax; groups of query heads share K and V heads.
 
@@ -83,6 +85,7 @@ def attend(
         offset: position of the first query.
         keep: boolean, broadcastable to ``[batch, heads, queries, keys]``, True where allowed; in addition to ``rule``.
         bias: added to the scaled scores, broadcastable to the same shape.
+        sink: ``[heads]``, a logit that takes part in the softmax and has no value: what is left over attends to nothing.
 
     Returns:
         ``[batch, heads, queries, value_dim]`` in the dtype of ``value``. A query without visible keys gets zeros.
@@ -90,14 +93,21 @@ def attend(
     queries, keys = query.shape[2], key.shape[2]
     if keys == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
+    if value.shape[3] < key.shape[3]:
+        # torch has no kernel for narrower values on CPUs and would save all probabilities.
+        width = value.shape[3]
+        value = F.pad(value, (0, key.shape[3] - width))
+        return attend(query, key, value, rule, scale, dropout, offset, keep, bias, sink)[..., :width]
     kwargs = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     aligned = offset == 0 and queries == keys
-    if rule.reach == (-1, 0) and aligned and keep is None and bias is None:
+    if rule.reach == (-1, 0) and aligned and keep is None and bias is None and sink is None:
         # Without a mask tensor torch may choose a fused kernel, which skips masked blocks.
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **kwargs)
     by_position = visible(rule, queries, keys, offset, query.device)
     if by_position is not None:
         keep = by_position if keep is None else keep & by_position
+    if sink is not None:
+        return attention_with_sinks(query, key, value, keep, sink, bias, **kwargs)
     sighted = None
     if keep is not None:
         # A row without any key would be 0 / 0: make all keys visible, then set its output (and its gradient) to zero.

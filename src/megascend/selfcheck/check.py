@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError, SelfCheckError
-from megascend.huggingface.architectures import registered
 from megascend.io import paths, shared
+from megascend.models import registered
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model

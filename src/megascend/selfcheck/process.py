@@ -18,8 +18,9 @@ from typing import Any
 
 from megascend.distributed.launch import plain_environment
 from megascend.errors import PlatformError
-from megascend.huggingface.architectures import registered
 from megascend.io import paths
+from megascend.models import registered
+from megascend.models.registry import to_reference
 from megascend.platforms import cpu_products
 from megascend.selfcheck.slicing import Slice
 from megascend.selfcheck.verdict import Verdict
@@ -171,7 +172,9 @@ class Worker:
                     "folder": str(self._path / "models"),
                     "result": str(result),
                     "trials": [vars(trial) for trial in trials],
-                    "architectures": [vars(architecture) for architecture in architectures if architecture is not None],
+                    "architectures": [
+                        to_reference(architecture) for architecture in architectures if architecture is not None
+                    ],
                 }
             ),
             encoding="utf-8",

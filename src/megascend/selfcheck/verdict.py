@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megascend.errors import SelfCheckError
+from megascend.models import architecture_named, proven
 from megascend.selfcheck.slicing import rope_settings
 from megascend.selfcheck.suspects import advice
-
-PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures (``model_type``) whose training is compared with Hugging Face's in the tests, in every layout."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,12 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     """Return warnings for the user that do not stop the training."""
     model_type = str(config.get("model_type"))
     warnings = gaps(verdict, model_type)
-    if model_type not in PROVEN:
+    if not architecture_named(model_type).proven:
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
+        names = ", ".join(sorted(architecture.model_type for architecture in proven()))
         warnings.append(
-            f"{model_type} is not among the architectures that megascend's tests prove ({', '.join(PROVEN)}){passed}. Gradients, "
-            "parallel layouts and exports of it are untested"
+            f"{model_type} is not among the architectures that megascend's tests prove ({names}){passed}. Gradients, parallel "
+            "layouts and exports of it are untested"
         )
     return warnings
 

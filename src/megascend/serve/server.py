@@ -74,8 +74,8 @@ def make_backend(settings: ServeConfig) -> Any:
     from megascend import backends
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
-    shapes = {name: header.shape for name, header in inspect_checkpoint(settings.model).tensors.items()}
-    targets = allowed_targets(linear_layers(shapes), unembed=settings.unembed and settings.engine != "single")
+    layers = linear_layers(inspect_checkpoint(settings.model))
+    targets = allowed_targets(layers, unembed=settings.unembed and settings.engine != "single")
     adapters = Adapters(
         max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
         max_rank=settings.max_rank,

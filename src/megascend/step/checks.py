@@ -7,6 +7,7 @@ from typing import Literal
 
 from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
+from megascend.engines import router_replay
 from megascend.engines.base import Engine
 from megascend.errors import ConfigError, DataError
 
@@ -14,6 +15,8 @@ from megascend.errors import ConfigError, DataError
 def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
     """Raise DataError for samples that the model cannot process."""
     vocab_size = engine.info.shape.vocab_size
+    replay = engine.router_replay
+    router_replay.check(samples, None if replay is None else replay.layers, engine.why_no_replay)
     for index, sample in enumerate(samples):
         if len(sample) > engine.max_length:
             raise DataError(

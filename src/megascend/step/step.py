@@ -119,6 +119,7 @@ class Step:
                 with ExitStack() as contexts:
                     batches, figures = self._run(run, contexts, call)
                     metrics, values = self._reduce_metrics(figures, normalizer)
+                    replayed = self._replayed(agreed)
                     sample_outputs: dict[str, Any] = {}
                     if outputs:
                         sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
@@ -136,6 +137,7 @@ class Step:
             values,
             normalizer.figure_scale,
             self._groups.rank == 0,
+            _replayed=replayed,
             **sample_outputs,
         )
 
@@ -376,6 +378,15 @@ class Step:
         if self._topology.world_size > 1:
             dist.all_reduce(values, group=self._groups.device_group("world"))
         return names, values
+
+    def _replayed(self, agreed: agreement.Agreement) -> Tensor | None:
+        """Sum the counts of router replay over ranks; None if no rank has a sample with ``routed_experts``. Collective."""
+        if self._engine.router_replay is None or not any(counts.routed for counts in agreed.counts.values()):
+            return None
+        counts = self._engine.router_replay.take_counts()
+        if self._topology.world_size > 1:
+            dist.all_reduce(counts, group=self._groups.device_group("world"))
+        return counts
 
     def _by_sample(
         self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int

@@ -12,7 +12,6 @@ from megascend.io import shared
 from megascend.selfcheck import check, process
 from megascend.selfcheck.process import Trial
 from megascend.selfcheck.slicing import Slice, slice_model
-from megascend.selfcheck.verdict import PROVEN
 from megascend.testing.tiny_models import tiny_config
 
 
@@ -56,4 +55,10 @@ def warm_tiny_models() -> None:
 
     Tests have deadlines, which might pass where a rank had to wait for its own.
     """
-    warm([tiny_config(arch, tie_word_embeddings=tied) for arch in PROVEN for tied in (False, True)])
+    warm(
+        [
+            tiny_config(arch, tie_word_embeddings=tied)
+            for arch in ("llama", "qwen2", "qwen3", "qwen3_moe")
+            for tied in (False, True)
+        ]
+    )

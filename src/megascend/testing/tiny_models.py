@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megascend.errors import ConfigError, DistributedTestError
-from megascend.huggingface.architectures import registered
 from megascend.io.shared import replace
+from megascend.models import architecture_named, registered
+from megascend.models.registry import BUILT_IN
 from megascend.testing.artifact_cache import copy_or_make, exclusive
 from megascend.testing.reference import run_reference
 
-_CLASSES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    # Not in mcore-bridge:
-    "olmo3": "Olmo3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-ARCHITECTURES = tuple(_CLASSES)
+ARCHITECTURES = tuple(BUILT_IN)
 """The ``arch`` values that this module knows."""
 
 MARKER = "tiny_checkpoint.json"
@@ -49,15 +36,15 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
     Raises:
         ConfigError: the architecture is not known.
     """
-    outside = registered(arch)
-    if arch not in _CLASSES and outside is None:
+    architecture = architecture_named(arch)
+    if arch not in BUILT_IN and registered(arch) is None:
         raise ConfigError(
             f"no tiny model of architecture {arch!r}; known: {', '.join(ARCHITECTURES)}, and those registered with "
             "megascend.register_architecture"
         )
     config: dict[str, Any] = {
         "model_type": arch,
-        "architectures": [_CLASSES[arch]] if arch in _CLASSES else None,
+        "architectures": [architecture.model_class] if architecture.model_class else None,
         "hidden_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -77,45 +64,7 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "torch_dtype": "float32",
     }
-    if arch in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "dots1"):
-        config["attention_bias"] = False
-    if arch == "llama":
-        config["mlp_bias"] = False
-    if arch == "glm4":
-        config |= {"partial_rotary_factor": 0.5}
-    if arch in ("glm4_moe", "dots1"):
-        config |= {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.5,
-        }
-        config |= {"partial_rotary_factor": 0.5, "use_qk_norm": True} if arch == "glm4_moe" else {}
-        config |= {"layer_types": ["full_attention"] * 4, "max_window_layers": 4} if arch == "dots1" else {}
-    if arch == "olmo3":
-        config |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    if arch == "smollm3":
-        config |= {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": False, "layer_types": ["full_attention"] * 4}
-    if arch == "mixtral":
-        config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    if arch == "qwen2_moe":
-        config |= {"shared_expert_intermediate_size": 64}
-    if arch in ("qwen2_moe", "qwen3_moe"):
-        config |= {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-    return config | (dict(outside.tiny) if outside is not None else {}) | overrides
+    return config | dict(architecture.tiny) | overrides
 
 
 def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **overrides: Any) -> Path:
@@ -141,9 +90,9 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     """
     path = Path(path)
     made_from: dict[str, Any] = {"config": tiny_config(arch, **overrides), "seed": seed}
-    outside = registered(arch)
-    if outside is not None:
-        made_from["architecture"] = outside.code()
+    architecture = architecture_named(arch)
+    if registered(arch) is not None:
+        made_from["architecture"] = architecture.code()
     recipe = json.dumps(made_from, sort_keys=True)
     if _holds(path, recipe):
         return path
@@ -152,7 +101,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     with exclusive(path):
         # Again under the lock: another process may have written it meanwhile.
         if not _holds(path, recipe):
-            modules = [outside.transformers] if outside is not None and outside.transformers else []
+            modules = [architecture.transformers] if architecture.transformers else []
             replace(path, lambda fresh: _build(fresh, recipe, modules))
     return path
 

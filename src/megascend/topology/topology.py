@@ -271,6 +271,11 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
                     f"parallel.{name}={value}, but the model has no experts; leave {name} at its default"
                 )
         return
+    if model.expert_bias and expert_tensor > 1:
+        raise TopologyError(
+            f"parallel.expert_tensor={expert_tensor}{'' if p.expert_tensor else ' (it defaults to tensor)'}: Megatron-Core does "
+            "not divide experts that have biases; set expert_tensor to 1, and expert to 2 or more if tensor is"
+        )
     _check_divides("parallel.expert", p.expert, model.num_experts, "experts")
     _check_divides("parallel.expert_tensor", expert_tensor, model.moe_ffn_hidden_size, "columns of an expert's MLP")
 

@@ -17,7 +17,7 @@ from megascend.app.train import train
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Parallel, RunConfig
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface import architectures
+from megascend.models import Architecture, registry
 from megascend.testing import run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
@@ -110,7 +110,7 @@ def test_megascend_train_takes_it_by_its_plug_in(checkpoint: Path, tmp_path: Pat
     def on_rank() -> Any:
         for name in [name for name in sys.modules if name.split(".")[0] == "parrot"]:
             del sys.modules[name]
-        architectures._by_model_type.clear()
+        registry._from_outside.clear()
         megascend.lora.target_maps._by_model_type.clear()
         result = train(run)
         return result.steps, result.export
@@ -125,7 +125,7 @@ def test_without_its_package_it_is_refused_and_a_package_is_named_that_fails(
 ) -> None:
     def error_of(**settings: Any) -> str:
         def on_rank() -> str:
-            architectures._by_model_type.clear()
+            registry._from_outside.clear()
             if settings:
                 megascend.register_architecture("parrot", **settings)
             try:
@@ -142,8 +142,8 @@ def test_without_its_package_it_is_refused_and_a_package_is_named_that_fails(
     assert "has no model for model_type 'parrot'" in error_of(transformers=hugging_face)
     assert "'json' has registered no model" in error_of(transformers=hugging_face, megatron="json")
 
-    monkeypatch.setattr(architectures, "_by_model_type", {})
-    with pytest.raises(ConfigError, match="'parrot'; known: qwen2"):
+    monkeypatch.setattr(registry, "_from_outside", {})
+    with pytest.raises(ConfigError, match="'parrot'; known: llama"):
         tiny_config("parrot")
     megascend.register_architecture("parrot", tiny={"attention_scale": 0.5})
     megascend.register_architecture("parrot", tiny={"attention_scale": 0.5})
@@ -159,7 +159,7 @@ def test_architecture_cache_key_depends_on_its_code(tmp_path: Path, monkeypatch:
     (package / "model.py").write_text("one = 1\n")
     (tmp_path / "a_module.py").write_text("two = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    architecture = architectures.Architecture("any", "a_package.model", "a_module")
+    architecture = Architecture(("any",), "a_package.model", "a_module")
     first = architecture.code()
     assert architecture.code() == first
     (package / "model.py").write_text("one = 3\n")
@@ -167,4 +167,4 @@ def test_architecture_cache_key_depends_on_its_code(tmp_path: Path, monkeypatch:
     (tmp_path / "a_module.py").write_text("two = 4\n")
     assert len({first, second, architecture.code()}) == 3
     with pytest.raises(ConfigError, match="no package 'absent'"):
-        architectures.Architecture("any", "absent.model").code()
+        Architecture(("any",), "absent.model").code()

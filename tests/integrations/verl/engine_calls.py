@@ -96,7 +96,7 @@ def main(path: str, out: str) -> None:
         report["loaded"] = float((loaded["log_probs"].values() - after["log_probs"].values()).abs().max())
         report["next rate"] = engine.lr_scheduler_step()
     report["errors"] = {}
-    for name, value in {"temperature": 0.7, "calculate_sum_pi_squared": True, "enable_routing_replay": True}.items():
+    for name, value in {"temperature": 0.7, "calculate_sum_pi_squared": True}.items():
         try:
             infer(**{name: value})
         except ValueError as error:

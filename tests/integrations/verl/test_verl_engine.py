@@ -101,5 +101,5 @@ def test_adapter_weights_have_peft_names_and_shapes(calls: dict[str, Any]) -> No
 
 
 def test_unsupported_batch_options_are_named(calls: dict[str, Any]) -> None:
-    for name in ("temperature", "calculate_sum_pi_squared", "enable_routing_replay"):
+    for name in ("temperature", "calculate_sum_pi_squared"):
         assert f"{name}=" in calls["errors"][name]

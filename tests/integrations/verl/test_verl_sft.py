@@ -112,7 +112,7 @@ def test_a_killed_run_resumes_with_the_same_losses(folder: Path, killed: Path) -
 def test_a_setting_that_megascend_does_not_have_ends_the_run_by_name(folder: Path) -> None:
     completed = python(sft_command(folder, "qwen3", "refused", 1, "engine.router_replay.mode=R2"), folder)
     assert completed.returncode != 0
-    assert "engine.router_replay.mode='R2': router replay is not supported" in completed.stderr
+    assert "engine.router_replay.mode='R2': R2, which replays" in completed.stderr
 
 
 def test_verl_does_not_carry_on_without_the_engine(folder: Path) -> None:

@@ -24,14 +24,15 @@ from megascend.engines.fsdp import varlen
 from megascend.engines.key_values import Filling, Growing
 from megascend.errors import ConfigError, TopologyError
 from megascend.kernels import npu
+from megascend.kernels.attention_sinks import attention_with_sinks
 from megascend.kernels.host_copy import to_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 KEYWORD = "sample_lengths"
-HARMLESS = ("position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Keywords with tensors that do not change which tokens attend to each other, or how."""
+KNOWN_TENSORS = ("position_ids", "position_embeddings", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "s_aux")
+"""Keywords with tensors that do not change which tokens attend to each other, or how, and sinks (``s_aux``)."""
 
 LONG = 1024
 """Average length in tokens above which one call per packed sample is faster than the varlen kernel for all of them. Time of the
@@ -62,6 +63,10 @@ class HeadExchange:
         batch, _, tokens, size = states.shape
         by_rank = states.reshape(batch, self._size, -1, tokens, size).movedim(1, 0)
         return _exchange(by_rank, self._group).movedim(0, 2).reshape(batch, -1, self._size * tokens, size)
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Return this rank's part of [heads], those that :meth:`to_heads` gives it of queries."""
+        return values.chunk(self._size)[dist.get_rank(self._group)]
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """Undo :meth:`to_heads`."""
@@ -197,13 +202,17 @@ def attention(
         raise ConfigError(
             f"engine fsdp: attention with {feature} ({type(module).__name__}) is not supported; use another engine"
         )
+    sinks: Tensor | None = options.get("s_aux")
     if lengths.cached is not None:
-        return cached_attention(module, query, key, value, lengths, scaling, sliding_window).contiguous(), None
+        mixed = cached_attention(module, query, key, value, lengths, scaling, sliding_window, sinks)
+        return mixed.contiguous(), None
     if lengths.exchange is None:
-        mixed = _sample_attention(query, key, value, lengths, scaling, dropout, sliding_window)
+        mixed = _sample_attention(query, key, value, lengths, scaling, dropout, sliding_window, sinks)
         return mixed.transpose(1, 2).contiguous(), None
     q, k, v = (_sorted(lengths.exchange.to_heads(part), lengths.order) for part in (query, key, value))
-    mixed = _sample_attention(q, k, v, lengths, scaling, dropout, sliding_window)
+    if sinks is not None:
+        sinks = lengths.exchange.own_heads(sinks)
+    mixed = _sample_attention(q, k, v, lengths, scaling, dropout, sliding_window, sinks)
     # Back to the order of the exchange: parts by rank, not sample by sample.
     mixed = _sorted(mixed, None if lengths.order is None else lengths.order.argsort())
     return lengths.exchange.to_tokens(mixed).transpose(1, 2).contiguous(), None
@@ -218,7 +227,7 @@ def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str |
     if options.get("softcap") is not None:
         return "softcap"
     # Any other tensor may be a bias or a choice of tokens: unknown options are refused, never ignored.
-    tensors = (name for name, value in options.items() if isinstance(value, Tensor) and name not in HARMLESS)
+    tensors = (name for name, value in options.items() if isinstance(value, Tensor) and name not in KNOWN_TENSORS)
     return next(tensors, None)
 
 
@@ -230,15 +239,16 @@ def cached_attention(
     lengths: SampleLengths,
     scaling: float | None,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention without dropout for complete samples, which are written to the KV cache, or for new tokens."""
     if isinstance(lengths.cached, Growing):
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-        return lengths.cached.attend(module.layer_idx, q, k, v, scaling, window)[None]
+        return lengths.cached.attend(module.layer_idx, q, k, v, scaling, window, sinks)[None]
     assert lengths.cached is not None
     states = (part.transpose(1, 2) if lengths.packed is None else part[0].transpose(0, 1) for part in (key, value))
     lengths.cached.keep(module.layer_idx, *states)
-    return _sample_attention(query, key, value, lengths, scaling, 0.0, window).transpose(1, 2)
+    return _sample_attention(query, key, value, lengths, scaling, 0.0, window, sinks).transpose(1, 2)
 
 
 def _sorted(states: Tensor, order: Tensor | None) -> Tensor:
@@ -253,15 +263,18 @@ def _sample_attention(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention within complete samples: [batch, heads, tokens, head dim]."""
+    """Compute attention within complete samples: [batch, heads, tokens, head dim]; ``sinks``: [heads], see ``s_aux``."""
     if query.device.type == "npu":
+        if sinks is not None:
+            raise ConfigError("engine fsdp: attention with sinks (s_aux) has no kernel on NPUs; use another engine")
         return npu.causal_attention(query, key, value, lengths.packed, scaling=scaling, dropout=dropout, window=window)
     if lengths.starts is None or lengths.longest is None:
-        return _causal(query, key, value, scaling, dropout, window)
-    if lengths.one_kernel and varlen.fits(query, value, dropout):
+        return _causal(query, key, value, scaling, dropout, window, sinks)
+    if sinks is None and lengths.one_kernel and varlen.fits(query, value, dropout):
         return varlen.attention(query, key, value, lengths.starts, lengths.longest, scaling, window)
-    return _one_by_one_uncompiled(query, key, value, lengths, scaling, dropout, window)
+    return _one_by_one_uncompiled(query, key, value, lengths, scaling, dropout, window, sinks)
 
 
 def _one_by_one(
@@ -272,10 +285,11 @@ def _one_by_one(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     assert lengths.packed is not None
     queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
-    parts = [_causal(q, k, v, scaling, dropout, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)
 
 
@@ -283,13 +297,22 @@ def _one_by_one(
 _one_by_one_uncompiled: Any = torch.compiler.disable(_one_by_one)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     length, mask = q.shape[2], None
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
     # SDPA has no argument for a window, only a mask, which rules out its flash kernel: only where the window matters.
-    if window is not None and window < length:
+    if sinks is not None or (window is not None and window < length):
         positions = torch.arange(length, device=q.device)
         distance = positions[:, None] - positions[None, :]
-        mask = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
+        mask = (distance >= 0) & (distance < (window or length))
+    if sinks is not None:
+        return attention_with_sinks(q, k, v, mask, sinks, **options)
+    return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)

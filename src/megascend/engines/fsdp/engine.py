@@ -29,6 +29,7 @@ from megascend.engines.fsdp.token_mixing import check_layers
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import fresh_weights, output_layer
 from megascend.engines.key_values import other_attention
+from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
 from megascend.engines.transformers_names import tensor_slices
@@ -118,6 +119,8 @@ class FsdpEngine(TransformersEngine):
             )
             self.trainable = FullModel(self.optimizer)
         self.model.train()
+        self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
+        self.why_no_replay = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
 
     def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
         """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
@@ -156,7 +159,8 @@ class FsdpEngine(TransformersEngine):
                     cached=batch.cached,
                 )
                 watching = contextlib.nullcontext() if router_loss is None else router_loss.watching()
-                with self.groups.monitor.phase("forward"), watching:
+                replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
+                with self.groups.monitor.phase("forward"), watching, replaying:
                     loss, result = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
                 if router_loss is not None:
                     loss = loss + router_loss.of(batch)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -28,6 +27,7 @@ from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.transformers_names import persistent_tensors
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.quantised import read_tensor
 from megascend.kernels.reductions import names_with_nan, out_of_range, square_sum
 
 
@@ -138,10 +138,7 @@ def _read(
         return 0
     assert header.file is not None
     try:
-        if header.file not in files:
-            files[header.file] = safe_open(header.file, framework="pt")
-        file = files[header.file]
-        values: Tensor = file.get_slice(source.weight)[in_source] if in_source else file.get_tensor(source.weight)
+        values = read_tensor(source.weight, header, files, in_source)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"model: {header.file}: {source.weight} cannot be read: {error}") from error
     if problem := out_of_range(source.weight, values, dtype):

@@ -30,7 +30,7 @@ from megascend.engines.heads import (
     without_bias,
 )
 from megascend.errors import CheckpointError, ConfigError, VersionError
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.kernels.npu import GroupedProduct
 
@@ -69,11 +69,8 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
         CheckpointError: transformers cannot build it.
         ConfigError: its experts cannot be sharded, or its output layer is not a plain product.
     """
-    from transformers import AutoConfig
-
-    make_known_to_transformers(model_dir)
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = transformers_config(model_dir)
         tie_embeddings(config, tied)
         with torch.device("meta"):
             model = engine_model(config, scalar_head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
@@ -17,16 +18,15 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
-from transformers import AutoConfig
 
 from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError, ConfigError, PlatformError
-from megascend.huggingface.architectures import import_part, make_known_to_transformers, registered
+from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
-from megascend.huggingface.unsupported import expert_layers, unsupported_settings
+from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.platforms.base import Platform
 from megascend.topology.topology import Topology
 
@@ -61,31 +61,32 @@ def check_architecture(model_dir: Path) -> None:
         ConfigError: it has settings that the Megatron model does not support, all named in the message; or a module that it is
             registered with cannot be imported.
     """
-    make_known_to_transformers(model_dir)
     try:
-        # Never run code from a checkpoint's directory.
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        config = transformers_config(model_dir)
+    except ConfigError:
+        raise
     except Exception as error:  # its validators raise classes without a common base
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise CheckpointError(
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
-    _make_known_to_mcore_bridge(config.model_type)
+    architecture = architecture_named(config.model_type)
+    _make_known_to_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
             f"model_type {config.model_type!r}; a package of your own can bring it (megascend.register_architecture)"
         )
-    if problems := unsupported_settings(config.to_dict()):
+    if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
 
 
-def _make_known_to_mcore_bridge(model_type: str) -> None:
-    architecture = registered(model_type)
-    if architecture is None or architecture.megatron is None:
+def _make_known_to_mcore_bridge(architecture: Architecture, model_type: str) -> None:
+    if architecture.megatron is None:
         return
-    import_part(model_type, architecture.megatron)
-    if register.get_mcore_model_type(model_type) is None:
+    is_new = architecture.megatron not in sys.modules
+    architecture.import_module(architecture.megatron)
+    if is_new or register.get_mcore_model_type(model_type) is None:
         # mcore-bridge builds this table on first use and never updates it; None makes it build the table again.
         patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
@@ -114,7 +115,7 @@ def build_config(
         CheckpointError: mcore-bridge does not know the architecture.
         ConfigError: a combination of settings that Megatron-Core would compute wrongly.
     """
-    hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    hf_config = transformers_config(model_dir)
     arguments = hf_to_mcore_config(hf_config)
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
@@ -122,7 +123,8 @@ def build_config(
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
-    arguments.update(layer_arguments(hf_config.to_dict()))
+    full = text_config(hf_config.to_dict())
+    arguments.update(architecture_of(full).megatron_settings(full))
     # After the checkpoint's own settings, which these override.
     arguments.update(ROUTING)
     if tied is not None:
@@ -209,15 +211,6 @@ def recompute_arguments(recompute: Recompute) -> dict[str, Any]:
             "recompute_num_layers": recompute.layers,
         }
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-
-
-def layer_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TransformerConfig's settings for models with some dense layers by Qwen's rule, which mcore-bridge ignores."""
-    layers = expert_layers(hf_config)
-    if layers is None or all(layers):
-        return {}
-    pattern = ",".join(str(int(has_experts)) for has_experts in layers)
-    return {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": hf_config["intermediate_size"]}
 
 
 def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
@@ -335,6 +328,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     # Megatron sets them while it initialises weights, which mcore-bridge skips (perform_initialization=False); without
     # them the norm would leave out every rank's embedding and output shard but the first's. MindSpeed's grouped linear
     # layers never set them, so that all ranks' experts but the first's would be missing.
+    # Nobody sets them for attention sinks, which are sharded by heads.
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes
@@ -346,14 +340,21 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TEColumnParallelGroupedLinear: 0,
         te.TERowParallelGroupedLinear: 1,
     }
+    divided_experts = parallel_state.get_expert_tensor_parallel_world_size() > 1
     changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
     for module in model.modules():
+        sinks = getattr(module, "softmax_offset", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
+            sinks.partition_dim, sinks.partition_stride = 0, 1  # type: ignore[attr-defined]
         dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
         if dim is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank.
-            sharded = name.startswith("weight") or (name.startswith("bias") and dim == 0)
+            # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank. But with an expert tensor
+            # parallel size of 1, tensor parallel ranks have other experts, not replicas.
+            whole_experts = isinstance(module, te.TERowParallelGroupedLinear) and not divided_experts
+            sharded = name.startswith("weight") or (name.startswith("bias") and (dim == 0 or whole_experts))
             if sharded and not getattr(parameter, "tensor_model_parallel", False):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
                 parameter.partition_dim = dim  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ be of one length, and its dynamic one needs flash attention's paged kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,13 +31,11 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
         return f"parallel.context={topology.context}"
     if platform == "npu":
         return "attention on NPUs is MindSpeed's"
-    if config.multi_latent_attention:
-        return "latent attention"
     if config.position_embedding_type not in ("rope", "none", "learned_absolute"):
         return f"position embedding {config.position_embedding_type}"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
         return "rotary embeddings that depend on the length"
-    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+    if getattr(config, "softmax_type", "vanilla") not in ("vanilla", "learnable"):
         return f"attention with softmax_type={config.softmax_type}"
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -46,6 +45,17 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
             if getattr(config, "window_size", None) is not None and not hasattr(core, "window_size"):
                 return f"attention in a window that {type(core).__name__} does not tell"
     return None
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward."""
+
+    layer: int
+    scale: float | None
+    window: int | None
+    sink: Tensor | None
+    forward: Callable[..., Tensor]
 
 
 class CachedAttention:
@@ -58,6 +68,8 @@ class CachedAttention:
     def __init__(self, chunks: Sequence[Any], config: Any) -> None:
         self._chunks = chunks
         self._scale: float | None = getattr(config, "softmax_scale", None)
+        # Latent attention pads packed values to the width of keys; the cache holds them without the padding.
+        self._value_width: int | None = config.v_head_dim if config.multi_latent_attention else None
         self.batch: MicroBatch | None = None
 
     @contextlib.contextmanager
@@ -74,7 +86,11 @@ class CachedAttention:
                     # Transformer Engine's window does not count the token itself; -1: no window.
                     left, _ = getattr(core, "window_size", None) or (-1, 0)
                     window = None if left < 0 else left + 1
-                    forward = partial(self._attend, layer.layer_number, window, core.forward)
+                    # Latent attention's scale includes YaRN's, which the configuration does not.
+                    scale = getattr(layer.self_attention, "softmax_scale", self._scale)
+                    sink = getattr(core, "softmax_offset", None)
+                    attention = _Attention(layer.layer_number, scale, window, sink, core.forward)
+                    forward = partial(self._attend, attention)
                     stack.enter_context(patched(core, "forward", forward, why))
             try:
                 yield
@@ -96,9 +112,7 @@ class CachedAttention:
 
     def _attend(
         self,
-        layer: int,
-        window: int | None,
-        forward: Any,
+        attention: _Attention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -107,9 +121,20 @@ class CachedAttention:
     ) -> Tensor:
         cached = self._cached
         if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
-            mixed = cached.attend(layer, query[:, 0], key[:, 0], value[:, 0], self._scale, window)
+            mixed = cached.attend(
+                attention.layer,
+                query[:, 0],
+                key[:, 0],
+                value[:, 0],
+                attention.scale,
+                attention.window,
+                attention.sink,
+            )
             # Megatron's core attention returns [tokens, batch, heads * head dim].
             return mixed.flatten(1)[:, None]
         if cached is not None:
-            cached.keep(layer, *(states if states.dim() == 3 else states.transpose(0, 1) for states in (key, value)))
-        return forward(query, key, value, *args, **kwargs)
+            states = (key, value[..., : self._value_width])
+            cached.keep(
+                attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states)
+            )
+        return attention.forward(query, key, value, *args, **kwargs)

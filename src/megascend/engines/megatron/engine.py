@@ -35,6 +35,7 @@ from megascend.engines.megatron import (
     graph_support,
     grouped_experts,
     hf_slices,
+    replayed_routers,
     routers,
     state,
     weights,
@@ -45,6 +46,7 @@ from megascend.engines.megatron.groups import pretended_groups
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
@@ -111,6 +113,11 @@ class MegatronEngine(Engine):
         self.bare_chunks = self._build_chunks(spec)
         # Modules are patched before DDP wraps them and takes their parameters.
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
+        self._replay: MegatronRouterReplay | None = None
+        self.why_no_replay = replayed_routers.why_not(self.config, graphs=graphs is not None)
+        layers = replayed_routers.expert_layers(self.config)
+        if layers is not None and self.why_no_replay is None:
+            self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
         if last.post_process and info.scalar_head is None:
@@ -330,6 +337,8 @@ class MegatronEngine(Engine):
             self._cached.batch = batch
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
+        if self._replay is not None:
+            self._replay.enter(batch)
         output = chunk(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -340,6 +349,8 @@ class MegatronEngine(Engine):
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
+        if self._replay is not None:
+            self._replay.leave(output)
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
@@ -421,7 +432,15 @@ class MegatronEngine(Engine):
         merge = None
         if adapter is not None:
             assert self.adapters is not None
-            merge = merged(self.adapters.factors(adapter, everywhere=receivers != "main"))
+            architecture = self.info.architecture
+            fused = [
+                name for name in self.info.tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+            ]
+            merge = merged(
+                self.adapters.factors(adapter, everywhere=receivers != "main"),
+                transposed=fused if architecture.interleaved_experts else (),
+                model_name=architecture.model_name,
+            )
         yield from named_weights(
             self.bare_chunks,
             self.config.bridge,
@@ -498,7 +517,7 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
         runtime.configure_model(config, spec.provider_options)
     if spec.adapters is None:
         return []
-    names = linear_layers({name: header.shape for name, header in info.tensors.items()})
+    names = linear_layers(info)
     if spec.batching.cuda_graphs is not None:
         targets = [name for name in names if matches(name, spec.adapters.targets)]
         graph_support.refuse(graph_support.targets_refused_because(targets))

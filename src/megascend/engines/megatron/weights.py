@@ -20,6 +20,7 @@ from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import some
 from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.quantised import read_tensor
 from megascend.kernels.reductions import names_with_nan, out_of_range
 
 LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")
@@ -58,9 +59,12 @@ class _Loader(SafetensorLazyLoader):
     def _load_index(self) -> None:
         self._weight_map = {name: str(header.file) for name, header in self._headers.items() if header.file is not None}
 
-    def _open_file(self, filename: str) -> Any:
-        # Absolute: upstream joins the name to the directory of the model, but headers already have the full path.
-        return super()._open_file(str(Path(filename).absolute()))
+    def _load_tensor(self, key: str) -> Tensor:
+        return read_tensor(key, self._headers[key], self._file_handles)
+
+    def _load_tensor_slice(self, key: str, slices: Any) -> Tensor:
+        index = slices if isinstance(slices, tuple) else (slices,)
+        return read_tensor(key, self._headers[key], self._file_handles, index)
 
 
 def load(

@@ -13,7 +13,7 @@ from megascend.changes import changed
 from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.errors import ConfigError
 
-REFUSED = ("softcap", "s_aux")
+REFUSED = ("softcap",)
 """Options of an attention function that the cached attention does not compute."""
 
 
@@ -81,6 +81,8 @@ class CachedAttentionFunction:
         if isinstance(cached, Growing):
             q, k, v = (part[0].transpose(0, 1) for part in states)
             window = options.get("sliding_window")
-            return cached.attend(module.layer_idx, q, k, v, options.get("scaling"), window)[None], None
+            return cached.attend(module.layer_idx, q, k, v, options.get("scaling"), window, options.get("s_aux"))[
+                None
+            ], None
         cached.keep(module.layer_idx, *(part.transpose(1, 2) for part in states[1:]))
         return before(module, *states, *args, **options)

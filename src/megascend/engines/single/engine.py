@@ -24,6 +24,7 @@ from megascend.engines.heads import (
     values_of,
     without_bias,
 )
+from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.single import cached_attention
 from megascend.engines.single.adapters import PeftAdapters, adapter_targets
@@ -90,6 +91,7 @@ class SingleEngine(TransformersEngine):
             self.trainable = FullModel(self.optimizer)
         # from_pretrained returns a model in evaluation mode.
         self.model.train()
+        self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
 
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         results = []
@@ -101,7 +103,8 @@ class SingleEngine(TransformersEngine):
             self._rotary.enter(batch)
             with_router_loss = self._router_loss > 0 and not forward_only
             options = {"output_router_logits": True} if with_router_loss else {}
-            with self.groups.monitor.phase("forward"):
+            replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
+            with self.groups.monitor.phase("forward"), replaying:
                 hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)
                 loss, result = on_output(batch, self._head_output(batch, hidden))
             results.append(result)

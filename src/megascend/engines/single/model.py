@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
@@ -18,10 +17,11 @@ from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
 from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.exported import some
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
+from megascend.huggingface.quantised import read_tensor
 from megascend.huggingface.scalar_head import BIAS
 from megascend.kernels.reductions import out_of_range
 
@@ -33,11 +33,8 @@ ROUTER_LOSS = "load_balancing_loss_func"
 
 def model_config(model_dir: Path) -> Any:
     """Return the configuration of a directory, in transformers' class; CheckpointError if transformers cannot load it."""
-    from transformers import AutoConfig
-
-    make_known_to_transformers(model_dir)
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        return transformers_config(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
 
@@ -66,8 +63,17 @@ def load_model(
             tie_embeddings(config, info.shape.tied)
         loader = model_class(config, head)
         with _no_progress_bars(known_differences=head is not None):
+            # transformers dequantises on some devices only.
+            weights, files = None, dict[Path, Any]()
+            if info.quantised:
+                weights = {name: read_tensor(name, header, files) for name, header in info.tensors.items()}
             model, report = loader.from_pretrained(
-                model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                None if info.quantised else model_dir,
+                state_dict=weights,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {model_dir}: {error}") from error
@@ -99,12 +105,10 @@ def load_model(
 
 def _check_range(info: ModelInfo) -> None:
     """Raise CheckpointError for a stored number that is infinite in fp16."""
-    by_file = sorted((header.file, name) for name, header in info.tensors.items() if header.file is not None)
-    for file, names in groupby(by_file, key=lambda entry: entry[0]):
-        with safe_open(file, "pt") as opened:
-            for _, name in names:
-                if problem := out_of_range(name, opened.get_tensor(name)):
-                    raise CheckpointError(f"model: {file}: {problem}")
+    files: dict[Path, Any] = {}
+    for name, header in info.tensors.items():
+        if header.file is not None and (problem := out_of_range(name, read_tensor(name, header, files))):
+            raise CheckpointError(f"model: {header.file}: {problem}")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ copied asynchronously while the model runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -25,7 +26,6 @@ REFUSED = {
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
     "distillation_use_topk": "distillation by the teacher's likeliest tokens is not supported",
     "distillation_only": "distillation by the teacher's likeliest tokens is not supported",
-    "enable_routing_replay": "router replay is not supported",
 }
 
 
@@ -47,6 +47,12 @@ def check(data: TensorDict) -> None:
             f"verl's batch has temperature={temperature.flatten()[0]:g}: log-probabilities are those of temperature 1; set the "
             "rollout's temperature to 1"
         )
+
+
+def known_experts(routed: Tensor) -> Tensor:
+    """Return a sequence's ``routed_experts`` [tokens, layers, k], -1 for tokens that verl has zeros for: not known."""
+    unknown = (routed == 0).flatten(1).all(1)
+    return torch.where(unknown[:, None, None], -1, routed.to(torch.int16))
 
 
 class Batch:
@@ -76,6 +82,9 @@ class Batch:
         """
         # One tensor each, which all sequences slice, instead of two small ones per sequence.
         longest = max(self.lengths)
+        routed: Sequence[Any] = [None] * len(self.lengths)
+        if tensordict_utils.get(self.data, "enable_routing_replay", default=False) and "routed_experts" in self.data:
+            routed = [known_experts(part) for part in self.data["routed_experts"].values().split(self.lengths)]
         positions, unit_weights = torch.arange(1, longest + 1, dtype=torch.float32), torch.ones(longest)
         return [
             Sample(
@@ -85,6 +94,7 @@ class Batch:
                 weights=unit_weights[: len(ids)] if weights is None else weights[row],
                 extra={POSITION: positions[: len(ids)]},
                 adapter=adapter,
+                routed_experts=routed[row],
             )
             for row, ids in enumerate(self.data["input_ids"].values().split(self.lengths))
         ]

@@ -64,7 +64,7 @@ ENGINE: dict[str, Rule] = {
     "use_remove_padding": mapped("batching.packing"),
     "seed": mapped("seed"),
     "full_determinism": only(False, why="torch's deterministic algorithms are not switched on"),
-    "router_replay": mapped("refused unless its mode is disabled"),
+    "router_replay": mapped("Sample.routed_experts, with mode R3"),
     "tensor_model_parallel_size": mapped("parallel.tensor"),
     "expert_model_parallel_size": mapped("parallel.expert"),
     "expert_tensor_parallel_size": mapped("parallel.expert_tensor"),
@@ -126,9 +126,9 @@ TRANSFORMER: dict[str, Rule] = {
 
 ROUTER_REPLAY: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "mode": only("disabled", why="router replay is not supported"),
-    "record_file": only(None, why="router replay is not supported"),
-    "replay_file": only(None, why="router replay is not supported"),
+    "mode": only("disabled", "R3", why="R2, which replays the trainer's own choices, is not supported"),
+    "record_file": only(None, why="choices are taken from the batch"),
+    "replay_file": only(None, why="choices are taken from the batch"),
 }
 
 QAT: dict[str, Rule] = {

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megascend.huggingface.unsupported import expert_layers, unsupported_settings
+from megascend.models import architecture_of, expert_layers, text_config
+
+
+def unsupported_settings(config: dict[str, Any]) -> list[str]:
+    return architecture_of(config).unsupported(text_config(config))
 
 
 def full(arch: str, **settings: Any) -> dict[str, Any]:
@@ -22,24 +26,41 @@ ARCHITECTURES = (
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_default_configurations_are_supported(arch):
-    assert unsupported_settings(full(arch)) == []
+    settings = {"norm_topk_prob": True} if arch == "dots1" else {}  # as published; transformers' default is refused
+    assert unsupported_settings(full(arch, **settings)) == []
 
 
 REFUSED = [
-    ("attention_bias", {"attention_bias": True}, ("llama", "qwen3", "qwen3_moe", "dots1", "olmoe", "deepseek_v3")),
+    (
+        "attention_bias",
+        {"attention_bias": True, "norm_topk_prob": True},
+        ("llama", "qwen3", "qwen3_moe", "dots1", "olmoe", "deepseek_v3"),
+    ),
     ("use_bias", {"use_bias": True}, ("ernie4_5", "ernie4_5_moe")),
     ("mlp_bias", {"mlp_bias": True}, ("llama",)),
     (
         "num_experts_per_tok: 1 with norm_topk_prob: true",
-        {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4},
+        {"num_experts_per_tok": 1, "norm_topk_prob": True, "n_routed_experts": 4, "n_group": 1},
         ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
     ("decoder_sparse_step: 99", {"decoder_sparse_step": 99}, ("qwen2_moe", "qwen3_moe")),
+    ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),
+    ("norm_topk_prob: true is ignored", {"norm_topk_prob": True}, ("deepseek_v2",)),
+    ("topk_method: group_limited_greedy", {"topk_method": "group_limited_greedy", "topk_group": 3}, ("deepseek_v2",)),
+    ("scoring_func: softmax is ignored", {"scoring_func": "softmax"}, ("deepseek_v3", "glm4_moe")),
+    ("groups of experts are ranked", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8}, ("deepseek_v3",)),
+    ("rope_interleave: false", {"rope_interleave": False}, ("deepseek_v3", "glm4_moe_lite")),
+    ("moe_layer_freq: 2", {"moe_layer_freq": 2}, ("deepseek_v3",)),
+    ("attention_out_bias: true", {"attention_out_bias": True}, ("seed_oss",)),
+    ("use_qk_norm: false", {"use_qk_norm": False}, ("minimax_m2",)),
     ("linear_attention (36 of 48 layers of qwen3_next)", {}, ("qwen3_next",)),
 ]
 HONOURED = [
     ({"attention_bias": True}, ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss")),
-    ({"num_experts_per_tok": 1, "norm_topk_prob": False}, ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe")),
+    (
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1},
+        ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
+    ),
     ({"num_experts_per_tok": 1, "norm_topk_prob": True}, ("qwen3", "llama")),  # a leftover: there are no experts
     ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe")),
     ({"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}, ("qwen3", "gpt_oss")),

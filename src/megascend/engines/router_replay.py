@@ -1,0 +1,107 @@
+"""Router replay: the forward pass and its recomputation send tokens to the experts that the rollout chose.
+
+Rollout and trainer compute with other kernels, so near ties between experts fall differently, and the two compute with different
+models (Ma et al. 2025, "Rollout Routing Replay", arXiv:2510.11370). A sample with ``routed_experts`` is routed by them. Weights
+of the experts, and the router's gradient, are those of this model's scores of the replayed experts, by the model's own formula:
+the choice is a constant, as the choice of top-k always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascend.batch.sample import Sample
+from megascend.errors import DataError
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Layers of a model that route tokens to experts.
+
+    Attributes:
+        total: layers of the model.
+        numbers: of those with experts, from 0, ascending.
+        experts: of each of them.
+        topk: experts of a token.
+    """
+
+    total: int
+    numbers: tuple[int, ...]
+    experts: int
+    topk: int
+
+    def check(self, sample: Sample, index: int) -> None:
+        """Raise DataError unless a sample's ``routed_experts`` are of this model."""
+        routed = sample.routed_experts
+        if routed is None:
+            return
+        layers = sorted({self.total, len(self.numbers)})
+        if routed.shape[1] not in layers or routed.shape[2] != self.topk:
+            raise DataError(
+                f"sample {index}: routed_experts has shape {list(routed.shape)}; this model needs [tokens, layers, {self.topk}] "
+                f"with {' or '.join(map(str, layers))} layers (all, or those with experts)"
+            )
+        choices = self.columns(routed)
+        known = ~(choices < 0).all(-1)
+        if bool(((choices >= self.experts) | ((choices < 0) & known[..., None])).any()):
+            raise DataError(
+                f"sample {index}: routed_experts must be in [0, {self.experts}), or -1 where they are not known"
+            )
+        ordered = choices.sort(-1).values
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & known[..., None]).any()):
+            raise DataError(f"sample {index}: routed_experts names an expert twice for one token and layer")
+
+    def columns(self, routed: Tensor) -> Tensor:
+        """Return the choices of layers with experts, [tokens, len(numbers), k], from those of all layers or of these."""
+        if routed.shape[1] == len(self.numbers):
+            return routed
+        return routed[:, list(self.numbers)]
+
+
+class RouterReplay:
+    """Replaces the choices of a forward pass's routers by those of its micro batch, and counts where they differ.
+
+    Args:
+        layers: of the model.
+        device: of the counts.
+    """
+
+    def __init__(self, layers: ExpertLayers, device: torch.device) -> None:
+        self.layers = layers
+        self._counts = torch.zeros(2, device=device)
+
+    def choose(self, own: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:
+        """Return the experts [rows, k] of a layer's tokens: ``replayed`` where they are known (not -1), ``own`` elsewhere.
+
+        Args:
+            own: int64 [rows, k], the router's own choice.
+            real: bool [rows], rows that count; None: nothing is counted, as the layer is recomputed.
+        """
+        known = replayed[:, :1] >= 0
+        if real is not None:
+            differs = (own.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
+            rows = known & real[:, None]
+            self._counts += torch.stack([(differs & rows).sum(), rows.sum()]).float()
+        return torch.where(known, replayed, own)
+
+    def take_counts(self) -> Tensor:
+        """Return [tokens and layers routed otherwise by the router itself, all that were replayed] since the last call."""
+        counts = self._counts.clone()
+        self._counts.zero_()
+        return counts
+
+
+def check(samples: Sequence[Sample], layers: ExpertLayers | None, why_not: str | None) -> None:
+    """Raise DataError for samples whose ``routed_experts`` do not fit the model, or which the engine cannot replay."""
+    for index, sample in enumerate(samples):
+        if sample.routed_experts is None:
+            continue
+        if layers is None or why_not is not None:
+            raise DataError(
+                f"sample {index} has routed_experts, and {why_not or 'this model has no experts'}; leave them out"
+            )
+        layers.check(sample, index)

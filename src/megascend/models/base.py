@@ -1,0 +1,294 @@
+"""The declaration of an architecture: all that is particular about a family of models, in one place. Pure.
+
+A plain decoder (Llama's layers and names) needs nothing but its ``model_type``. A family's file sets what differs, and the rest
+of the package asks the declaration: the reader of ``config.json``, the builders of engines, adapters, the memory estimate, the
+self-check, the sampler, tiny models for tests and the table of supported models. :mod:`megascend.models.registry` finds the
+declaration of a ``model_type``; packages from outside add theirs with :func:`megascend.register_architecture`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from megascend.errors import ConfigError
+
+Config = Mapping[str, Any]
+"""A model's ``config.json``, or transformers' ``to_dict()`` of it; of a multimodal model its ``text_config``."""
+
+OTHER_MODEL = "train another checkpoint, or keep to transformers for this one"
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ALIASES = {
+    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
+    "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+    "routed_scaling_factor": ("router_scaling_factor",),
+    "num_nextn_predict_layers": ("num_mtp_layers", "num_mtp_modules"),
+}
+"""Keys that this package reads, and the other spellings of them."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models. The defaults describe a plain decoder; subclasses override what differs.
+
+    Modules are named, not imported: a declaration is read by processes that have neither torch nor Megatron.
+
+    Attributes:
+        model_types: ``model_type`` values of ``config.json``.
+        transformers: module that makes the model known to transformers' Auto classes when it is imported; it needs neither
+            Megatron nor a bootstrapped process. None: transformers knows it.
+        megatron: module that registers the model with mcore-bridge when it is imported, after Megatron. None: mcore-bridge has
+            the model.
+        lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
+            (:data:`megascend.lora.target_maps.TargetMap`). None: the map of plain decoders.
+        model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
+        router: how experts are scored; None for a dense model, or where ``config.json`` says it completely.
+        layer_kinds: entries of ``layer_types`` that the Megatron engine computes.
+        biases: which linear layers ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as
+            in Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer,
+            here and there.
+        renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
+        interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
+        tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
+        proven: the parity tests compare training in every layout with Hugging Face.
+    """
+
+    model_types: tuple[str, ...]
+    transformers: str | None = None
+    megatron: str | None = None
+    lora_targets: str | None = None
+    model_class: str | None = None
+    router: Literal["softmax", "sigmoid"] | None = None
+    layer_kinds: tuple[str, ...] = ATTENTION_LAYERS
+    biases: Literal["qkv", "attention", "all"] = "attention"
+    renamed: tuple[tuple[str, str], ...] = ()
+    interleaved_experts: bool = False
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    proven: bool = False
+
+    @property
+    def model_type(self) -> str:
+        """Return the first of :attr:`model_types`."""
+        return self.model_types[0]
+
+    def normalise(self, config: Config) -> dict[str, Any]:
+        """Return a configuration with the keys that this package reads, whichever version of transformers or author wrote it.
+
+        Keys are added, never removed or replaced.
+        """
+        aliases = {
+            name: next((config[alias] for alias in spellings if config.get(alias) is not None), None)
+            for name, spellings in ALIASES.items()
+            if config.get(name) is None
+        }
+        return dict(config) | {name: value for name, value in aliases.items() if value is not None}
+
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        """Return settings of mcore-bridge's ``ModelConfig`` in place of those that its parser reads from a full configuration.
+
+        The parser reads keys that authors' configurations have and that transformers 5 does not write, since its code fixes them.
+        """
+        settings: dict[str, Any] = {}
+        if self.router is not None and expert_count(config):
+            settings["moe_router_score_function"] = self.router
+            settings["moe_router_enable_expert_bias"] = self.router == "sigmoid"
+        layers = expert_layers(config)
+        if layers is not None and not all(layers):
+            pattern = ",".join(str(int(has_experts)) for has_experts in layers)
+            settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}
+        return settings
+
+    def unsupported(self, config: Config) -> list[str]:
+        """Return why the Megatron engine cannot train the model of a full configuration; empty if nothing is known against it.
+
+        Listed are settings whose fault would otherwise show late and as something else: as a tensor that is missing or left over,
+        as an assertion of Megatron-Core's, or as another model than transformers computes. The self-check finds the rest.
+        """
+        checks = (
+            self._unknown_layers(config),
+            self._attention_bias(config),
+            self._mlp_bias(config),
+            self._one_expert(config),
+            self._no_experts(config),
+            self._unnormalised_sigmoid(config),
+        )
+        return [reason for reason in checks if reason is not None]
+
+    def model_name(self, name: str) -> str:
+        """Return the name in transformers' model, which peft uses, of a checkpoint's tensor."""
+        for stored, renamed in self.renamed:
+            name = name.replace(stored, renamed)
+        return name
+
+    def attention_width(self, config: Config) -> int:
+        """Return the mean of the widths of all query heads and of all value heads: the products of a pair of tokens."""
+        heads = next(config[name] for name in ("num_attention_heads", "n_head", "num_heads") if config.get(name))
+        latent = LatentAttention.of(config)
+        if latent is not None:
+            return heads * (latent.query_head + latent.value_head) // 2
+        hidden = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if config.get(name))
+        return heads * (config.get("head_dim") or hidden // heads)
+
+    def code(self) -> str:
+        """Digest the packages that hold its modules and its class, without importing them. Keys caches of what it builds.
+
+        Raises:
+            ConfigError: a package is not installed.
+        """
+        names = [self.transformers, self.megatron, self.lora_targets, type(self).__module__]
+        digest = hashlib.sha256()
+        for package in sorted({name.partition(".")[0].partition(":")[0] for name in names if name}):
+            if package == "megascend":
+                continue  # the cache keys of this package's own code know its version
+            spec = find_spec(package)
+            if spec is None or spec.origin is None:
+                raise ConfigError(f"architecture {self.model_type!r}: there is no package {package!r}")
+            origin = Path(spec.origin)
+            files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
+            for file in files:
+                digest.update(f"{package} {file.relative_to(origin.parent)}\n".encode() + file.read_bytes())
+        return digest.hexdigest()
+
+    def import_module(self, name: str) -> Any:
+        """Import one of its modules.
+
+        Raises:
+            ConfigError: the import fails, with the reason.
+        """
+        try:
+            return import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"architecture {self.model_type!r}: importing {name!r} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _unknown_layers(self, config: Config) -> str | None:
+        kinds = config.get("layer_types") or []
+        unknown = sorted({str(kind) for kind in kinds} - set(self.layer_kinds))
+        if not unknown:
+            return None
+        return (
+            f"layer_types holds {', '.join(unknown)} ({sum(kind in unknown for kind in kinds)} of {len(kinds)} layers of "
+            f"{config.get('model_type')}): megascend trains softmax attention only; packing, context parallelism and export of "
+            f"other layers are proven by nothing here; {OTHER_MODEL}"
+        )
+
+    def _attention_bias(self, config: Config) -> str | None:
+        name = next((name for name in ("attention_bias", "use_bias") if config.get(name)), None)
+        if name is None or self.biases != "attention":
+            return None
+        return (
+            f"{name}: true gives every linear layer of {config.get('model_type')}'s attention a bias, o_proj included; the "
+            f"Megatron model has biases on q, k and v alone and would lose o_proj's; {OTHER_MODEL}"
+        )
+
+    def _mlp_bias(self, config: Config) -> str | None:
+        if not config.get("mlp_bias"):
+            return None
+        return (
+            "mlp_bias: true gives gate_proj, up_proj and down_proj biases, which mcore-bridge cannot load into Megatron's fused "
+            f"layers; {OTHER_MODEL}"
+        )
+
+    def _one_expert(self, config: Config) -> str | None:
+        if config.get("num_experts_per_tok") != 1 or not config.get("norm_topk_prob") or not expert_count(config):
+            return None
+        return (
+            "num_experts_per_tok: 1 with norm_topk_prob: true divides the weight of each token's only expert by itself, so that "
+            "it is always 1; Megatron-Core routes to one expert by its probability. Set norm_topk_prob: false in config.json if "
+            f"that is how the model was trained, else {OTHER_MODEL}"
+        )
+
+    def _no_experts(self, config: Config) -> str | None:
+        layers = expert_layers(config)
+        if layers is None or any(layers):
+            return None
+        return (
+            f"decoder_sparse_step: {config.get('decoder_sparse_step')} and mlp_only_layers: {config.get('mlp_only_layers')} "
+            f"leave none of the {len(layers)} layers with experts, though num_experts is {expert_count(config)}; correct "
+            "config.json, or save the model under a dense model_type"
+        )
+
+    def _unnormalised_sigmoid(self, config: Config) -> str | None:
+        one = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
+        if self.router != "sigmoid" or one or config.get("norm_topk_prob", True) is not False:
+            return None
+        return (
+            f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
+            f"Megatron-Core always divides them by their sum; {OTHER_MODEL}"
+        )
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        query_latent: width of the queries' latent; None: queries are projected from the hidden states.
+        key_value_latent: width of the latent of keys and values.
+        rotated: width of the part of a query or key head that is rotated; keys share it between heads.
+        unrotated: width of the other part.
+        value_head: width of a value head.
+    """
+
+    query_latent: int | None
+    key_value_latent: int
+    rotated: int
+    unrotated: int
+    value_head: int
+
+    @classmethod
+    def of(cls, config: Config) -> LatentAttention | None:
+        """Read the sizes of a configuration; None if its attention is another."""
+        if config.get("kv_lora_rank") is None:
+            return None
+        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        return cls(*(config.get(name) for name in names))  # type: ignore[arg-type]
+
+    @property
+    def query_head(self) -> int:
+        """Width of a query or key head."""
+        return self.rotated + self.unrotated
+
+
+def text_config(config: Config) -> Config:
+    """Return the configuration of the language model: ``text_config`` of a multimodal one, else ``config``."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def expert_count(config: Config) -> int:
+    """Return the number of routed experts of a layer; 0 for a dense model."""
+    return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+
+
+def expert_layers(config: Config) -> list[bool] | None:
+    """List for each layer whether it has experts; None for a dense model, or where no key says it.
+
+    Four spellings: ``mlp_layer_types`` (transformers 5), ``first_k_dense_replace`` (DeepSeek), ``moe_layer_start_index`` with
+    ``moe_layer_end_index`` and ``moe_layer_interval`` (ERNIE), and ``decoder_sparse_step`` with ``mlp_only_layers`` (Qwen).
+    """
+    if not expert_count(config):
+        return None
+    total = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types")
+    if kinds:
+        return [kind != "dense" for kind in kinds]
+    first = config.get("first_k_dense_replace")
+    if first is not None:
+        return [layer >= first for layer in range(total)]
+    start = config.get("moe_layer_start_index")
+    if start is not None:
+        end, interval = config.get("moe_layer_end_index"), config.get("moe_layer_interval") or 1
+        last = total - 1 if end in (None, -1) else end
+        return [start <= layer <= last and (layer + 1) % interval == 0 for layer in range(total)]
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    if step is None and dense is None:
+        return None
+    return [layer not in (dense or []) and (layer + 1) % (step or 1) == 0 for layer in range(total)]

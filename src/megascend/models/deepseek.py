@@ -1,0 +1,132 @@
+"""DeepSeek-V2 and V3 and the models made like them (Kimi-K2, Moonlight, dots1): latent attention, shared experts, router bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.models.base import OTHER_MODEL, Architecture, Config
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Attention of tiny models; ``head_dim`` is that of the rotated part, as transformers has it."""
+EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+"""Of tiny models."""
+
+
+@dataclass(frozen=True)
+class DeepSeek(Architecture):
+    """A family with multi-head latent attention (MLA): queries, keys and values are projected through low-rank latents."""
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems = super().unsupported(config)
+        if config.get("kv_lora_rank") is not None and config.get("rope_interleave") is False:
+            problems.append(
+                "rope_interleave: false rotates halves of each head; mcore-bridge's latent attention rotates interleaved pairs; "
+                f"{OTHER_MODEL}"
+            )
+        if (config.get("moe_layer_freq") or 1) != 1:
+            problems.append(
+                f"moe_layer_freq: {config['moe_layer_freq']} is ignored by transformers, where every layer from "
+                f"first_k_dense_replace on has experts; {OTHER_MODEL}"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class DeepSeekV2(DeepSeek):
+    """DeepSeek-V2: softmax scores that stay as they are after the choice."""
+
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        settings = super().megatron_settings(config) | {"moe_router_pre_softmax": True}
+        if config.get("topk_method", "greedy") == "greedy":
+            # The keys are there in configurations that choose among all experts.
+            settings |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        return settings
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems = super().unsupported(config)
+        if config.get("norm_topk_prob"):
+            problems.append(
+                f"norm_topk_prob: true is ignored by transformers for {config.get('model_type')}, which never divides the scores "
+                f"of the chosen experts by their sum; set it to false if that is how the model was trained, else {OTHER_MODEL}"
+            )
+        groups, topk = config.get("topk_group") or 1, config.get("num_experts_per_tok") or 1
+        if config.get("topk_method") == "group_limited_greedy" and topk // groups != 1:
+            problems.append(
+                f"topk_method: group_limited_greedy ranks groups by their best expert; Megatron-Core by the sum of their "
+                f"{topk // groups} best (num_experts_per_tok {topk} over topk_group {groups}); {OTHER_MODEL}"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class DeepSeekV3(DeepSeek):
+    """DeepSeek-V3: sigmoid scores, a correction bias for the choice, groups ranked by their two best experts."""
+
+    def unsupported(self, config: Config) -> list[str]:
+        problems = super().unsupported(config)
+        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            if config.get(name, value) != value:
+                problems.append(
+                    f"{name}: {config[name]} is ignored by transformers for {config.get('model_type')}, which computes {value}; "
+                    f"{OTHER_MODEL}"
+                )
+        groups, topk = config.get("topk_group") or 1, config.get("num_experts_per_tok") or 1
+        if (config.get("n_group") or 1) > 1 and topk // groups != 2:
+            problems.append(
+                f"groups of experts are ranked by the sum of their two best; Megatron-Core ranks them by the sum of their "
+                f"{topk // groups} best (num_experts_per_tok {topk} over topk_group {groups}); {OTHER_MODEL}"
+            )
+        return problems
+
+
+FAMILIES = (
+    DeepSeekV2(
+        ("deepseek_v2",),
+        proven=True,
+        model_class="DeepseekV2ForCausalLM",
+        router="softmax",
+        tiny=LATENT
+        | EXPERTS
+        | {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("deepseek_v3",),
+        proven=True,
+        model_class="DeepseekV3ForCausalLM",
+        router="sigmoid",
+        tiny=LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("dots1",),
+        proven=True,
+        model_class="Dots1ForCausalLM",
+        router="sigmoid",
+        tiny=EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "max_window_layers": 4,
+        },
+    ),
+)

@@ -1,0 +1,54 @@
+"""GLM-4 to GLM-4.7: partial rotary embeddings, norms after the blocks (GLM-4), experts with a router bias (GLM-4.5 and later)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascend.models.base import Architecture
+from megascend.models.deepseek import EXPERTS, LATENT, DeepSeekV3
+
+
+@dataclass(frozen=True)
+class GlmMoe(DeepSeekV3):
+    """GLM-4.5 and later, whose router is DeepSeek-V3's."""
+
+
+FAMILIES = (
+    Architecture(
+        ("glm4",),
+        proven=True,
+        model_class="Glm4ForCausalLM",
+        biases="qkv",
+        tiny={"attention_bias": False, "partial_rotary_factor": 0.5},
+    ),
+    GlmMoe(
+        ("glm4_moe",),
+        proven=True,
+        model_class="Glm4MoeForCausalLM",
+        router="sigmoid",
+        biases="qkv",
+        tiny=EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+        },
+    ),
+    GlmMoe(
+        ("glm4_moe_lite",),
+        proven=True,
+        model_class="Glm4MoeLiteForCausalLM",
+        router="sigmoid",
+        tiny={name: value for name, value in (LATENT | EXPERTS).items() if name != "first_k_dense_replace"}
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+)

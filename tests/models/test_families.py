@@ -1,0 +1,256 @@
+"""Every declared architecture, in every layout and on every engine, against transformers and peft."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megascend.models.registry import proven
+from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    Trajectory,
+    case_backend,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    family_matrix,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+from support.covering import FIRST_STACK
+from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+ENGINES = Path(__file__).with_name("engine_steps.py")
+STEPS = 3
+IN_CI = (
+    "deepseek_v2: single",
+    "deepseek_v3: single",
+    "deepseek_v3: TP2 x EP2 + SP",
+    "deepseek_v3: CP2",
+    "ernie4_5_moe: single",
+    "glm4_moe_lite: PP2",
+    "gpt_oss: single",
+    "gpt_oss: CP2",
+    "gpt_oss: EP2",
+    "hy_v3: EP2",
+    "minimax_m2: TP2 + SP",
+    "mistral: single",
+    "mixtral: EP2",
+    "seed_oss: TP2 + SP",
+)
+"""Each particular of a family once, and each way in which a layout divides it; the others are nightly."""
+ADAPTERS_IN_CI = ("deepseek_v3", "gpt_oss", "hy_v3")
+"""Latent attention, interleaved experts, renamed modules."""
+ALL = [architecture.model_type for architecture in proven()]
+NEW = [name for name in ALL if name not in ("llama", "qwen2", "qwen3", "qwen3_moe")]
+CASES = family_matrix()
+ADAPTER_SEED = {"ernie4_5_moe": 8}
+"""With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
+
+
+def nightly_but(names: list[str], few: tuple[str, ...] = ()) -> list[Any]:
+    return [name if name in few and FIRST_STACK else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def params(few: tuple[str, ...]) -> list[Any]:
+    return [
+        case if case.name in few and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in CASES
+    ]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_selection_for_ci_names_cases() -> None:
+    assert set(IN_CI) <= {case.name for case in CASES}
+    assert {case.arch for case in CASES} == set(ALL)
+
+
+@pytest.mark.parametrize("case", params(IN_CI), ids=lambda case: case.name)
+def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS)
+    difference = differences(train_case(case, checkpoint, tokens, steps=STEPS), reference)
+    loss_bound, norm_bound = case.loss_bound, case.norm_bound
+    if case.precision == "fp32" and (difference.loss > loss_bound or difference.grad_norm > norm_bound):
+        # Where a model amplifies rounding, the bound is twice what transformers' own fp32 is away from fp64.
+        exact = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS, dtype="float64")
+        own = differences(without_logits(reference), without_logits(exact))
+        loss_bound, norm_bound = max(loss_bound, 2 * own.loss), max(norm_bound, 2 * own.grad_norm)
+    assert difference.loss <= loss_bound, difference
+    assert difference.grad_norm <= norm_bound, difference
+    if case.precision == "fp32" and difference.logits is not None:
+        assert difference.logits <= case.logits_bound, difference
+
+
+def without_logits(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(trajectory.losses, trajectory.grad_norms, [])
+
+
+@pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss", "ernie4_5_moe", "minimax_m2")))
+def test_export_is_the_source_and_after_training_transformers_weights(
+    arch: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, arch), token_lists()
+
+    def on_rank() -> None:
+        with case_backend(Case(arch, arch=arch), checkpoint) as backend:
+            backend.export_hf(tmp_path / "before")
+            for _ in range(STEPS):
+                backend.forward_backward(causal_samples(tokens))
+                backend.optimizer_step()
+            backend.export_hf(tmp_path / "after")
+
+    run_distributed(on_rank, 1, init=False, timeout_s=120)
+    source, before, after = (tensors(folder) for folder in (checkpoint, tmp_path / "before", tmp_path / "after"))
+    assert before.keys() == source.keys()
+    assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
+    expected = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS, weights=True).weights
+    assert expected.keys() <= after.keys()
+    # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
+    distances = [(after[name] - tensor).abs().mean() for name, tensor in expected.items()]
+    assert max(distances) < 2e-5
+    trained = [name for name in expected if not name.endswith("correction_bias")]  # has no gradient
+    assert [name for name in trained if torch.equal(after[name], source[name])] == []
+
+
+@pytest.mark.parametrize("arch", nightly_but(NEW, ADAPTERS_IN_CI))
+def test_adapter_on_all_linear_layers_equals_peft(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    case, checkpoint = Case("single", arch=arch), case_checkpoint(parity_folder, arch)
+    adapter = case_adapter(checkpoint, case, ADAPTER_SEED.get(arch, 7))
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", steps=STEPS)
+    difference = adapter_differences(
+        run, peft_reference(parity_folder, checkpoint, adapter, token_lists(), steps=STEPS)
+    )
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+    assert difference.logits is not None
+    assert difference.logits <= 3e-5, difference
+    assert difference.factors <= 5e-3, difference
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["deepseek_v3", "glm4_moe_lite", "minimax_m2", "hy_v3", "mistral"])
+@pytest.mark.parametrize("layout", ["TP2 + SP", "PP2", "CP2"])
+def test_adapter_of_a_layout_equals_peft(layout: str, arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == f"{arch}: {layout}")
+    checkpoint = case_checkpoint(parity_folder, arch)
+    adapter = case_adapter(checkpoint, Case("single", arch=arch))
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", steps=STEPS)
+    difference = adapter_differences(
+        run, peft_reference(parity_folder, checkpoint, adapter, token_lists(), steps=STEPS)
+    )
+    assert difference.loss <= case.loss_bound, difference
+    assert difference.grad_norm <= case.norm_bound, difference
+
+
+@pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss", "minimax_m2")))
+def test_merged_export_computes_in_transformers_what_the_adapter_does_here(
+    arch: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    case, checkpoint, tokens = Case("single", arch=arch), case_checkpoint(parity_folder, arch), token_lists()
+    adapter = case_adapter(checkpoint, case)
+
+    def on_rank() -> list[torch.Tensor]:
+        with adapter_backend(case, checkpoint) as backend:
+            backend.load_adapter("tenant", adapter)
+            backend.export_hf(tmp_path / "merged", adapter="tenant")
+            return backend.forward(causal_samples(tokens), logits=True, adapter="tenant").logits
+
+    def in_transformers() -> list[torch.Tensor]:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return [model(torch.tensor([ids[:-1]])).logits[0] for ids in tokens]
+
+    (logits,) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    (expected,) = run_distributed(in_transformers, 1, init=False, timeout_s=120)
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) < 5e-5
+    source, merged = tensors(checkpoint), tensors(tmp_path / "merged")
+    attention = [name for name in source if ".self_attn." in name and name.endswith("proj.weight")]
+    assert all(not torch.equal(source[name], merged[name]) for name in attention)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", NEW)
+def test_self_check_compares_a_slice_with_transformers(arch: str, parity_folder: Path) -> None:
+    def on_rank() -> Any:
+        with case_backend(Case(arch, arch=arch), case_checkpoint(parity_folder, arch), self_check=True) as backend:
+            return backend.self_check.status, backend.self_check.reason, backend.self_check.not_shown
+
+    assert run_distributed(on_rank, 1, init=False, timeout_s=240) == [("agrees", "", "")]
+
+
+@pytest.mark.parametrize("arch", nightly_but(NEW, ("deepseek_v3", "gpt_oss")))
+def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity_folder: Path) -> None:
+    from megascend.sampling.sampler import Sampler
+
+    checkpoint, prompts = case_checkpoint(parity_folder, arch), ([5, 6, 7, 8, 9], [40], list(range(11, 41)))
+    requests = [SampleRequest(prompt, SamplingParams(12, temperature=0.0)) for prompt in prompts]
+
+    def on_rank() -> Any:
+        with case_backend(Case(arch, arch=arch), checkpoint) as backend:
+            sampler = Sampler(backend)
+            return sampler.generate(requests), sampler.why_no_cache
+
+    def scores(sequences: list[list[int]]) -> list[torch.Tensor]:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return [model(torch.tensor([tokens])).logits[0].log_softmax(-1) for tokens in sequences]
+
+    ((results, why_no_cache),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    assert why_no_cache is None
+    responses = [result.samples[0] for result in results]
+    sequences = [[*prompt, *response.tokens] for prompt, response in zip(prompts, responses, strict=True)]
+    (references,) = run_distributed(scores, 1, sequences, init=False)
+    for prompt, response, logprobs in zip(prompts, responses, references, strict=True):
+        positions = logprobs[len(prompt) - 1 : -1]
+        expected = positions.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
+        assert response.logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+        assert bool((expected >= positions.max(-1).values - 2e-5).all())
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+@pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss",)))
+def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint, result = case_checkpoint(parity_folder, arch), tmp_path / "result.json"
+    command = [sys.executable, ENGINES, engine, checkpoint, str(STEPS), result]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    run = Trajectory(**json.loads(result.read_text(encoding="utf-8")), logits=[])
+    reference = hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS)
+    exact = hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS, dtype="float64")
+    own = differences(without_logits(reference), without_logits(exact))
+    difference = differences(run, without_logits(reference))
+    assert difference.loss <= max(1e-5, 2 * own.loss), difference
+    assert difference.grad_norm <= max(1e-4, 2 * own.grad_norm), difference
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_checkpoint_is_counted_by_its_headers(arch: str, parity_folder: Path) -> None:
+    from megascend.huggingface.info import inspect_checkpoint, linear_layers
+
+    checkpoint = case_checkpoint(parity_folder, arch)
+    info = inspect_checkpoint(checkpoint)
+    assert info.parameter_count == sum(tensor.numel() for tensor in tensors(checkpoint).values())
+    assert not [name for name in linear_layers(info) if "norm" in name or name.endswith(("gate", "router", "bias"))]

@@ -1,0 +1,198 @@
+"""Router replay: layouts and engines route by the experts of a sample, against transformers with the same choice by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megascend import Sample
+from megascend.config import Parallel, Recompute
+from megascend.errors import DataError
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_backend, case_checkpoint, token_lists
+from support.covering import first_stack_only
+
+pytestmark = [pytest.mark.usefixtures("megatron_imported")]
+PROGRAM = Path(__file__).with_name("replayed_routing.py")
+PROMPT = 3
+FAMILIES = {"qwen3_moe": 4, "deepseek_v3": 8, "ernie4_5_moe": 4}
+"""Experts of the tiny models: softmax, sigmoid with groups and a bias, softmax with a bias."""
+CASES = [
+    Case("single"),
+    Case("padded", packing=False, micro_batch_tokens=200),
+    Case("full recompute", recompute=Recompute(granularity="full")),
+    Case("EP2", 2, Parallel(expert=2)),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("CP2", 2, Parallel(context=2)),
+    Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
+    Case("grouped experts", experts="grouped"),
+]
+IN_CI = ("single", "full recompute", "TP2 + SP", "CP2", "PP2, full recompute")
+
+
+def choices(arch: str, layers: int = 4) -> list[torch.Tensor]:
+    """Random experts [tokens, layers, 2] for each sample of the parity job; some tokens' are not known."""
+    generator = torch.Generator().manual_seed(3)
+    routed = []
+    for ids in token_lists():
+        scores = torch.rand(len(ids) - 1, layers, FAMILIES[arch], generator=generator)
+        experts = scores.topk(2).indices
+        experts[1::5] = -1
+        routed.append(experts)
+    return routed
+
+
+def samples(arch: str) -> list[Sample]:
+    return [
+        Sample.causal(ids, PROMPT, routed_experts=experts)
+        for ids, experts in zip(token_lists(), choices(arch), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def references(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loss and gradient norm of transformers, whose routers are replaced by a formula written out here."""
+    folder = tmp_path_factory.mktemp("replay")
+
+    def compute(arch: str) -> dict[str, float]:
+        result, job = folder / f"{arch}.json", folder / f"{arch}.safetensors"
+        if not result.exists():
+            tensors = {f"experts.{i}": experts.contiguous() for i, experts in enumerate(choices(arch))}
+            save_file(tensors | {f"tokens.{i}": torch.tensor(ids) for i, ids in enumerate(token_lists())}, job)
+            command = [sys.executable, PROGRAM, case_checkpoint(parity_folder, arch), job, result]
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert completed.returncode == 0, completed.stderr[-3000:]
+        return json.loads(result.read_text(encoding="utf-8"))
+
+    return compute
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        pytest.param(arch, case, id=f"{arch}, {case.name}", marks=marks)
+        for arch in FAMILIES
+        for case in CASES
+        for marks in ([] if arch == "qwen3_moe" and case.name in IN_CI else [pytest.mark.nightly],)
+    ],
+)
+def test_gradients_are_those_of_transformers_with_the_same_experts(
+    arch: str, case: Case, references: Any, parity_folder: Path
+) -> None:
+    checkpoint, expected = case_checkpoint(parity_folder, arch), references(arch)
+
+    def on_rank() -> Any:
+        with case_backend(replace(case, arch=arch), checkpoint) as backend:
+            everything = samples(arch)
+            plain = [replace(sample, routed_experts=None) for sample in everything]
+            figures = []
+            for batch in (plain, everything):
+                logprobs = backend.forward(batch).logprobs
+                total = sum(-float((s.weights * values).sum()) for s, values in zip(batch, logprobs, strict=True))
+                figures.append(total / sum(float(sample.weights.sum()) for sample in batch))
+            result = backend.forward_backward(backend.shard(everything))
+            assert result.loss == pytest.approx(figures[1], abs=1e-5)
+            return result.loss, backend.optimizer_step().grad_norm, result.metrics["router_replay_changed"], figures[0]
+
+    ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
+    assert all(rank == pytest.approx(ranks[0], abs=1e-6) for rank in ranks)
+    loss, norm, changed, plain_loss = ranks[0]
+    assert loss == pytest.approx(expected["loss"], abs=1e-5)
+    assert norm == pytest.approx(expected["grad_norm"], abs=1e-4)
+    assert plain_loss == pytest.approx(expected["plain_loss"], abs=1e-5)
+    assert abs(loss - plain_loss) > 1e-3
+    assert changed == pytest.approx(expected["changed"], abs=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
+def test_engines_without_megatron_replay_too(
+    arch: str, engine: str, references: Any, parity_folder: Path, tmp_path: Path
+) -> None:
+    expected, result = references(arch), tmp_path / "result.json"
+    code = """
+import json, sys
+from pathlib import Path
+import megascend
+sys.path.insert(0, sys.argv[5])
+from test_router_replay import samples
+engine, arch, checkpoint, result = sys.argv[1:5]
+packed = engine == "fsdp"
+for granularity in ("none", "full"):
+    batching = megascend.Batching(packing=packed, micro_batch_tokens=64 if packed else 200)
+    with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
+                                recompute=megascend.Recompute(granularity=granularity), self_check=False) as backend:
+        step = backend.forward_backward(samples(arch))
+        row = [step.loss, backend.optimizer_step().grad_norm, step.metrics["router_replay_changed"]]
+    with open(result, "a", encoding="utf-8") as file:
+        print(json.dumps(row), file=file)
+"""
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        engine,
+        arch,
+        case_checkpoint(parity_folder, arch),
+        result,
+        Path(__file__).parent,
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    rows = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 2
+    for loss, norm, changed in rows:
+        assert loss == pytest.approx(expected["loss"], abs=1e-5)
+        assert norm == pytest.approx(expected["grad_norm"], abs=1e-4)
+        assert changed == pytest.approx(expected["changed"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (
+            torch.zeros(5, 3, 2, dtype=torch.int64),
+            r"shape \[5, 3, 2\]; this model needs \[tokens, layers, 2\] with 4 layers",
+        ),
+        (torch.tensor([[[0, 4]] * 4] * 5), r"must be in \[0, 4\)"),
+        (torch.tensor([[[0, -1]] * 4] * 5), r"must be in \[0, 4\)"),
+        (torch.tensor([[[1, 1]] * 4] * 5), "names an expert twice"),
+    ],
+)
+def test_choices_that_do_not_fit_the_model_are_refused(
+    experts: torch.Tensor, message: str, parity_folder: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+
+    def on_rank() -> None:
+        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
+            backend.forward_backward([Sample.causal(list(range(6)), routed_experts=experts)])
+
+    run_distributed(on_rank, 1, init=False)
+
+
+@pytest.mark.parametrize("experts", [[[1, 2]], torch.rand(5, 4, 2), torch.zeros(4, 4, 2, dtype=torch.int64)])
+def test_sample_checks_its_experts(experts: Any) -> None:
+    with pytest.raises(DataError, match="routed_experts"):
+        Sample(list(range(5)), list(range(5)), [1.0] * 5, routed_experts=experts)
+
+
+def test_dense_model_refuses_experts(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank() -> None:
+        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match="has no experts"):
+            backend.forward_backward(samples("qwen3_moe"))
+
+    run_distributed(on_rank, 1, init=False)
