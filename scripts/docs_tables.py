@@ -26,7 +26,9 @@ from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.config.serve import ServeConfig
-from megascend.testing.parity import Case, matrix
+from megascend.models.base import LatentAttention, expert_count
+from megascend.models.registry import BUILT_IN
+from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.tracking.metrics import Metric, declared_metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -200,6 +202,26 @@ def compared_layouts() -> str:
     return table(["layout", "Qwen2, Qwen3, Llama", "Qwen3-MoE"], rows)
 
 
+def families() -> str:
+    """Format the declared architectures: what is particular about each, and what the tests compare it in."""
+    layouts: dict[str, list[str]] = {}
+    for case in family_matrix():
+        layouts.setdefault(case.arch, []).append(case.name.partition(": ")[2])
+    rows = []
+    for model_type, architecture in sorted(BUILT_IN.items()):
+        tiny = architecture.tiny
+        parts = [
+            "latent attention" if LatentAttention.of(tiny) else "",
+            "window" if tiny.get("sliding_window") else "",
+            "sinks" if model_type == "gpt_oss" else "",
+            f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
+        ]
+        missing = "not built by mcore-bridge; engines fsdp and single only"
+        compared = ", ".join(layouts[model_type]) if architecture.proven else missing
+        rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
+    return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
+
+
 def layout_text(case: Case) -> str:
     """Format the parallel sizes of a case that are not 1: ``TP2 x PP2 + SP``."""
     layout = case.parallel
@@ -249,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics of serve": service_metrics,
     "versions": versions,
     "compared layouts": compared_layouts,
+    "families": families,
     "stored ratios": stored_ratios,
 }
 

@@ -1,4 +1,4 @@
-"""Print the parity table of docs/numerics.md: every layout against Hugging Face + torch AdamW, on the installed stack.
+"""Print the parity tables of docs/numerics.md: every layout and family against Hugging Face + torch AdamW, on the installed stack.
 
     python scripts/parity.py [--only REGEX] [--json]
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
@@ -74,10 +74,11 @@ def measure(
 
 def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = False) -> list[Any]:
     """Return the matrix's cases whose name matches, in ``precision`` if requested."""
-    from megascend.testing.parity import matrix
+    from megascend.testing.parity import family_matrix, matrix
     from support.lora_parity import lora_matrix
 
-    matrix_cases = lora_matrix(platform_name) if lora else matrix(platform_name)
+    # The cases of a family begin with its model_type: "deepseek_v3: TP2 + SP".
+    matrix_cases = lora_matrix(platform_name) if lora else [*matrix(platform_name), *family_matrix(platform_name)]
     chosen = [case for case in matrix_cases if re.search(pattern, case.name)]
     if precision is None:
         return chosen

@@ -340,7 +340,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TEColumnParallelGroupedLinear: 0,
         te.TERowParallelGroupedLinear: 1,
     }
-    divided_experts = parallel_state.get_expert_tensor_parallel_world_size() > 1
+    divided_experts = (parallel_state.get_expert_tensor_parallel_world_size() or 1) > 1
     changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
     for module in model.modules():
         sinks = getattr(module, "softmax_offset", None)

@@ -110,10 +110,10 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     Raises:
         RequestRefusedError: 413, too large; 429, too many bytes in flight; 408, timeout; and as :func:`decompress`.
     """
-    charge, largest = request.state.charge, request.state.max_body_bytes
-    limit = largest if limit is None else min(limit, largest)
+    charge, largest = request.state.charge, int(request.state.max_body_bytes)
+    bound = largest if limit is None else min(limit, largest)
     try:
-        body = await asyncio.wait_for(_read(request, charge, limit), TIMEOUT_S)
+        body = await asyncio.wait_for(_read(request, charge, bound), TIMEOUT_S)
     except ClientDisconnect:
         raise RequestRefusedError("the client disconnected before the end of its body") from None
     except (TimeoutError, asyncio.TimeoutError):
@@ -122,7 +122,7 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     if encoding in ("", "identity"):
         return body
     # In a thread, which zstd runs in without the GIL: other tenants' requests are answered meanwhile.
-    opened = await asyncio.to_thread(decompress, body, encoding, limit)
+    opened = await asyncio.to_thread(decompress, body, encoding, bound)
     charge(len(opened))
     return opened
 
