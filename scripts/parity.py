@@ -1,4 +1,4 @@
-"""Print the parity tables of docs/numerics.md: every layout and family against Hugging Face + torch AdamW, on the installed stack.
+"""Print the parity tables of docs/numerics.md: layouts and families against Hugging Face + torch AdamW, on the installed stack.
 
     python scripts/parity.py [--only REGEX] [--json]
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
