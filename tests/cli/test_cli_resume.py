@@ -225,7 +225,7 @@ def test_ctrl_c_twice_on_one_process(folder) -> None:
 
 @pytest.mark.nightly
 def test_second_ctrl_c_ends_two_ranks_at_once(folder) -> None:
-    output, log = folder / "twice", folder / "twice.log"
+    output, log = folder / "twice-on-two-ranks", folder / "twice-on-two-ranks.log"
     with started(train_command("--nproc", "2", "--set", f"output={output}"), folder, log) as process:
         wait_for_step(process, output, 2, log)
         workers = sorted({json.loads(line)["pid"] for line in (output / "events.jsonl").read_text().splitlines()})

@@ -138,6 +138,18 @@ def test_death_by_signal_is_reported(tmp_path: Path) -> None:
     assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
+def test_death_is_named_before_the_lost_connection_of_a_peer() -> None:
+    def die_late() -> None:
+        if dist.get_rank() == 0:
+            dist.destroy_process_group()  # closes its connections
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(DistributedTestError, match=r"^rank 0 died by signal 9 \(SIGKILL\)[\s\S]*later, rank 1 raised"):
+        run_distributed(die_late, 2)
+
+
 def test_exit_codes_are_reported() -> None:
     with pytest.raises(DistributedTestError, match=r"rank 0 exited with code 3 before its function returned"):
         run_distributed(os._exit, 1, 3, timeout_s=30)

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 POLL_S = 0.005
 GRACE_S = 0.3  # after the first failure: time for failures that explain each other to arrive
+LOST_PEER_S = 5.0  # the same where each failure so far is a connection that a peer has closed
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer")  # gloo's words
 EXIT_S = 30.0  # for ranks that are on their way out: a busy machine may take a while over it
 STACK_S = 10.0  # after the deadline: time for hanging ranks to write their stacks
 PF_EXITING = 0x4  # linux/sched.h
@@ -164,6 +167,11 @@ class Rank:
             return self.outcome.at if self.outcome.failure else None
         return self.ended_at if self.status is not None else None
 
+    @property
+    def lost_a_peer(self) -> bool:
+        """Check whether this rank failed because another one closed its connections."""
+        return self.outcome is not None and bool(LOST_PEER.search(self.outcome.failure or ""))
+
     def report(self) -> str:
         """Describe what went wrong on this rank."""
         rank = f"rank {self.files.rank}"
@@ -254,12 +262,20 @@ def _wait(ranks: list[Rank], lost: list[Rank], deadline: float, timeout_s: float
 
 def _failure(ranks: list[Rank]) -> DistributedTestError:
     """Name the rank that failed first, then those that failed right after it, often because of it."""
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until:
+    start = time.monotonic()
+
+    def cause_is_missing() -> bool:
+        return all(rank.failed_at is None or rank.lost_a_peer for rank in ranks)
+
+    while time.monotonic() < start + (LOST_PEER_S if cause_is_missing() else GRACE_S):
         time.sleep(POLL_S)
         for rank in ranks:
             rank.look()
-    failed = sorted((rank for rank in ranks if rank.failed_at is not None), key=lambda rank: rank.failed_at or 0.0)
+    # A crash dump delays the end of a rank that died, so the error of a peer that lost its connection can come before it.
+    failed = sorted(
+        (rank for rank in ranks if rank.failed_at is not None),
+        key=lambda rank: (rank.lost_a_peer, rank.failed_at or 0.0),
+    )
     first, later = failed[0], failed[1:]
     message = f"{first.report()}\n(world size {len(ranks)}; the other ranks were killed)"
     for rank in later:
