@@ -63,18 +63,7 @@ IGNORED = {
         long_positions(rope_scaling=LONGROPE, original_max_position_embeddings=4096),
         ["rope_scaling.rope_type"],
     ),
-    "norm_topk_prob in dots1": (moe("dots1", norm_topk_prob=False), ["norm_topk_prob"]),
-    "norm_topk_prob in glm4_moe": (moe("glm4_moe", norm_topk_prob=False), ["norm_topk_prob"]),
-    "groups in deepseek_v2": (
-        deepseek_v2(topk_method="group_limited_greedy", n_group=4, topk_group=2),
-        ["n_group"],
-    ),
     "partial_rotary_factor in Llama": (PARTIAL, ["partial_rotary_factor"]),
-    "two at once": (
-        moe("dots1", norm_topk_prob=False, max_position_embeddings=16384)
-        | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096},
-        ["norm_topk_prob", "rope_scaling.rope_type"],
-    ),
 }
 HONOURED = {
     "dots1": moe("dots1", norm_topk_prob=True),
@@ -93,8 +82,7 @@ HONOURED = {
 
 
 LONGROPE_TOP_LEVEL = "longrope, its switch beside it"
-A_FEW = ("norm_topk_prob in dots1", "groups in deepseek_v2")
-"""A setting of the router's weights and one of its choice. test_check.py covers a position setting through a backend."""
+A_FEW = ("partial_rotary_factor in Llama", LONGROPE_TOP_LEVEL)
 
 
 @pytest.mark.usefixtures("megatron_imported")

@@ -66,7 +66,7 @@ OPTIONS = {
     ),
     "show-config: nothing there": command("show-config nowhere.yaml", says="no config file at | nowhere.yaml"),
     "show-config: unknown key": command("show-config rl.yaml --set rollout.max_lags=2", says="rollout.max_lags: unknown"),
-    "new-model: architecture": command("new-model new --arch gpt9", says="--arch 'gpt9' | qwen3, qwen3_moe, llama, qwen2"),
+    "new-model: architecture": command("new-model new --arch gpt9", says="--arch 'gpt9' | llama, qwen2, qwen3, qwen3_moe"),
     "new-model: no layers": command("new-model new --layers 0", says="--layers | 1 | '0'"),
     "new-model: heads": command("new-model new --heads 3", says="--hidden 128 | --heads (6)"),
     "new-model: key and value heads": command("new-model new --kv-heads 3", says="--heads 4 | --kv-heads 3"),

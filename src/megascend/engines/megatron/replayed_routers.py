@@ -23,12 +23,12 @@ class _Pass:
 
     Attributes:
         routed: int64 [rows, layers with experts, k], of this rank's rows in Megatron's order; None: routers choose.
-        real: bool [rows], rows that are not padding.
+        real: bool [rows], rows that are not padding; None if routers choose.
         complete: the chunk has run; later router calls are recomputation.
     """
 
     routed: Tensor | None
-    real: Tensor
+    real: Tensor | None
     complete: bool = False
 
 
@@ -46,7 +46,10 @@ class MegatronRouterReplay(RouterReplay):
 
     def enter(self, batch: MicroBatch) -> None:
         """Set the micro batch that a chunk computes next."""
-        routed = None if batch.routed_experts is None else self._rows(self.layers.columns(batch.routed_experts), batch)
+        if batch.routed_experts is None:  # as in a captured step, whose micro batch has no padding column either
+            self._pass = _Pass(None, None)
+            return
+        routed = self._rows(self.layers.columns(batch.routed_experts), batch)
         self._pass = _Pass(routed, self._rows(~batch.padding, batch))
 
     def leave(self, output: Tensor) -> None:
