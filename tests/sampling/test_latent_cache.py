@@ -44,7 +44,9 @@ LAYOUTS = {
 }
 IN_CI = (("deepseek_v3, YaRN", "TP2 + SP"), ("deepseek_v3, queries without latent", "single"))
 CASES = [
-    (model, layout) if (model, layout) in IN_CI and FIRST_STACK else pytest.param(model, layout, marks=pytest.mark.nightly)
+    (model, layout)
+    if (model, layout) in IN_CI and FIRST_STACK
+    else pytest.param(model, layout, marks=pytest.mark.nightly)
     for model in MODELS
     for layout in LAYOUTS
 ]
@@ -146,8 +148,12 @@ def test_greedy_responses_equal_transformers_generate(model: str, layout: str, p
 
 
 @pytest.mark.parametrize(
-    "layout", ["TP2 + SP" if FIRST_STACK else pytest.param("TP2 + SP", marks=pytest.mark.nightly),
-               pytest.param("single", marks=pytest.mark.nightly), pytest.param("PP2", marks=pytest.mark.nightly)]
+    "layout",
+    [
+        "TP2 + SP" if FIRST_STACK else pytest.param("TP2 + SP", marks=pytest.mark.nightly),
+        pytest.param("single", marks=pytest.mark.nightly),
+        pytest.param("PP2", marks=pytest.mark.nightly),
+    ],
 )
 def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folder: Path, tmp_path: Path) -> None:
     from megascend.sampling.sampler import Sampler
@@ -175,7 +181,9 @@ def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folde
 
     ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
     expected = generated(checkpoint, [(prompt, name and tmp_path / name) for prompt, name in pairs])
-    assert len({tuple(tokens) for (prompt, _), (tokens, *_) in zip(pairs, expected, strict=True) if prompt == first}) == 3
+    assert (
+        len({tuple(tokens) for (prompt, _), (tokens, *_) in zip(pairs, expected, strict=True) if prompt == first}) == 3
+    )
     for mixed, alone, why_no_cache in ranks:
         assert why_no_cache is None
         assert_equal(mixed, expected)

@@ -8,15 +8,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import megascend
-from megascend.app.rl.learn import group_samples, learn
+from megascend.app.rl.learn import corrected, group_samples, learn
 from megascend.config.rl import Objective
 from megascend.rollout.group import Group, Response
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
+from weightwire.engine import RoutedExperts
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 WORKER = Path(__file__).with_name("single_gradients.py")
@@ -130,3 +132,16 @@ def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
             assert mismatch.tokens == single[2].tokens
             assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
             assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)
+
+
+def test_samples_carry_the_experts_of_every_input_token() -> None:
+    numbers = np.random.default_rng(0).integers(0, 8, (5, 4, 2)).astype("uint8")
+    experts = RoutedExperts.of(numbers)
+    responses = tuple(Response((7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, experts) for reward in (0.0, 1.0))
+    group = Group.from_json(json.loads(json.dumps(Group(0, (4, 5, 6), responses).to_json())))
+    assert group.responses == responses
+    for sample in group_samples(group, Objective()):
+        assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
+        assert torch.equal(sample.routed_experts, torch.from_numpy(numbers.astype("int16")))
+        replayed = corrected(sample, torch.full((5,), -1.0), 2.0)
+        assert torch.equal(replayed.routed_experts, sample.routed_experts)
