@@ -14,7 +14,6 @@ old weights or, if they could not be restored, refuses to generate; it is never 
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import math
 from abc import ABC, abstractmethod
@@ -91,23 +90,19 @@ class RoutedExperts:
         Raises:
             WireError: a field is missing or wrong, or the data has another length than the shape.
         """
-        shape, dtype, data = (
-            (fields.get(name) for name in ("shape", "dtype", "data")) if isinstance(fields, Mapping) else (None,) * 3
-        )
-        sizes = (
-            isinstance(shape, list | tuple)
-            and len(shape) == 3
-            and all(type(size) is int and size > 0 for size in shape)
-        )
-        if not sizes or dtype not in EXPERT_WIDTHS or not isinstance(data, str):
+        values: Mapping[str, Any] = fields if isinstance(fields, Mapping) else {}
+        shape, dtype, data = values.get("shape"), values.get("dtype"), values.get("data")
+        sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+        width = EXPERT_WIDTHS.get(dtype) if isinstance(dtype, str) else None
+        if len(sizes) != 3 or not all(type(size) is int and size > 0 for size in sizes) or width is None:
             raise WireError(f"routed experts cannot be read: shape {shape!r:.60}, dtype {dtype!r:.20}")
         try:
-            length = len(base64.b64decode(data, validate=True))
-        except (binascii.Error, ValueError) as error:
+            length = len(base64.b64decode(data, validate=True))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:  # binascii.Error is a ValueError
             raise WireError(f"routed experts cannot be read: {error}") from error
-        if length != math.prod(shape) * EXPERT_WIDTHS[dtype]:
-            raise WireError(f"routed experts of shape {list(shape)} and dtype {dtype} have {length} bytes")
-        return cls(tuple(shape), dtype, data)
+        if length != math.prod(sizes) * width:
+            raise WireError(f"routed experts of shape {list(sizes)} and dtype {dtype} have {length} bytes")
+        return cls(sizes, str(dtype), str(data))  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "dtype": self.dtype, "data": self.data}

@@ -176,15 +176,15 @@ def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folde
             for name in LORAS:
                 backend.load_adapter(name, tmp_path / name)
             sampler = Sampler(backend)
-            alone = sampler.generate([request for request in requests if request.adapter == "latents"])
-            return sampler.generate(requests), alone, sampler.why_no_cache
+            single = sampler.generate([request for request in requests if request.adapter == "latents"])
+            return sampler.generate(requests), single, sampler.why_no_cache
 
     ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
     expected = generated(checkpoint, [(prompt, name and tmp_path / name) for prompt, name in pairs])
     assert (
         len({tuple(tokens) for (prompt, _), (tokens, *_) in zip(pairs, expected, strict=True) if prompt == first}) == 3
     )
-    for mixed, alone, why_no_cache in ranks:
+    for mixed, single, why_no_cache in ranks:
         assert why_no_cache is None
         assert_equal(mixed, expected)
-        assert_equal(alone, [expected[index] for index, (_, name) in enumerate(pairs) if name == "latents"])
+        assert_equal(single, [expected[index] for index, (_, name) in enumerate(pairs) if name == "latents"])

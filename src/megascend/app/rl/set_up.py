@@ -22,8 +22,9 @@ from megascend.rollout.rewards import Reward
 from weightwire.engine import InferenceEngine, Sampling
 
 if TYPE_CHECKING:
-    from megascend.engines.base import Engine
     from transformers import PreTrainedTokenizerBase
+
+    from megascend.engines.base import Engine
 
 logger = logging.getLogger(__name__)
 OF_RESPONSES = ("old_logprobs", "advantages")
