@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,51 @@ def test_samples_carry_the_experts_of_every_input_token() -> None:
         assert torch.equal(sample.routed_experts, torch.from_numpy(numbers.astype("int16")))
         replayed = corrected(sample, torch.full((5,), -1.0), 2.0)
         assert torch.equal(replayed.routed_experts, sample.routed_experts)
+
+
+def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
+    """Take the choices of transformers, as an engine makes them: equal weights choose alike, so none changes a choice here."""
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    groups = recorded()
+
+    def route() -> list[list[Any]]:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+        def chosen(tokens: list[int]) -> Any:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+            return torch.stack([layer.topk(2, dim=-1).indices for layer in logits], 1).to(torch.uint8).numpy()
+
+        # The last sampled token is not computed.
+        return [
+            [chosen([*group.prompt_tokens, *response.tokens[:-1]]) for response in group.responses] for group in groups
+        ]
+
+    def with_experts(shift: int) -> list[Group]:
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(response, routed_experts=RoutedExperts.of((numbers + shift) % 4))
+                    for response, numbers in zip(group.responses, of_group, strict=True)
+                ),
+            )
+            for group, of_group in zip(groups, routes, strict=True)
+        ]
+
+    def on_rank() -> list[tuple[float, float | None]]:
+        with megascend.MegatronBackend(checkpoint, precision="fp32", self_check=False, timeout_s=60) as backend:
+            results = [learn(backend, batch, Objective()).result for batch in batches]
+            return [(result.loss, result.metrics.get("router_replay_changed")) for result in results]
+
+    (routes,) = run_distributed(route, 1, init=False)
+    batches = [groups, with_experts(0), with_experts(1)]
+    ((plain, absent), (equal, unchanged), (shifted, changed)) = run_distributed(on_rank, 1, init=False)[0]
+    assert absent is None
+    assert unchanged == 0.0
+    assert equal == pytest.approx(plain, abs=1e-6)
+    assert changed is not None
+    assert changed > 0.4
+    assert abs(shifted - plain) > 1e-4
