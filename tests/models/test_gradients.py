@@ -20,6 +20,7 @@ from megascend.models.registry import proven
 from megascend.testing.parity import Case
 from support.covering import FIRST_STACK
 from support.gradients import compare, compare_adapter
+from support.lora_parity import ALL
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -32,6 +33,12 @@ LAYOUTS = (
     Case("PP2", 2, Parallel(pipeline=2)),
     Case("CP2", 2, Parallel(context=2), **PLAIN),
     Case("DP2", 2, **PLAIN),
+    Case(
+        "TP2 x DP2 + SP, overlapped",
+        4,
+        Parallel(tensor=2, sequence=True),
+        optimizer={"distributed": False, "overlap_grad_reduce": True},
+    ),
 )
 EXPERT_LAYOUTS = (
     Case("EP2", 2, Parallel(expert=2), **PLAIN),
@@ -84,7 +91,11 @@ def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
 
 
 def with_adapters() -> list[Case]:
-    return [case for case in CASES if case.name.partition(": ")[2] in ADAPTER_LAYOUTS]
+    return [case for case in CASES if case.name.partition(": ")[2] in ADAPTER_LAYOUTS] + [
+        replace(case, name=f"{case.arch}: embedding and head, {case.name}", arch="qwen3", targets=ALL)
+        for case in LAYOUTS
+        if case.name in ("TP2", "TP2 + SP", "PP2", "CP2")
+    ]
 
 
 @pytest.mark.parametrize("case", params(CASES, IN_CI), ids=lambda case: case.name)

@@ -113,9 +113,9 @@ def compare(case: Case, folder: Path) -> dict[str, float]:
 
 
 def compare_adapter(case: Case, folder: Path, out: Path, seed: int) -> dict[str, float]:
-    """Compare the gradients of an adapter on all linear layers with peft's; return those that differ."""
+    """Compare the gradients of an adapter on ``case.targets`` with peft's; return those that differ."""
     checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
-    adapter = case_adapter(checkpoint, Case("single", arch=case.arch), seed)
+    adapter = case_adapter(checkpoint, Case("single", arch=case.arch, targets=case.targets), seed)
     ranks = run_distributed(
         reduced_adapter_gradients, case.world_size, case, checkpoint, adapter, out, init=False, timeout_s=180
     )
