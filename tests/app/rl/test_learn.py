@@ -174,10 +174,10 @@ def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
                 group,
                 responses=tuple(
                     replace(response, routed_experts=RoutedExperts.of((numbers + shift) % 4))
-                    for response, numbers in zip(group.responses, of_group, strict=True)
+                    for response, numbers in zip(group.responses, choices, strict=True)
                 ),
             )
-            for group, of_group in zip(groups, routes, strict=True)
+            for group, choices in zip(groups, routes, strict=True)
         ]
 
     def on_rank() -> list[tuple[float, float | None]]:
