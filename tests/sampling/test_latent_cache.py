@@ -82,15 +82,19 @@ def generated(
     """Return transformers' greedy tokens of (prompt, adapter), their log-probabilities, and how far the next best token was."""
 
     def compute() -> list[tuple[list[int], list[float], float]]:
-        from peft import PeftModel
         from transformers import AutoModelForCausalLM
+
+        from support import peft_reference  # in the process of the reference alone: it imports peft
 
         results = []
         for prompt, adapter in requests:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                checkpoint, dtype=torch.float32, attn_implementation="eager"
-            )
-            model = (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
+            if adapter is None:
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    checkpoint, dtype=torch.float32, attn_implementation="eager"
+                )
+            else:
+                model = peft_reference.load(str(checkpoint), str(adapter))
+            model.eval()
             output = model.generate(
                 input_ids=torch.tensor([prompt]),
                 max_new_tokens=GREEDY.max_tokens,
