@@ -32,6 +32,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.topology.topology import plan
+from support import gradients
 from support.covering import FIRST_STACK_ONLY, first_stack_only
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -74,6 +75,50 @@ def test_1_norm_includes_every_shard_of_embedding_and_output(parity_folder, monk
     actual = compare(case, parity_folder, steps=3)
     assert actual.loss < 1e-2  # the loss hides it: only clipping tells
     assert actual.grad_norm > 1e-1
+
+
+DIVIDED_EXPERTS = {"world_size": 2, "parallel": Parallel(tensor=2, expert=2, expert_tensor=1)}
+
+
+@pytest.mark.nightly
+def test_1_norm_includes_every_shard_of_attention_sinks(parity_folder, monkeypatch):
+    """Show that megatron-core (issue 7452, finding 8) leaves the sinks of all ranks but the first out of the norm."""
+    from megascend.engines.megatron import build as module
+
+    case, marked = Case("sinks", arch="gpt_oss", **DIVIDED_EXPERTS), module.mark_tensor_parallel
+    assert gradients.compare(case, parity_folder) == {}
+
+    def without_sinks(chunk):
+        marked(chunk)
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.tensor_model_parallel = False
+
+    monkeypatch.setattr(module, "mark_tensor_parallel", without_sinks)
+    wrong = gradients.compare(case, parity_folder)
+    assert {name.partition(": ")[2] for name in wrong} == {"norm"}  # every gradient is correct
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("part", "weight"), [("router.weight", "mlp.gate.weight"), ("q_layernorm", "q_a_layernorm")])
+def test_1_comparison_of_gradients_shows_replicated_parameters_that_are_not_reduced(
+    parity_folder, monkeypatch, part, weight
+):
+    """Show what a parameter without ``sequence_parallel`` would do, the fault of issue 7452's finding 11, and that it is seen."""
+    from megascend.engines.megatron import build as module
+
+    case, marked = Case("unreduced", arch="deepseek_v3", **DIVIDED_EXPERTS), module.mark_tensor_parallel
+
+    def unreduced(chunk):
+        marked(chunk)
+        for name, parameter in chunk.named_parameters():
+            if part in name or (part == "q_layernorm" and "q_up_proj.layer_norm" in name):
+                parameter.sequence_parallel = False
+
+    monkeypatch.setattr(module, "mark_tensor_parallel", unreduced)
+    wrong = {name.partition(": ")[2] for name in gradients.compare(case, parity_folder)}
+    assert any(weight in name for name in wrong), wrong
+    assert all(weight in name or name == "norm" for name in wrong), wrong
 
 
 # --- 2: experts under TP without EP and ETP ---

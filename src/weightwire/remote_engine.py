@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, RoutedExperts, Sampling
 from weightwire.errors import WireError
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
@@ -47,13 +47,12 @@ class RemoteEngine(InferenceEngine):
     ) -> list[Completion]:
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
+        if not sampling.routed_experts:
+            del arguments["routed_experts"]  # unknown to servers of an earlier version
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
-            return [
-                Completion(**{**fields, "tokens": tuple(fields["tokens"]), "logprobs": tuple(fields["logprobs"])})
-                for fields in answer["completions"]
-            ]
-        except (KeyError, TypeError) as error:
+            return [_completion(fields) for fields in answer["completions"]]
+        except (KeyError, TypeError, WireError) as error:
             raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -98,6 +97,16 @@ class RemoteEngine(InferenceEngine):
             return answer[name]
         except (KeyError, TypeError) as error:
             raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    experts = fields.get("routed_experts")
+    lists = {
+        "tokens": tuple(fields["tokens"]),
+        "logprobs": tuple(fields["logprobs"]),
+        "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
+    }
+    return Completion(**{**fields, **lists})
 
 
 Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
@@ -185,13 +194,20 @@ def _generate(arguments: Arguments) -> Run:
         temperature=arguments.number("temperature", 100.0, 1.0),
         stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MOST_STOP_TOKENS, ())),
         seed=arguments.integer("seed", -(2**63), 2**64, None),
+        routed_experts=arguments.flag("routed_experts", False),
     )
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
         completions = await engine.generate(prompt, sampling, n, adapter)
-        return {"completions": [{**vars(completion)} for completion in completions]}
+        return {"completions": [_completion_json(completion) for completion in completions]}
 
     return run
+
+
+def _completion_json(completion: Completion) -> dict[str, Any]:
+    fields, experts = {**vars(completion)}, completion.routed_experts
+    del fields["routed_experts"]
+    return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 
 
 def _locations(arguments: Arguments) -> Run:

@@ -125,6 +125,30 @@ def peft_reference(
     )
 
 
+def peft_gradients(folder: Path, checkpoint: Path, adapter: Path, tokens: list[list[int]]) -> dict[str, Factors]:
+    """Return the gradients of ``adapter``'s factors in the first step under peft, before clipping, by Hugging Face name.
+
+    Args: as :func:`peft_reference`.
+    """
+    from safetensors.torch import load_file
+
+    contents = b"".join((adapter / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    job = {
+        "checkpoint": str(checkpoint),
+        "adapter": str(adapter),
+        "adapter_sha256": hashlib.sha256(contents).hexdigest(),
+        "samples": [{"token_ids": ids, "prompt_length": PROMPT} for ids in tokens],
+        "steps": 0,
+        "gradients": True,
+    }
+    tensors = load_file(reference(folder, Path(__file__).with_name("peft_reference.py"), job))
+    config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    gradients = {
+        key.removeprefix("gradients."): value for key, value in tensors.items() if key.startswith("gradients.")
+    }
+    return to_factors(gradients, config["r"], config.get("target_parameters") or [])
+
+
 # --- one adapter against peft ---
 
 

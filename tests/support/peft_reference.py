@@ -4,7 +4,8 @@
 
 JOB names a checkpoint, a PEFT adapter directory, samples (token ids and prompt lengths) and optimizer settings; with
 ``steps`` 0 nothing is trained. RESULT holds the first logits of every sample, the losses and gradient norms of every step,
-and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by.
+and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by; with ``gradients``
+also those of the first step before clipping, as ``gradients.KEY``.
 """
 
 from __future__ import annotations
@@ -35,12 +36,30 @@ def main(job_path: str, result_path: str) -> None:
         for index, sample in enumerate(samples):
             tokens = torch.tensor(sample["token_ids"])
             result[f"logits.{index}"] = model(input_ids=tokens[None, :-1]).logits[0].contiguous()
+    if job.get("gradients"):
+        model.train()
+        batch_loss(model, samples).backward()
+        result |= {f"gradients.{key}": tensor for key, tensor in gradients(model).items()}
+        model.zero_grad()
     if job["steps"]:
         losses, norms = train(model, samples, job)
         result["losses"], result["grad_norms"] = torch.tensor(losses), torch.tensor(norms)
     for key, tensor in get_peft_model_state_dict(model).items():
         result[f"adapter.{key}"] = tensor.detach().contiguous()
     save_file(result, result_path)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return the factors' gradients under the names that peft saves the factors by."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    values = [parameter.detach().clone() for parameter in trained]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.copy_(parameter.grad)
+        saved = {key: tensor.detach().clone().contiguous() for key, tensor in get_peft_model_state_dict(model).items()}
+        for parameter, value in zip(trained, values, strict=True):
+            parameter.copy_(value)
+    return saved
 
 
 def load(checkpoint: str, adapter: str) -> Any:

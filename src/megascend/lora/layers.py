@@ -31,7 +31,7 @@ from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError, PlatformError
 from megascend.lora.adapter_set import MixedAdapters
-from megascend.lora.applied_adapters import AppliedAdapters, start_graph
+from megascend.lora.applied_adapters import AppliedAdapters, adapted_segments, start_graph
 from megascend.lora.grouped import Segments
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry
@@ -103,6 +103,7 @@ class AdapterLayers(AppliedAdapters):
         super().__init__(sequence_parallel=sequence_parallel)
         self._tensor_size = tensor_size
         self._expert_rows: dict[int, ExpertRows] = {}
+        self._targets: dict[Any, tuple[int, int, TargetModule]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
                 if target.is_embedding:
@@ -118,6 +119,7 @@ class AdapterLayers(AppliedAdapters):
                     # Adapters act on the linear layer's input, which is inside a layer with a fused norm.
                     patch(target.module, "return_layernorm_output", True, "adapters see the norm's output")
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
+                self._targets[target.module] = number, layer, target
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
                     self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
         for chunk in chunks:
@@ -129,6 +131,18 @@ class AdapterLayers(AppliedAdapters):
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
             output.register_hook(lambda _: setattr(self, "segments", segments))
+
+    def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
+        """Return what the micro batch's adapters add to the weight of a linear layer: (tokens, scaling * B A [out, in]).
+
+        Tokens of adapters that do not act on the layer are left out.
+        """
+        if self.stacked is None or module not in self._targets:
+            return []
+        shape_group, layer, target = self._targets[module]
+        stacked, segments = self._active()
+        a, _, b, _ = stacked.factors(shape_group, layer, segments.single)
+        return [(tokens, (a[index] @ b[index]).mT) for index, tokens in adapted_segments(stacked, segments, target)]
 
     def _after(
         self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any

@@ -22,6 +22,7 @@ from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
 from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.engine_calls import LoopThread
+from weightwire.errors import UnsupportedCallError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -323,6 +324,8 @@ class RolloutCollector:
             # A group with fewer responses would have other advantages.
             if len(completions) != n:
                 raise EngineError(f"{self._engines[index].name} gave {len(completions)} responses instead of {n}")
+            if sampling.routed_experts and any(completion.routed_experts is None for completion in completions):
+                raise UnsupportedCallError(f"{self._engines[index].name} returned no routed experts")
         except EngineError:
             failed.append(index)
             # Other prompts avoid the engine for a while, too.
@@ -340,7 +343,14 @@ class RolloutCollector:
             # In the trainer's count, in which staleness is measured.
             versions = completion.first_version - self._offset, completion.last_version - self._offset
             reward = self._reward(self._task.decode(completion.tokens), prompt)
-            return Response(completion.tokens, completion.logprobs, reward, completion.finish_reason, *versions)
+            return Response(
+                completion.tokens,
+                completion.logprobs,
+                reward,
+                completion.finish_reason,
+                *versions,
+                completion.routed_experts,
+            )
 
         return tuple(map(grade, completions))
 
@@ -354,7 +364,7 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
         def seeded(number: int) -> Sampling:
-            return replace(sampling, seed=_seed(sampling.seed, number))
+            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
 
         groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
         return list(await asyncio.gather(*groups))

@@ -60,7 +60,7 @@ class Sampler:
         decode: token ids to text, with special tokens, on every rank; without it requests whose ``stop`` has texts are refused.
         end_tokens: token ids that end every response: the model's end of sequence.
         cache_tokens: most tokens of a batch of responses, prompts included, each counted as long as the longest may become. A
-            longer request is refused.
+            longer request is refused. Memory of a token: see :mod:`megascend.engines.key_values`.
         max_rows: most responses of a batch.
         cache: keep the keys and values of earlier tokens if the engine can.
 

@@ -292,13 +292,14 @@ def causal_samples(tokens: list[list[int]]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and trained weights by the
-    names of a checkpoint, where they were asked for."""
+    """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and, where they were asked
+    for, trained weights and the untrained model's gradients by the names of a checkpoint."""
 
     losses: list[float]
     grad_norms: list[float]
     logits: list[Tensor]
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
@@ -363,6 +364,7 @@ def hf_reference(
     micro_batches: list[list[int]] | None = None,
     dtype: str = "float32",
     weights: bool = False,
+    gradients: bool = False,
     reduction: str = "mean",
 ) -> Trajectory:
     """Run the job with Hugging Face and torch AdamW; the result stays in ``folder`` for the next caller with the same job.
@@ -373,6 +375,7 @@ def hf_reference(
         micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
         dtype: of parameters and of everything computed.
         weights: also return the trained ones.
+        gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.
     """
     from safetensors.torch import load_file
@@ -393,13 +396,19 @@ def hf_reference(
         "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
     job |= ({"dtype": dtype} if dtype != "float32" else {}) | ({"weights": True} if weights else {})
+    job |= {"gradients": True} if gradients else {}
     job |= {"reduction": reduction} if reduction != "mean" else {}
     tensors = load_file(reference(folder, "hf_reference.py", job))
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
     return Trajectory(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],
         [tensors[f"logits.{index}"] for index in range(len(tokens))],
-        {name.removeprefix("weights."): tensor for name, tensor in tensors.items() if name.startswith("weights.")},
+        part("weights."),
+        part("gradients."),
     )
 
 

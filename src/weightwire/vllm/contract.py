@@ -125,6 +125,23 @@ def first_and_last_version(output: Any, before: int, after: int) -> tuple[int, i
     return _number(spans[0].version), _number(spans[-1].version)
 
 
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Check whether the engine was started with ``--enable-return-routed-experts``."""
+    # Part of the model's configuration in 0.24, of one of its own in 0.32.
+    sections = (getattr(vllm_config, name, None) for name in ("model_config", "aux_output_config"))
+    return any(getattr(section, "enable_return_routed_experts", False) for section in sections)
+
+
+def routed_experts(output: Any) -> Any:
+    """Return the experts of a finished response and its prompt, [tokens - 1, layers, k] of uint8 or uint16, or None.
+
+    The prompt's rows are read when its last token has been computed, and each later step adds a row for the token that it has
+    computed: the last sampled token has none. Indices are those of the checkpoint's experts. ``num_hidden_layers`` rows; those of
+    layers without experts stay 0.
+    """
+    return output.routed_experts
+
+
 async def stamp(engine: Any, number: int) -> None:
     """Pass the version to the engine's core, if this vLLM stamps tokens with it."""
     if hasattr(engine, "update_weight_version"):

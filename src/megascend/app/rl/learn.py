@@ -67,7 +67,13 @@ def group_samples(group: Group, objective: Objective) -> list[Sample]:
     prompt = len(group.prompt_tokens)
     samples = []
     for response, advantage in zip(group.responses, advantages(group.rewards, objective.advantages), strict=True):
-        sample = Sample.causal([*group.prompt_tokens, *response.tokens], prompt_length=prompt)
+        sample = Sample.causal(
+            [*group.prompt_tokens, *response.tokens],
+            prompt_length=prompt,
+            routed_experts=None
+            if response.routed_experts is None
+            else response.routed_experts.numbers().astype("int16"),
+        )
         count = len(response.tokens)
         before = torch.zeros(prompt - 1)  # targets that belong to the prompt
         sample.old_logprobs = torch.cat([before, torch.tensor(response.logprobs, dtype=torch.float32)])
@@ -95,4 +101,5 @@ def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
         sample.weights,
         advantages=torch.where(sampled, weights * sample.advantages, 0.0),
         old_logprobs=torch.where(sampled, trainer, 0.0),
+        routed_experts=sample.routed_experts,
     )

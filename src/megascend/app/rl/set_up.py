@@ -24,6 +24,8 @@ from weightwire.engine import InferenceEngine, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megascend.engines.base import Engine
+
 logger = logging.getLogger(__name__)
 OF_RESPONSES = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
@@ -47,7 +49,12 @@ def make_collector(
         encode=lambda prompt: prompt_tokens(prompt, tokenizer, config.template_date),
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         reward=reward,
-        sampling=Sampling(rollout.max_tokens, stop_token_ids=stop_tokens(tokenizer, rollout.stop), seed=config.seed),
+        sampling=Sampling(
+            rollout.max_tokens,
+            stop_token_ids=stop_tokens(tokenizer, rollout.stop),
+            seed=config.seed,
+            routed_experts=rollout.router_replay,
+        ),
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
         most_equal=rollout.most_equal,
@@ -55,6 +62,14 @@ def make_collector(
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task)
+
+
+def check_router_replay(engine: Engine) -> None:
+    """Raise ConfigError, on every rank, if the trainer cannot replay the choices of the rollout's routers."""
+    if engine.router_replay is None or engine.why_no_replay is not None:
+        raise ConfigError(
+            f"rollout.router_replay: true, but {engine.why_no_replay or 'this model has no experts'}; set it to false"
+        )
 
 
 def check_objective(objective: Objective) -> None:

@@ -147,11 +147,13 @@ class ReinforcementLearning(Training[RlConfig]):
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
         from megascend.app.rl.engines import make_engines
         from megascend.app.rl.rollouts import SharedRollouts
-        from megascend.app.rl.set_up import fingerprint, make_collector
+        from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
         from megascend.data.order import Batches
         from megascend.weightsync import WeightSync
 
         self._run, config, backend, settings = run, run.config, run.backend, run.config.sync
+        if config.rollout.router_replay:
+            check_router_replay(backend.engine)
         if progress is not None:
             self.totals = Totals(**progress["rl"])
         if run.main_rank:

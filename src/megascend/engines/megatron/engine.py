@@ -377,7 +377,8 @@ class MegatronEngine(Engine):
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
         """Activate the KV cache, without CUDA graphs; see :meth:`megascend.engines.base.Engine.caching`."""
-        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
+        adapters = None if self.adapters is None else self.adapters.layers
+        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config, adapters)
         try:
             with self._cached.installed():
                 yield

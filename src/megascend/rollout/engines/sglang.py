@@ -23,7 +23,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.io.atomic import honour_umask
 from megascend.rollout.http_client import EngineServer
 from weightwire.engine import Completion, InferenceEngine, Sampling
-from weightwire.errors import CommitError, NotServingError, UpdateError
+from weightwire.errors import CommitError, NotServingError, UnsupportedCallError, UpdateError
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.transports.choice import Location
@@ -79,6 +79,10 @@ class SglangEngine(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         """See :class:`InferenceEngine`. ``first_version`` is the one active when the request was sent."""
+        if sampling.routed_experts:
+            raise UnsupportedCallError(
+                f"{self.name} does not return routed experts: use a vLLM server for router replay"
+            )
         before = self._versions["model"]
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
