@@ -147,7 +147,7 @@ class Group:
     def acknowledge(self, event: str) -> None:
         """Report an event that other members wait for."""
         try:
-            self._records.put(f"{event}/{self.rank}", "1")
+            self._records.write(f"{event}/{self.rank}", "1")
         except RuntimeError as error:
             raise TransportError(f"the store does not answer: {error}") from error
 
@@ -187,7 +187,7 @@ class Group:
         text = json.dumps([self.rank, reason[:2000], int(at_fault)])
         try:
             # Once: the first failure is the cause, and those after it are its consequences on other members.
-            self._records.put_once("failure", text)
+            self._records.write_once("failure", text)
         except RuntimeError as error:
             log.debug("%s could not report its failure: %s", self.member(self.rank), error)
 
@@ -248,7 +248,7 @@ class Group:
             if given_up is not None and given_up.is_set():
                 raise PeerLostError(f"{self.member(self.rank)} gave up before the group was complete")
             if time.monotonic() > deadline:
-                self._records.put_once("missing", json.dumps(missing))
+                self._records.write_once("missing", json.dumps(missing))
                 raise self._join_timeout(missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -275,7 +275,7 @@ class Group:
         try:
             self._peers.leave()
             if self.rank == 0:
-                self._records.put("ended", "1")
+                self._records.write("ended", "1")
         except RuntimeError as error:
             log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
 

@@ -188,9 +188,7 @@ def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
     popen = ahead.subprocess.Popen
-    monkeypatch.setattr(
-        ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options)
-    )
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
     with compiling_kernels(plan(tmp_path), Launch()):
         assert started[0].poll() is None
     assert started[0].returncode == -9

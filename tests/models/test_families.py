@@ -88,8 +88,8 @@ def test_training_equals_hugging_face(case: Case, parity_folder: Path) -> None:
     if case.precision == "fp32" and (difference.loss > loss_bound or difference.grad_norm > norm_bound):
         # Where a model amplifies rounding, the bound is twice what transformers' own fp32 is away from fp64.
         exact = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS, dtype="float64")
-        own = differences(without_logits(reference), without_logits(exact))
-        loss_bound, norm_bound = max(loss_bound, 2 * own.loss), max(norm_bound, 2 * own.grad_norm)
+        rounding = differences(without_logits(reference), without_logits(exact))
+        loss_bound, norm_bound = max(loss_bound, 2 * rounding.loss), max(norm_bound, 2 * rounding.grad_norm)
     assert difference.loss <= loss_bound, difference
     assert difference.grad_norm <= norm_bound, difference
     if case.precision == "fp32" and difference.logits is not None:
@@ -240,10 +240,10 @@ def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_fo
     run = Trajectory(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     reference = hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS)
     exact = hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS, dtype="float64")
-    own = differences(without_logits(reference), without_logits(exact))
+    rounding = differences(without_logits(reference), without_logits(exact))
     difference = differences(run, without_logits(reference))
-    assert difference.loss <= max(1e-5, 2 * own.loss), difference
-    assert difference.grad_norm <= max(1e-4, 2 * own.grad_norm), difference
+    assert difference.loss <= max(1e-5, 2 * rounding.loss), difference
+    assert difference.grad_norm <= max(1e-4, 2 * rounding.grad_norm), difference
 
 
 @pytest.mark.parametrize("arch", ALL)

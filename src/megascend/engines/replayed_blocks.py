@@ -110,6 +110,6 @@ class _Choice(TorchFunctionMode):
         if scores.shape[-1] != layers.experts or result.indices.shape[-1] != layers.topk:
             return result  # of groups of experts
         self.calls += 1
-        own = result.indices.reshape(-1, layers.topk)
-        chosen = self._replay.choose(own, self._replayed, self._real).view_as(result.indices)
+        indices = result.indices.reshape(-1, layers.topk)
+        chosen = self._replay.choose(indices, self._replayed, self._real).view_as(result.indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

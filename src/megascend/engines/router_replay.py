@@ -46,13 +46,13 @@ class ExpertLayers:
                 f"with {' or '.join(map(str, layers))} layers (all, or those with experts)"
             )
         choices = self.columns(routed)
-        known = ~(choices < 0).all(-1)
-        if bool(((choices >= self.experts) | ((choices < 0) & known[..., None])).any()):
+        recorded = ~(choices < 0).all(-1)
+        if bool(((choices >= self.experts) | ((choices < 0) & recorded[..., None])).any()):
             raise DataError(
                 f"sample {index}: routed_experts must be in [0, {self.experts}), or -1 where they are not known"
             )
         ordered = choices.sort(-1).values
-        if bool(((ordered[..., 1:] == ordered[..., :-1]) & known[..., None]).any()):
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & recorded[..., None]).any()):
             raise DataError(f"sample {index}: routed_experts names an expert twice for one token and layer")
 
     def columns(self, routed: Tensor) -> Tensor:
@@ -74,19 +74,19 @@ class RouterReplay:
         self.layers = layers
         self._counts = torch.zeros(2, device=device)
 
-    def choose(self, own: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:
-        """Return the experts [rows, k] of a layer's tokens: ``replayed`` where they are known (not -1), ``own`` elsewhere.
+    def choose(self, indices: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:
+        """Return the experts [rows, k] of a layer's tokens: ``replayed`` where they are recorded (not -1), ``indices`` elsewhere.
 
         Args:
-            own: int64 [rows, k], the router's own choice.
+            indices: int64 [rows, k], the router's own choice.
             real: bool [rows], rows that count; None: nothing is counted, as the layer is recomputed.
         """
-        known = replayed[:, :1] >= 0
+        recorded = replayed[:, :1] >= 0
         if real is not None:
-            differs = (own.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
-            rows = known & real[:, None]
+            differs = (indices.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
+            rows = recorded & real[:, None]
             self._counts += torch.stack([(differs & rows).sum(), rows.sum()]).float()
-        return torch.where(known, replayed, own)
+        return torch.where(recorded, replayed, indices)
 
     def take_counts(self) -> Tensor:
         """Return [tokens and layers routed otherwise by the router itself, all that were replayed] since the last call."""

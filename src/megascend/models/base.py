@@ -216,8 +216,8 @@ class Architecture:
         )
 
     def _unnormalised_sigmoid(self, config: Config) -> str | None:
-        one = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
-        if self.router != "sigmoid" or one or config.get("norm_topk_prob", True) is not False:
+        single_expert = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
+        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob", True) is not False:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "

@@ -26,10 +26,10 @@ class ErnieRouter(TopKRouter):
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         scores = logits.view(-1, logits.shape[-1]).float().softmax(dim=-1)
-        chosen = own = torch.topk(scores.detach() + self.expert_bias, self.topk, dim=-1).indices
+        chosen = indices = torch.topk(scores.detach() + self.expert_bias, self.topk, dim=-1).indices
         if self.router_replay is not None:
             _, chosen = self.router_replay.get_replay_topk(
-                scores, self.topk, default_compute_topk=lambda *args, **options: (scores.gather(1, own), own)
+                scores, self.topk, default_compute_topk=lambda *args, **options: (scores.gather(1, indices), indices)
             )
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=self._smallest_sum)

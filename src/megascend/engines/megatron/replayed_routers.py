@@ -62,12 +62,12 @@ class MegatronRouterReplay(RouterReplay):
             # own, this one must not find another's.
             output.register_hook(lambda _: setattr(self, "_pass", current))
 
-    def replay(self, column: int, scores: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, column: int, scores: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the experts that a layer's tokens are sent to."""
         current = self._pass
         if current is None or current.routed is None:
-            return values, own
-        chosen = self.choose(own, current.routed[:, column], None if current.complete else current.real)
+            return values, indices
+        chosen = self.choose(indices, current.routed[:, column], None if current.complete else current.real)
         return scores.gather(1, chosen), chosen
 
     def _rows(self, values: Tensor, batch: MicroBatch) -> Tensor:
@@ -95,8 +95,8 @@ class _Source:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self.replay.replay(self.column, scores, values, own)
+        values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.replay.replay(self.column, scores, values, indices)
 
 
 def expert_layers(config: Any) -> ExpertLayers | None:

@@ -182,13 +182,13 @@ def first_error(log: str) -> str:
     if sum(map(len, text)) <= CAUSE:
         return "\n".join(text)
     # A traceback says what has failed in its first line, and why in its last ones.
-    kept, size = [], 0
+    tail, size = [], 0
     for line in reversed(text[1:]):
         size += len(line)
-        if kept and size > CAUSE:
+        if tail and size > CAUSE:
             break
-        kept.append(line[-CAUSE:])
-    return "\n".join([text[0], "[...]", *reversed(kept)])
+        tail.append(line[-CAUSE:])
+    return "\n".join([text[0], "[...]", *reversed(tail)])
 
 
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
