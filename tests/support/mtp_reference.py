@@ -1,0 +1,133 @@
+"""The independent reference of a head for multi-token prediction: transformers' layers, torch's AdamW. Imports no megascend.
+
+    python mtp_reference.py JOB.json RESULT.safetensors
+
+The head follows DeepSeek-V3's report (arXiv:2412.19437, section 2.2, equations 21 to 25), of depth 1, written out sample by sample
+without padding or packing. Which half of ``eh_proj`` is the embedding's is a matter of the checkpoints, whose inference code joins
+embedding and hidden state in this order. JOB names a checkpoint whose last layer is the head, samples and optimizer settings;
+RESULT holds both losses and the gradient norms of every step, and the trained weights by the names of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+class Head(nn.Module):
+    """Norms and projection before the layer, and the norm after it; embedding, layer and output layer are the model's."""
+
+    def __init__(self, norm: type[nn.Module], width: int, eps: float) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = (norm(width, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+
+def main(job_path: str, result_path: str) -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    dtype = getattr(torch, job.get("dtype", "float32"))
+    folder = Path(job["checkpoint"])
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    layers = config.num_hidden_layers
+    # The head's layer is loaded as one more layer of the model, whose forward pass then leaves it out.
+    config.num_hidden_layers = layers + 1
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*config.mlp_layer_types[:layers], config.mlp_layer_types[layers - 1]]
+    eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True, **eager
+    )
+    model.config.num_hidden_layers = layers
+    head = Head(type(model.model.norm), config.hidden_size, config.rms_norm_eps).to(dtype)
+    names = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm", "eh_proj": "eh_proj"}
+    stored = {f"{name}.weight": f"model.layers.{layers}.{own}.weight" for name, own in names.items()}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        head.load_state_dict({name: file.get_tensor(own).to(dtype) for name, own in stored.items()})
+    model.train()
+    result = train(model, head, job)
+    if job.get("weights"):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for name, tensor in revert_weight_conversion(model, parameters).items():
+            result[f"weights.{name}"] = tensor.clone().contiguous()
+        for name, parameter in head.named_parameters():
+            result[f"weights.{stored[name]}"] = parameter.detach().clone()
+    save_file(result, result_path)
+
+
+def train(model: Any, head: Head, job: dict[str, Any]) -> dict[str, Tensor]:
+    """Train on all samples, ``job["steps"]`` times; returns the model's loss, the head's, and the norm before clipping."""
+    parameters = [*model.parameters(), *head.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": job["weight_decay"]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=job["lr"], betas=(0.9, 0.999), eps=1e-8)
+    rows = []
+    for _ in range(job["steps"]):
+        optimizer.zero_grad()
+        loss, prediction_loss = losses(model, head, job)
+        (loss + job["mtp_loss_weight"] * prediction_loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"])
+        rows.append((float(loss.detach()), float(prediction_loss.detach()), float(norm)))
+        optimizer.step()
+    table = torch.tensor(rows, dtype=torch.float64)
+    return {
+        name: table[:, index].contiguous() for index, name in enumerate(("losses", "mtp_losses", "grad_norms"))
+    }
+
+
+def losses(model: Any, head: Head, job: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the model's and the head's mean cross entropy over all targets."""
+    totals, counts = [0.0, 0.0], [0.0, 0.0]
+    for sample in job["samples"]:
+        tokens = torch.tensor(sample["token_ids"])
+        weights = torch.tensor(sample["weights"])  # of tokens 1, 2...
+        hidden = model.model(tokens[None, :-1]).last_hidden_state
+        predicted = [(model.lm_head(hidden)[0], tokens[1:], weights)]
+        if len(tokens) > 2:
+            predicted.append((predictions(model, head, hidden[:, :-1], tokens[1:-1]), tokens[2:], weights[1:]))
+        for index, (logits, targets, target_weights) in enumerate(predicted):
+            logprobs = logits.float().log_softmax(-1) if logits.dtype == torch.float32 else logits.log_softmax(-1)
+            values = -logprobs.gather(1, targets[:, None])[:, 0]
+            if job["reduction"] == "sum":
+                # The model's own weights may be negative; the head predicts the tokens that have one.
+                totals[index] = totals[index] + ((target_weights if index == 0 else target_weights != 0) * values).sum()
+                counts[index] += float((target_weights != 0).sum())
+            else:
+                totals[index] = totals[index] + (target_weights * values).sum()
+                counts[index] += float(target_weights.sum())
+    if job["reduction"] == "sum":
+        return totals[0], totals[1]  # type: ignore[return-value]
+    return totals[0] / counts[0], totals[1] / counts[1]  # type: ignore[return-value]
+
+
+def predictions(model: Any, head: Head, hidden: Tensor, following: Tensor) -> Tensor:
+    """Return logits [n, vocabulary] of token i + 2, from the states [1, n, h] of tokens i and the tokens [n] i + 1."""
+    layer = model.model.layers[model.config.num_hidden_layers]
+    embedded = model.model.embed_tokens(following[None])
+    joined = head.eh_proj(torch.cat([head.enorm(embedded), head.hnorm(hidden)], dim=-1))
+    length = len(following)
+    positions = torch.arange(1, length + 1)[None]
+    mask = torch.full((length, length), float("-inf"), dtype=joined.dtype).triu(1)[None, None]
+    output = layer(
+        joined,
+        position_embeddings=model.model.rotary_emb(joined, positions),
+        attention_mask=mask,
+        position_ids=positions,
+    )
+    return model.lm_head(head.norm(output))[0]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
