@@ -2,14 +2,15 @@
 
     python mtp_reference.py JOB.json RESULT.safetensors
 
-The head follows DeepSeek-V3's report (arXiv:2412.19437, section 2.2, equations 21 to 25), of depth 1, written out sample by sample
-without padding or packing. Which half of ``eh_proj`` is the embedding's is a matter of the checkpoints, whose inference code joins
-embedding and hidden state in this order. JOB names a checkpoint whose last layer is the head, samples and optimizer settings;
-RESULT holds both losses and the gradient norms of every step, and the trained weights by the names of the checkpoint.
+The head follows DeepSeek-V3's report (arXiv:2412.19437, section 2.2, equations 21 to 25), of depth 1, sample by sample, without
+padding or packing. Its inputs, the embedding and the hidden state, are joined in the order of the checkpoints' inference code.
+JOB names a checkpoint whose last layer is the head, samples and optimizer settings; RESULT holds both losses and the gradient
+norms of every step, and the trained weights by the names of the checkpoint. All is computed in ``dtype``, default ``float32``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -29,6 +31,16 @@ class Head(nn.Module):
         super().__init__()
         self.enorm, self.hnorm, self.norm = (norm(width, eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+
+class InDouble(TorchFunctionMode):
+    """Mode in which models compute in fp64 what they ask to be fp32 whatever their parameters are (norms, routers)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def main(job_path: str, result_path: str) -> None:
@@ -53,7 +65,8 @@ def main(job_path: str, result_path: str) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         head.load_state_dict({name: file.get_tensor(own).to(dtype) for name, own in stored.items()})
     model.train()
-    result = train(model, head, job)
+    with InDouble() if dtype == torch.float64 else contextlib.nullcontext():
+        result = train(model, head, job)
     if job.get("weights"):
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -82,9 +95,7 @@ def train(model: Any, head: Head, job: dict[str, Any]) -> dict[str, Tensor]:
         rows.append((float(loss.detach()), float(prediction_loss.detach()), float(norm)))
         optimizer.step()
     table = torch.tensor(rows, dtype=torch.float64)
-    return {
-        name: table[:, index].contiguous() for index, name in enumerate(("losses", "mtp_losses", "grad_norms"))
-    }
+    return {name: table[:, index].contiguous() for index, name in enumerate(("losses", "mtp_losses", "grad_norms"))}
 
 
 def losses(model: Any, head: Head, job: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -98,8 +109,7 @@ def losses(model: Any, head: Head, job: dict[str, Any]) -> tuple[Tensor, Tensor]
         if len(tokens) > 2:
             predicted.append((predictions(model, head, hidden[:, :-1], tokens[1:-1]), tokens[2:], weights[1:]))
         for index, (logits, targets, target_weights) in enumerate(predicted):
-            logprobs = logits.float().log_softmax(-1) if logits.dtype == torch.float32 else logits.log_softmax(-1)
-            values = -logprobs.gather(1, targets[:, None])[:, 0]
+            values = -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
             if job["reduction"] == "sum":
                 # The model's own weights may be negative; the head predicts the tokens that have one.
                 totals[index] = totals[index] + ((target_weights if index == 0 else target_weights != 0) * values).sum()

@@ -144,8 +144,8 @@ class TrainerConfig(Section):
     moe: Moe = Moe()
     mtp: Mtp = Field(
         "keep",
-        description="heads for multi-token prediction: train them with the model (engine megatron, one head), keep them as they are "
-        "(an export copies their tensors), or drop them (an export has none)",
+        description="heads for multi-token prediction: train one with the model (engine megatron), keep them as they are (an "
+        "export copies their tensors), or drop them (an export has none)",
     )
     mtp_loss_weight: float = Field(
         0.1, gt=0, description="weight of the loss of a head for multi-token prediction, with mtp: train"

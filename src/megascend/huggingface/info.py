@@ -286,12 +286,14 @@ def check_prediction_head(
     """
     kind = config.get("model_type")
     if head != "lm":
-        raise ConfigError(f"mtp: train with head: {head}: the head predicts tokens, and a scalar head has none; set keep")
+        raise ConfigError(
+            f"mtp: train with head: {head}: the head predicts tokens, and a scalar head has none; set keep"
+        )
     count = config.get("num_nextn_predict_layers") or 0
     if not heads:
         raise ConfigError(
-            f"mtp: train, but the checkpoint of {kind} has no head for multi-token prediction (num_nextn_predict_layers: {count}); "
-            "set keep"
+            f"mtp: train, but the checkpoint of {kind} has no head for multi-token prediction (num_nextn_predict_layers: "
+            f"{count}); set keep"
         )
     if not architecture.prediction_head:
         raise ConfigError(

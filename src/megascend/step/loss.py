@@ -88,9 +88,7 @@ class MicroBatchLoss:
         figure = weighted(-logprobs.detach(), weights * normalizer.figure_scale)
         return total, normalizer.sums(figure, batch)
 
-    def _model_loss(
-        self, batch: MicroBatch, output: Output | ScalarOutput
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _model_loss(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values, None)

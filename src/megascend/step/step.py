@@ -344,9 +344,7 @@ class Step:
             source, index = samples, adapter_index
             if members:
                 members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(
-                    samples, members, engine.layout, loss, engine.device, adapter_index=index, ahead=ahead
-                )
+                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, ahead=ahead)
             else:
                 # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:

@@ -50,8 +50,8 @@ def check(spec: EngineSpec) -> None:
         )
     if spec.moe.aux_loss != "none" or spec.moe.bias_update_rate > 0:
         raise ConfigError(
-            f"mtp: train with moe.aux_loss: {spec.moe.aux_loss} and moe.bias_update_rate: {spec.moe.bias_update_rate:g}: the rows "
-            "of the head's router without a next token would be counted as tokens; set none and 0, or mtp: keep"
+            f"mtp: train with moe.aux_loss: {spec.moe.aux_loss} and moe.bias_update_rate: {spec.moe.bias_update_rate:g}: the "
+            "head's router also sees rows without a next token, which would be counted as tokens; set none and 0, or mtp: keep"
         )
     if not hasattr(GPTBridge, "_convert_mtp_embeds"):
         raise ConfigError("mtp: train: this mcore-bridge does not convert the head's weights (1.6 does); set keep")

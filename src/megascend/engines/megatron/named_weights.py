@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.engines.megatron.mtp import with_copies
+from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import FusedPart, fused_part
 from megascend.huggingface.files import TensorHeader
@@ -97,8 +97,9 @@ def named_weights(
         return tensor
 
     weights = _join_fused(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), headers)
+    weights = with_copies(weights, copies or {})
     yield from stream_weights(
-        with_copies(weights, copies or {}), barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
+        weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
     )
 
 
