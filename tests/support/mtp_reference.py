@@ -6,6 +6,10 @@ The head follows DeepSeek-V3's report (arXiv:2412.19437, section 2.2, equations 
 padding or packing. Its inputs, the embedding and the hidden state, are joined in the order of the checkpoints' inference code.
 JOB names a checkpoint whose last layer is the head, samples and optimizer settings; RESULT holds both losses and the gradient
 norms of every step, and the trained weights by the names of the checkpoint. All is computed in ``dtype``, default ``float32``.
+
+``aux_loss`` is the coefficient of the routers' loss over all tokens of a layer: Switch Transformer's (Fedus et al. 2021, equation
+4, divided by the experts per token), of probabilities that are sigmoids divided by their sum (DeepSeek-V3, section 2.1.2);
+``bias_update_rate`` moves the correction biases by that section's rule.
 """
 
 from __future__ import annotations
@@ -67,6 +71,9 @@ def main(job_path: str, result_path: str) -> None:
     model.train()
     with InDouble() if dtype == torch.float64 else contextlib.nullcontext():
         result = train(model, head, job)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            result[f"biases.{name}"] = buffer.clone()
     if job.get("weights"):
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -78,6 +85,41 @@ def main(job_path: str, result_path: str) -> None:
     save_file(result, result_path)
 
 
+class Routers:
+    """Logits and choices of all layers with experts in the forward passes of a step."""
+
+    def __init__(self, model: Any) -> None:
+        self._moes = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        self._top_k = model.config.num_experts_per_tok
+        for moe in self._moes:
+            moe.gate.register_forward_hook(lambda module, inputs, output, moe=moe: moe.seen.append(output))
+        self.clear()
+
+    def clear(self) -> None:
+        for moe in self._moes:
+            moe.seen = []  # of each pass: logits, weights and indices of the chosen experts
+
+    def loss(self) -> Tensor:
+        """Return the sum of the layers' losses."""
+        total = torch.zeros(())
+        for moe in self._moes:
+            scores = torch.cat([logits for logits, _, _ in moe.seen]).sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            count, experts = probabilities.shape
+            best = probabilities.topk(self._top_k).indices.flatten()
+            routed = torch.bincount(best, minlength=experts)
+            total = total + experts * (routed * probabilities.sum(0)).sum() / (self._top_k * count**2)
+        return total
+
+    def update_biases(self, rate: float) -> None:
+        for moe in self._moes:
+            bias = moe.gate.e_score_correction_bias
+            load = torch.bincount(
+                torch.cat([chosen for _, _, chosen in moe.seen]).flatten(), minlength=len(bias)
+            ).float()
+            bias += rate * torch.sign(load.mean() - load)
+
+
 def train(model: Any, head: Head, job: dict[str, Any]) -> dict[str, Tensor]:
     """Train on all samples, ``job["steps"]`` times; returns the model's loss, the head's, and the norm before clipping."""
     parameters = [*model.parameters(), *head.parameters()]
@@ -86,14 +128,18 @@ def train(model: Any, head: Head, job: dict[str, Any]) -> dict[str, Tensor]:
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=job["lr"], betas=(0.9, 0.999), eps=1e-8)
+    routers = Routers(model)
     rows = []
     for _ in range(job["steps"]):
         optimizer.zero_grad()
+        routers.clear()
         loss, prediction_loss = losses(model, head, job)
-        (loss + job["mtp_loss_weight"] * prediction_loss).backward()
+        balance = job.get("aux_loss", 0.0) * routers.loss() if job.get("aux_loss") else 0.0
+        (loss + job["mtp_loss_weight"] * prediction_loss + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"])
         rows.append((float(loss.detach()), float(prediction_loss.detach()), float(norm)))
         optimizer.step()
+        routers.update_biases(job.get("bias_update_rate", 0.0))
     table = torch.tensor(rows, dtype=torch.float64)
     return {name: table[:, index].contiguous() for index, name in enumerate(("losses", "mtp_losses", "grad_norms"))}
 

@@ -48,11 +48,6 @@ def check(spec: EngineSpec) -> None:
             "mtp: train with batching.cuda_graphs: captured steps have one output layer and no head; leave cuda_graphs out, or "
             "set keep"
         )
-    if spec.moe.aux_loss != "none" or spec.moe.bias_update_rate > 0:
-        raise ConfigError(
-            f"mtp: train with moe.aux_loss: {spec.moe.aux_loss} and moe.bias_update_rate: {spec.moe.bias_update_rate:g}: the "
-            "head's router also sees rows without a next token, which would be counted as tokens; set none and 0, or mtp: keep"
-        )
     if not hasattr(GPTBridge, "_convert_mtp_embeds"):
         raise ConfigError("mtp: train: this mcore-bridge does not convert the head's weights (1.6 does); set keep")
 
