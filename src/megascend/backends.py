@@ -206,7 +206,7 @@ class EngineBackend(Backend):
                 scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
                 ``new_token_classifier``), initialised from ``seed`` as in transformers.
             mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
-                docs/numerics.md), ``keep`` them as they are, or ``drop`` them from exports.
+                docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
             mtp_loss_weight: factor of that head's loss.
 
         Raises:

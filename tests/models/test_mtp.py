@@ -6,8 +6,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,117 +19,26 @@ from megascend.batch.sample import Sample
 from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.testing import run_distributed, write_tiny_checkpoint
-from megascend.testing.parity import (
-    LR,
-    MAX_GRAD_NORM,
-    WEIGHT_DECAY,
-    Case,
-    case_checkpoint,
-    first_of_equals,
-    reference,
-    token_lists,
-)
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_checkpoint, first_of_equals
 from support.covering import FIRST_STACK
-from support.prediction_head import add_prediction_head
+from support.prediction_head import (
+    HEAD,
+    LAYERS,
+    Trained,
+    add_prediction_head,
+    checkpoint_with_head,
+    compare,
+    head_backend,
+    plain_run,
+    train_head,
+    weighted_samples,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
-REFERENCE = Path(__file__).parents[1] / "support" / "mtp_reference.py"
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 ENGINES = Path(__file__).with_name("engine_exports.py")
-STEPS, WEIGHT = 3, 0.3
-SEEDS = {"glm4_moe_lite": 1}
-"""With the usual one, transformers' own fp32 is ten times as far from its fp64, as Adam amplifies gradients near 0."""
-LAYERS = 4
-HEAD = f"model.layers.{LAYERS}."
-
-
-def checkpoint_with_head(folder: Path, arch: str) -> Path:
-    """Return a tiny checkpoint of four layers and a head."""
-    path = folder / f"{arch}-with-head"
-    if not path.exists():
-        overrides: dict[str, Any] = {"num_hidden_layers": LAYERS + 1}
-        if arch == "glm4_moe_lite":
-            overrides["mlp_layer_types"] = ["dense", *["sparse"] * LAYERS]
-        source = write_tiny_checkpoint(folder / f"{arch}-of-five", arch, SEEDS.get(arch, 0), **overrides)
-        add_prediction_head(source, path)
-    return path
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Figures of every step, and the trained weights where they were asked for."""
-
-    losses: list[float]
-    mtp_losses: list[float]
-    grad_norms: list[float]
-
-
-def samples() -> list[Sample]:
-    """Return samples of several lengths, one of them of a single target, whose weights differ from token to token."""
-    lists = [*token_lists(), [7, 9]]
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.rand(len(tokens) - 1, generator=generator).round(decimals=2) for tokens in lists]
-    return [
-        Sample(input_ids=tokens[:-1], target_ids=tokens[1:], weights=own.tolist())
-        for tokens, own in zip(lists, weights, strict=True)
-    ]
-
-
-def plain(
-    folder: Path,
-    checkpoint: Path,
-    own: Sequence[Sample] | None = None,
-    *,
-    steps: int = STEPS,
-    reduction: str = "mean",
-    **job: Any,
-) -> dict[str, Any]:
-    """Return what the reference computes."""
-    entries = [
-        {"token_ids": [*sample.input_ids.tolist(), int(sample.target_ids[-1])], "weights": sample.weights.tolist()}
-        for sample in own or samples()
-    ]
-    job = {"checkpoint": str(checkpoint), "samples": entries, "steps": steps, "reduction": reduction, **job}
-    job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM, "mtp_loss_weight": WEIGHT}
-    return load_file(reference(folder, REFERENCE, job))
-
-
-def backend_of(case: Case, checkpoint: Path, **settings: Any) -> Any:
-    from megascend.backends import MegatronBackend
-
-    return MegatronBackend(
-        model=checkpoint,
-        parallel=case.parallel,
-        precision=case.precision,
-        optimizer=case.adam,
-        recompute=case.recompute,
-        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-        timeout_s=60,
-        self_check=False,
-        **{"mtp": "train", "mtp_loss_weight": WEIGHT, "moe": Moe(experts=case.experts)} | settings,
-    )
-
-
-def train(case: Case, checkpoint: Path, folder: Path, **settings: Any) -> Trained:
-    """Run one rank of a case; exports to ``folder`` at the end."""
-    backend = backend_of(case, checkpoint, **settings)
-    rows = []
-    for number in range(STEPS):
-        if case.resumes and number == 1:
-            backend.save(folder / "saved", wait=True)
-            backend.close()
-            backend = backend_of(case, checkpoint, **settings)
-            backend.load(folder / "saved")
-        result = backend.forward_backward(backend.shard(samples()))
-        step = backend.optimizer_step()
-        rows.append((result.loss, result.metrics["mtp_loss"], step.grad_norm))
-    backend.export_hf(folder / "hf")
-    backend.close()
-    return Trained(*map(list, zip(*rows, strict=True)))
-
-
 LAYOUTS = {
     "single": Case("single"),
     "padded": Case("padded", packing=False, micro_batch_tokens=200),
@@ -177,18 +85,9 @@ def layouts() -> list[Any]:
 
 @pytest.mark.parametrize(("arch", "layout"), layouts())
 def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Path, tmp_path: Path) -> None:
-    case, checkpoint = replace(LAYOUTS[layout], arch=arch), checkpoint_with_head(parity_folder, arch)
-    ranks = run_distributed(train, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
-    run, expected = first_of_equals(layout, ranks), plain(parity_folder, checkpoint, weights=True)
-    # Where a model amplifies rounding, the bound is twice what the reference's fp32 is away from its fp64.
-    exact = plain(parity_folder, checkpoint, dtype="float64")
-    for figure, bound in (("losses", 1e-5), ("mtp_losses", 1e-5), ("grad_norms", 1e-4)):
-        values = torch.tensor(getattr(run, figure), dtype=torch.float64)
-        rounding = float((expected[figure] - exact[figure]).abs().max())
-        difference = float((values - expected[figure]).abs().max())
-        assert difference <= max(bound, 2 * rounding), (figure, difference, rounding)
-        # Before Adam has amplified anything.
-        assert float((values - expected[figure])[0].abs()) <= bound, figure
+    case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, arch)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
+    expected = compare(first_of_equals(layout, ranks), parity_folder, checkpoint)
     source, exported = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))
     assert exported.keys() == source.keys()
     trained = {name.removeprefix("weights."): w for name, w in expected.items() if name.startswith("weights.")}
@@ -201,8 +100,20 @@ def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Pat
     assert torch.equal(exported[f"{HEAD}shared_head.head.weight"], exported["lm_head.weight"])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["single", "PP2", "TP2 + SP"])
+def test_head_of_a_tied_model_trains_like_a_plain_one(layout: str, parity_folder: Path, tmp_path: Path) -> None:
+    case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, "deepseek_v3", tied=True)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
+    compare(first_of_equals(layout, ranks), parity_folder, checkpoint)
+    source, exported = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))
+    assert exported.keys() == source.keys()
+    for copy in ("embed_tokens", "shared_head.head"):
+        assert torch.equal(exported[f"{HEAD}{copy}.weight"], exported["model.embed_tokens.weight"])
+
+
 def figures_and_export(case: Case, checkpoint: Path, folder: Path) -> tuple[list[Trained], dict[str, torch.Tensor]]:
-    ranks = run_distributed(train, case.world_size, case, checkpoint, folder, init=False, timeout_s=120)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, folder, init=False, timeout_s=120)
     return ranks, load_file(folder / "hf" / "model.safetensors")
 
 
@@ -220,7 +131,7 @@ def test_resumed_run_equals_an_uninterrupted_one(layout: str, parity_folder: Pat
 def test_head_trains_in_16_bits(precision: Any, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "glm4_moe")
     (run,), _ = figures_and_export(Case(precision, precision=precision), checkpoint, tmp_path)
-    expected = plain(parity_folder, checkpoint, weights=True)
+    expected = plain_run(parity_folder, checkpoint, weights=True)
     assert run.losses == pytest.approx(expected["losses"].tolist(), abs=0.15)
     assert run.mtp_losses == pytest.approx(expected["mtp_losses"].tolist(), abs=0.15)
     assert run.grad_norms == pytest.approx(expected["grad_norms"].tolist(), rel=0.1)
@@ -231,9 +142,9 @@ def test_checkpoint_of_another_choice_is_refused(saved: str, loading: str, parit
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
 
     def on_rank() -> str:
-        with backend_of(Case("single"), checkpoint, mtp=saved) as backend:
+        with head_backend(Case("single"), checkpoint, mtp=saved) as backend:
             backend.save(tmp_path / "saved", wait=True)
-        with backend_of(Case("single"), checkpoint, mtp=loading) as backend:
+        with head_backend(Case("single"), checkpoint, mtp=loading) as backend:
             with pytest.raises(CheckpointError) as error:
                 backend.load(tmp_path / "saved")
             return str(error.value)
@@ -251,15 +162,15 @@ def signed(sample: Sample, seed: int) -> Sample:
 
 def test_summed_loss_adds_the_sum_over_targets_that_have_a_weight(parity_folder: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
-    own = [signed(sample, index) for index, sample in enumerate(samples())]
+    own = [signed(sample, index) for index, sample in enumerate(weighted_samples())]
 
     def on_rank() -> tuple[float, float, float]:
-        with backend_of(Case("single"), checkpoint) as backend:
+        with head_backend(Case("single"), checkpoint) as backend:
             result = backend.forward_backward(own, Loss("summed", cross_entropy, reduction="sum"))
             return result.loss, result.metrics["mtp_loss"], backend.optimizer_step().grad_norm
 
     ((loss, mtp_loss, norm),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    expected = plain(parity_folder, checkpoint, own, steps=1, reduction="sum")
+    expected = plain_run(parity_folder, checkpoint, own, steps=1, reduction="sum")
     targets = sum(int((sample.weights[1:] != 0).sum()) for sample in own)
     assert loss == pytest.approx(float(expected["losses"]), rel=1e-5, abs=1e-5)
     assert mtp_loss == pytest.approx(float(expected["mtp_losses"]) / targets, abs=1e-5)
@@ -270,13 +181,13 @@ def test_policy_loss_leaves_the_head_its_cross_entropy(parity_folder: Path) -> N
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
     own = [
         replace(sample, advantages=torch.linspace(-1, 1, len(sample)), old_logprobs=torch.full((len(sample),), -5.0))
-        for sample in samples()
+        for sample in weighted_samples()
     ]
 
     def on_rank() -> list[Any]:
         figures = []
         for mtp in ("train", "keep"):
-            with backend_of(Case("single"), checkpoint, mtp=mtp) as backend:
+            with head_backend(Case("single"), checkpoint, mtp=mtp) as backend:
                 result = backend.forward_backward(own, "ppo")
                 figures.append((result.loss, result.metrics, backend.forward(own).logprobs))
         return figures
@@ -284,7 +195,7 @@ def test_policy_loss_leaves_the_head_its_cross_entropy(parity_folder: Path) -> N
     (((loss, metrics, logprobs), (loss_without, metrics_without, logprobs_without)),) = run_distributed(
         on_rank, 1, init=False, timeout_s=120
     )
-    expected = plain(parity_folder, checkpoint, weights=True)["mtp_losses"]
+    expected = plain_run(parity_folder, checkpoint, weights=True)["mtp_losses"]
     assert metrics.pop("mtp_loss") == pytest.approx(float(expected[0]), abs=1e-5)
     assert (loss, metrics) == (loss_without, metrics_without)
     assert all(torch.equal(a, b) for a, b in zip(logprobs, logprobs_without, strict=True))
@@ -306,12 +217,12 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
     moe = Moe(aux_loss="megatron", aux_loss_coefficient=0.5, bias_update_rate=rate)
 
     def on_rank() -> Trained:
-        return train(case, checkpoint, tmp_path, moe=moe)
+        return train_head(case, checkpoint, tmp_path, moe=moe)
 
     ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
     run = first_of_equals(layout, ranks)
-    expected = plain(parity_folder, checkpoint, aux_loss=0.5, bias_update_rate=rate)
-    without = plain(parity_folder, checkpoint, weights=True)
+    expected = plain_run(parity_folder, checkpoint, aux_loss=0.5, bias_update_rate=rate)
+    without = plain_run(parity_folder, checkpoint, weights=True)
     assert abs(float(expected["grad_norms"][0] - without["grad_norms"][0])) > 1e-2
     assert run.losses == pytest.approx(expected["losses"].tolist(), rel=0, abs=5e-5)
     assert run.mtp_losses == pytest.approx(expected["mtp_losses"].tolist(), rel=0, abs=5e-5)
@@ -351,8 +262,8 @@ def test_weights_for_inference_engines_are_those_of_the_export(parity_folder: Pa
     checkpoint = checkpoint_with_head(parity_folder, "glm4_moe")
 
     def on_rank() -> dict[str, torch.Tensor]:
-        with backend_of(Case("PP2", 2, Parallel(pipeline=2)), checkpoint) as backend:
-            backend.forward_backward(backend.shard(samples()))
+        with head_backend(Case("PP2", 2, Parallel(pipeline=2)), checkpoint) as backend:
+            backend.forward_backward(backend.shard(weighted_samples()))
             backend.optimizer_step()
             backend.export_hf(tmp_path / "hf")
             return {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
@@ -380,7 +291,7 @@ def test_copies_that_differ_from_the_model_are_reported_and_replaced(
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("megascend.engines.megatron.mtp").addHandler(handler)
-        with backend_of(Case("single"), checkpoint) as backend:
+        with head_backend(Case("single"), checkpoint) as backend:
             backend.export_hf(tmp_path / "hf")
         return records
 
@@ -443,7 +354,7 @@ def test_call_that_the_head_does_not_fit_is_refused(parity_folder: Path) -> None
 
     def on_rank() -> list[str]:
         messages = []
-        with backend_of(Case("single"), checkpoint) as backend:
+        with head_backend(Case("single"), checkpoint) as backend:
             pair = [
                 Sample(ids[:-1], ids[1:], [0.0, 1.0], pair=0, chosen=ids is chosen, ref_logprobs=[0.0, 0.0])
                 for ids in (chosen, rejected)
