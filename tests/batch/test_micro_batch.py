@@ -176,15 +176,16 @@ def test_pairs_are_positions_among_the_members():
 
 @quick
 @given(**combinations)
-def test_targets_ahead_are_each_samples_own_shifted_by_one(packing, context, tensor, lengths):
+def test_mtp_targets_are_each_samples_own_shifted_by_one(packing, context, tensor, lengths):
     samples = make(lengths)
-    batches = on_every_rank(lengths, packing, context, tensor, ahead=True)
+    batches = on_every_rank(lengths, packing, context, tensor, mtp=True)
     total = sum(batches[0].padded_lengths)
     joined = {name: torch.zeros(total) for name in ("input_ids", "targets", "weights", "padding")}
     for batch in batches:
-        assert batch.ahead.input_ids.shape == batch.input_ids.shape
+        assert batch.mtp is not None
+        assert batch.mtp.input_ids.shape == batch.input_ids.shape
         for name, values in joined.items():
-            values[batch.token_index] = getattr(batch.ahead, name).flatten().float()
+            values[batch.token_index] = getattr(batch.mtp, name).flatten().float()
     columns = {"input_ids": "input_ids", "targets": "target_ids", "weights": "weights"}
     for name, column in columns.items():
         for sample, values in zip(samples, unpack(joined[name], batches[0]), strict=True):
@@ -196,8 +197,8 @@ def test_targets_ahead_are_each_samples_own_shifted_by_one(packing, context, ten
     assert int((joined["padding"] == 0).sum()) == int((joined["weights"] != 0).sum()) == real
 
 
-def test_dummy_batch_has_no_targets_ahead():
-    batch = build(make([5]), [0], SequenceLayout(), None, CPU, dummy=True, ahead=True)
-    assert batch.ahead is not None
-    assert not batch.ahead.weights.any()
-    assert build(make([5]), [0], SequenceLayout(), None, CPU).ahead is None
+def test_dummy_batch_has_no_mtp_targets():
+    batch = build(make([5]), [0], SequenceLayout(), None, CPU, dummy=True, mtp=True)
+    assert batch.mtp is not None
+    assert not batch.mtp.weights.any()
+    assert build(make([5]), [0], SequenceLayout(), None, CPU).mtp is None

@@ -162,16 +162,16 @@ def signed(sample: Sample, seed: int) -> Sample:
 
 def test_summed_loss_adds_the_sum_over_targets_that_have_a_weight(parity_folder: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
-    own = [signed(sample, index) for index, sample in enumerate(weighted_samples())]
+    samples = [signed(sample, index) for index, sample in enumerate(weighted_samples())]
 
     def on_rank() -> tuple[float, float, float]:
         with head_backend(Case("single"), checkpoint) as backend:
-            result = backend.forward_backward(own, Loss("summed", cross_entropy, reduction="sum"))
+            result = backend.forward_backward(samples, Loss("summed", cross_entropy, reduction="sum"))
             return result.loss, result.metrics["mtp_loss"], backend.optimizer_step().grad_norm
 
     ((loss, mtp_loss, norm),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    expected = plain_run(parity_folder, checkpoint, own, steps=1, reduction="sum")
-    targets = sum(int((sample.weights[1:] != 0).sum()) for sample in own)
+    expected = plain_run(parity_folder, checkpoint, samples, steps=1, reduction="sum")
+    targets = sum(int((sample.weights[1:] != 0).sum()) for sample in samples)
     assert loss == pytest.approx(float(expected["losses"]), rel=1e-5, abs=1e-5)
     assert mtp_loss == pytest.approx(float(expected["mtp_losses"]) / targets, abs=1e-5)
     assert norm == pytest.approx(float(expected["grad_norms"]), rel=1e-5)
@@ -179,7 +179,7 @@ def test_summed_loss_adds_the_sum_over_targets_that_have_a_weight(parity_folder:
 
 def test_policy_loss_leaves_the_head_its_cross_entropy(parity_folder: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
-    own = [
+    samples = [
         replace(sample, advantages=torch.linspace(-1, 1, len(sample)), old_logprobs=torch.full((len(sample),), -5.0))
         for sample in weighted_samples()
     ]
@@ -188,8 +188,8 @@ def test_policy_loss_leaves_the_head_its_cross_entropy(parity_folder: Path) -> N
         figures = []
         for mtp in ("train", "keep"):
             with head_backend(Case("single"), checkpoint, mtp=mtp) as backend:
-                result = backend.forward_backward(own, "ppo")
-                figures.append((result.loss, result.metrics, backend.forward(own).logprobs))
+                result = backend.forward_backward(samples, "ppo")
+                figures.append((result.loss, result.metrics, backend.forward(samples).logprobs))
         return figures
 
     (((loss, metrics, logprobs), (loss_without, metrics_without, logprobs_without)),) = run_distributed(
@@ -244,9 +244,9 @@ def test_head_that_is_not_trained_is_copied_or_left_out(engine: str, parity_fold
     assert completed.returncode == 0, completed.stderr[-3000:]
     report = json.loads(completed.stdout.splitlines()[-1])
     source = load_file(checkpoint / "model.safetensors")
-    kept, dropped = (load_file(tmp_path / mtp / "model.safetensors") for mtp in ("keep", "drop"))
-    assert kept.keys() == source.keys()
-    assert [name for name, tensor in source.items() if not torch.equal(kept[name], tensor)] == []
+    unchanged, dropped = (load_file(tmp_path / mtp / "model.safetensors") for mtp in ("keep", "drop"))
+    assert unchanged.keys() == source.keys()
+    assert [name for name, tensor in source.items() if not torch.equal(unchanged[name], tensor)] == []
     assert dropped.keys() == {name for name in source if not name.startswith(HEAD)}
     assert [sorted(report[mtp]) for mtp in ("keep", "drop")] == [sorted(dropped)] * 2
     counts = [
@@ -369,19 +369,19 @@ def test_call_that_the_head_does_not_fit_is_refused(parity_folder: Path) -> None
 
     ((pairs, replay),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
     assert "mtp: train with the loss 'dpo'" in pairs
-    assert "a layer with a router of its own" in replay
+    assert "a layer with a router of its samples" in replay
 
 
 def test_flops_count_the_layer_of_the_head(parity_folder: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
-    kept, trained = (inspect_checkpoint(checkpoint, mtp=mtp) for mtp in ("keep", "train"))
+    without, trained = (inspect_checkpoint(checkpoint, mtp=mtp) for mtp in ("keep", "train"))
     tensors = load_file(checkpoint / "model.safetensors")
     matrices = {name: t.numel() for name, t in tensors.items() if name.startswith(HEAD) and t.dim() == 2}
     output = matrices.pop(f"{HEAD}shared_head.head.weight")
     matrices.pop(f"{HEAD}embed_tokens.weight")
     # Of eight experts a token is sent to two.
     active = sum(size / 4 if ".experts." in name else size for name, size in matrices.items())
-    more = trained.flops_per_token(100) - kept.flops_per_token(100)
-    assert more == 6 * (active + output) + 6 * kept.attention_width * 100
-    own = [t.numel() for name, t in tensors.items() if name.startswith(HEAD) and name not in trained.copies]
-    assert trained.parameter_count - kept.parameter_count == sum(own)
+    more = trained.flops_per_token(100) - without.flops_per_token(100)
+    assert more == 6 * (active + output) + 6 * without.attention_width * 100
+    samples = [t.numel() for name, t in tensors.items() if name.startswith(HEAD) and name not in trained.copies]
+    assert trained.parameter_count - without.parameter_count == sum(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arch", ["deepseek_v3", "glm4_moe"])
-@pytest.mark.parametrize(
-    "layout", ["single", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*CASES][1:])]
-)
-def test_head_trains_like_a_plain_one(layout: str, arch: str, parity_folder: Path, tmp_path: Path) -> None:
+def cases() -> list[Any]:
+    """Return (architecture, layout) of every case. MindSpeed's context parallelism has no latent attention."""
+    return [
+        pytest.param(arch, layout, marks=() if layout == "single" else pytest.mark.nightly)
+        for arch in ("deepseek_v3", "glm4_moe")
+        for layout in CASES
+        if (arch, layout) != ("deepseek_v3", "CP2")
+    ]
+
+
+@pytest.mark.parametrize(("arch", "layout"), cases())
+def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Path, tmp_path: Path) -> None:
     case, checkpoint = CASES[layout], checkpoint_with_head(parity_folder, arch)
     ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
     compare(first_of_equals(layout, ranks), parity_folder, checkpoint)

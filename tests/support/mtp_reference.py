@@ -65,9 +65,9 @@ def main(job_path: str, result_path: str) -> None:
     model.config.num_hidden_layers = layers
     head = Head(type(model.model.norm), config.hidden_size, config.rms_norm_eps).to(dtype)
     names = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm", "eh_proj": "eh_proj"}
-    stored = {f"{name}.weight": f"model.layers.{layers}.{own}.weight" for name, own in names.items()}
+    stored = {f"{name}.weight": f"model.layers.{layers}.{full}.weight" for name, full in names.items()}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        head.load_state_dict({name: file.get_tensor(own).to(dtype) for name, own in stored.items()})
+        head.load_state_dict({name: file.get_tensor(full).to(dtype) for name, full in stored.items()})
     model.train()
     with InDouble() if dtype == torch.float64 else contextlib.nullcontext():
         result = train(model, head, job)

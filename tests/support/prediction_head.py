@@ -75,15 +75,15 @@ def weighted_samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
     weights = [torch.rand(len(tokens) - 1, generator=generator).round(decimals=2) for tokens in lists]
     return [
-        Sample(input_ids=tokens[:-1], target_ids=tokens[1:], weights=own.tolist())
-        for tokens, own in zip(lists, weights, strict=True)
+        Sample(input_ids=tokens[:-1], target_ids=tokens[1:], weights=values.tolist())
+        for tokens, values in zip(lists, weights, strict=True)
     ]
 
 
 def plain_run(
     folder: Path,
     checkpoint: Path,
-    own: Sequence[Sample] | None = None,
+    samples: Sequence[Sample] | None = None,
     *,
     steps: int = STEPS,
     reduction: str = "mean",
@@ -92,7 +92,7 @@ def plain_run(
     """Return what the reference computes (``mtp_reference.py``), made once for each job."""
     entries = [
         {"token_ids": [*sample.input_ids.tolist(), int(sample.target_ids[-1])], "weights": sample.weights.tolist()}
-        for sample in own or weighted_samples()
+        for sample in samples or weighted_samples()
     ]
     job = {"checkpoint": str(checkpoint), "samples": entries, "steps": steps, "reduction": reduction, **job}
     job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM, "mtp_loss_weight": WEIGHT}

@@ -65,7 +65,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             checksums[label] = zlib.crc32(content, checksums.get(label, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
             weight=_weight(sample.weights, loss),
-            ahead=_weight(sample.weights[1:], loss),
+            mtp_weight=_weight(sample.weights[1:], loss),
             pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),

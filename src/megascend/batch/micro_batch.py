@@ -78,7 +78,7 @@ class PackedLengths:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MtpTargets:
     """Inputs and targets of a head for multi-token prediction: each sample's own, one token ahead.
 
     They are shifted within each sample before it is cut into the shares of context parallel ranks, so that no value comes from
@@ -118,7 +118,7 @@ class MicroBatch:
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
-        ahead: what a head for multi-token prediction is trained on; None: the head does not run.
+        mtp: what a head for multi-token prediction is trained on; None: the head does not run.
     """
 
     members: list[int]
@@ -140,7 +140,7 @@ class MicroBatch:
     segments: Any = None
     cached: Any = None
     routed_experts: Tensor | None = None
-    ahead: Ahead | None = None
+    mtp: MtpTargets | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -159,7 +159,7 @@ def build(
     device: torch.device,
     dummy: bool = False,
     adapter_index: Sequence[int] | None = None,
-    ahead: bool = False,
+    mtp: bool = False,
 ) -> MicroBatch:
     """Build a micro batch of ``samples[i] for i in members``.
 
@@ -171,7 +171,7 @@ def build(
         device: of the tensors; copies are asynchronous.
         dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
         adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
-        ahead: for a model that trains a head for multi-token prediction.
+        mtp: for a model that trains a head for multi-token prediction.
     """
     selected = [samples[index] for index in members]
     lengths = [len(sample) for sample in selected]
@@ -182,7 +182,7 @@ def build(
     names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
-    shifted: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights") if ahead}
+    shifted: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights") if mtp}
     sample_of, token_index, offset = [], [], 0
     routed = routed_columns(selected)
     routed_parts: list[Tensor] = []
@@ -204,7 +204,7 @@ def build(
         token_index.append(local + offset)
         offset += total
     if dummy:
-        for parts in (columns, shifted) if ahead else (columns,):
+        for parts in (columns, shifted) if mtp else (columns,):
             parts["weights"] = [torch.zeros_like(part) for part in parts["weights"]]
 
     def column(parts: list[Tensor]) -> Tensor:
@@ -233,13 +233,13 @@ def build(
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
         routed_experts=column(routed_parts).long() if routed_parts and not dummy else None,
-        ahead=Ahead(
+        mtp=MtpTargets(
             input_ids=inputs(shifted["input_ids"]),
             targets=column(shifted["target_ids"]),
             weights=column(shifted["weights"]),
             padding=column([part >= length - 1 for part, length in zip(columns["position"], lengths, strict=True)]),
         )
-        if ahead
+        if mtp
         else None,
     )
 

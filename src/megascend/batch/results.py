@@ -41,7 +41,7 @@ class TokenCounts:
     """Sums over samples: target weights, preference pairs, targets with a weight other than 0, input tokens.
 
     For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``. ``routed``: samples with
-    ``routed_experts``. ``ahead``: as ``weight``, of all targets but each sample's first: those of a head for multi-token
+    ``routed_experts``. ``mtp_weight``: as ``weight``, of all targets but each sample's first: those of a head for multi-token
     prediction.
     """
 
@@ -50,7 +50,7 @@ class TokenCounts:
     trained: int = 0
     tokens: int = 0
     routed: int = 0
-    ahead: float = 0.0
+    mtp_weight: float = 0.0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -59,7 +59,7 @@ class TokenCounts:
             self.trained + other.trained,
             self.tokens + other.tokens,
             self.routed + other.routed,
-            self.ahead + other.ahead,
+            self.mtp_weight + other.mtp_weight,
         )
 
 
@@ -141,7 +141,7 @@ class ForwardBackwardResult:
             return total
         count = counts.pairs if self._loss.per == "pair" else counts.weight
         if name == MTP_LOSS:
-            count = counts.ahead
+            count = counts.mtp_weight
         return total / count if count else math.nan
 
     def _sums(self) -> list[list[float]]:

@@ -43,7 +43,7 @@ class Output(Protocol):
 
     Attributes:
         fuses_loss: :meth:`cross_entropy` is supported.
-        prediction: of the head for multi-token prediction, if the micro batch has ``ahead``; else None.
+        prediction: of the head for multi-token prediction, if the micro batch has targets for it; else None.
     """
 
     @property

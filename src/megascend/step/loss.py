@@ -12,7 +12,7 @@ from torch import Tensor
 from megascend.batch.agreement import Agreement
 from megascend.batch.loss_call import LossNormalizer, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
-from megascend.batch.micro_batch import Ahead, MicroBatch, last_tokens
+from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
 from megascend.batch.results import MTP_LOSS
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
@@ -43,9 +43,9 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
 
     mtp_factor = 0.0
     if engine.mtp_loss_weight:  # only with a model that is trained itself, whose name is ""
-        ahead = sum(counts.ahead for counts in agreed.counts.values()) if loss.reduction == "mean" else 1.0
+        divisor = sum(counts.mtp_weight for counts in agreed.counts.values()) if loss.reduction == "mean" else 1.0
         # Samples of one token have no target for the head.
-        mtp_factor = engine.mtp_loss_weight * unit / ahead * factors[0] if ahead > 0 else 0.0
+        mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
     count = sum(counts.weight if loss.per == "token" else counts.pairs for counts in agreed.counts.values())
     return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
@@ -64,21 +64,23 @@ class MicroBatchLoss:
     def __call__(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the scalar to differentiate, every figure's sum by adapter [names], and log-probabilities or values [n]."""
         total, figures, values = self._model_loss(batch, output)
-        if batch.ahead is None:
+        if batch.mtp is None:
             return total, figures, values
         assert not isinstance(output, ScalarOutput)
         assert output.prediction is not None
-        prediction_total, figure = self._prediction_loss(batch, batch.ahead, output.prediction)
+        prediction_total, figure = self._prediction_loss(batch, batch.mtp, output.prediction)
         return total + prediction_total, {**figures, MTP_LOSS: figure}, values
 
-    def _prediction_loss(self, batch: MicroBatch, ahead: Ahead, output: Output) -> tuple[Tensor, Tensor]:
+    def _prediction_loss(self, batch: MicroBatch, targets: MtpTargets, output: Output) -> tuple[Tensor, Tensor]:
         """Return the scalar to differentiate of a head for multi-token prediction, and the sum of its cross entropy [names].
 
         Whatever the model's own loss is: the head learns to predict the tokens that have a weight.
         """
         normalizer = self._normalizer
         # Weights of a loss that is summed may be negative: advantages, for example.
-        weights = ahead.weights if self._loss.reduction == "mean" else (ahead.weights != 0).to(ahead.weights.dtype)
+        weights = (
+            targets.weights if self._loss.reduction == "mean" else (targets.weights != 0).to(targets.weights.dtype)
+        )
         coefficients = weights * normalizer.mtp_factor
         if output.fuses_loss:
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)

@@ -337,14 +337,14 @@ class Step:
     ) -> list[MicroBatch]:
         """Build the micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
         engine = self._engine
-        ahead = loss is not None and engine.mtp_loss_weight > 0
+        mtp = loss is not None and engine.mtp_loss_weight > 0
         adapter_index = [order.index(name) for name in names]
         batches = []
         for members in plan:
             source, index = samples, adapter_index
             if members:
                 members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, ahead=ahead)
+                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, mtp=mtp)
             else:
                 # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:
@@ -359,7 +359,7 @@ class Step:
                     engine.device,
                     dummy=True,
                     adapter_index=index,
-                    ahead=ahead,
+                    mtp=mtp,
                 )
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)

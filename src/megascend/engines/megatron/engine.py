@@ -332,9 +332,9 @@ class MegatronEngine(Engine):
         if self.info.scalar_head is not None:
             return ScalarOutput(hidden.flatten())
         assert self.head is not None, "the loss is computed on the last pipeline stage"
-        if batch.ahead is not None:
-            hidden, ahead = mtp.split(hidden)
-            prediction = HeadOutput(self.head, ahead, batch.ahead.targets, None)
+        if batch.mtp is not None:
+            hidden, prediction_hidden = mtp.split(hidden)
+            prediction = HeadOutput(self.head, prediction_hidden, batch.mtp.targets, None)
             return HeadOutput(self.head, hidden, batch.targets, None, prediction)
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
         return HeadOutput(self.head, hidden, batch.targets, lora_delta)
@@ -348,7 +348,7 @@ class MegatronEngine(Engine):
         if self._cached is not None:
             self._cached.batch = batch
         if self.prediction is not None:
-            self.prediction.ahead = batch.ahead
+            self.prediction.targets = batch.mtp
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
         if self._replay is not None:
@@ -360,6 +360,8 @@ class MegatronEngine(Engine):
             packed_seq_params=batch.packed,
             **options,
         )
+        if self.prediction is not None:
+            self.prediction.targets = None  # whoever else calls the model gets its own hidden states only
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)

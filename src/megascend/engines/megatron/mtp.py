@@ -4,7 +4,7 @@ At position i the head joins the model's hidden state with the embedding of toke
 predicts token i + 2 with the model's own output layer. Megatron-Core has the layer; its inputs, its targets and its loss are
 megascend's. Megatron-Core shifts them with ``roll_tensor``, on every rank and for every micro batch, and divides the loss of each
 micro batch by its own number of targets, so that the sum depends on how samples are divided. Here they are shifted within each
-sample before it is cut (:class:`megascend.batch.micro_batch.Ahead`), and the loss is normalised over the global batch
+sample before it is cut (:class:`megascend.batch.micro_batch.MtpTargets`), and the loss is normalised over the global batch
 (:mod:`megascend.step.loss`). Rotary positions stay those of the hidden states: attention depends on their differences only.
 """
 
@@ -19,7 +19,7 @@ from mcore_bridge.bridge import GPTBridge
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megascend.batch.micro_batch import Ahead
+from megascend.batch.micro_batch import MtpTargets
 from megascend.changes import patch
 from megascend.engines.context import EngineSpec
 from megascend.errors import ConfigError
@@ -56,18 +56,18 @@ class PredictionHead:
     """The head of the last pipeline stage's model chunk.
 
     Attributes:
-        ahead: of the micro batch that the chunk computes next; None: the head does not run.
+        targets: of the micro batch that the chunk computes next; None: the head does not run.
     """
 
     def __init__(self, chunk: Any) -> None:
-        self.ahead: Ahead | None = None
+        self.targets: MtpTargets | None = None
         self._chunk = chunk
         (self._layer,) = chunk.mtp.layers
         postprocess = chunk._postprocess
 
         def with_prediction(hidden_states: Tensor, **options: Any) -> Tensor:
-            if self.ahead is not None:
-                prediction = self._predict(hidden_states, self.ahead, **options)
+            if self.targets is not None:
+                prediction = self._predict(hidden_states, self.targets, **options)
                 # In the batch's dimension: the output layer gathers the sequence of sequence parallel ranks.
                 hidden_states = torch.cat([hidden_states, prediction], dim=1)
             return postprocess(hidden_states=hidden_states, **options)
@@ -77,7 +77,7 @@ class PredictionHead:
     def _predict(
         self,
         hidden: Tensor,
-        ahead: Ahead,
+        targets: MtpTargets,
         *,
         position_ids: Tensor,
         rotary_pos_emb: Tensor | None,
@@ -89,7 +89,7 @@ class PredictionHead:
         # mcore-bridge switches the fused rotary embedding off in this layer; the other one takes the angles of each token.
         if packed and rotary_pos_emb is not None and self._chunk.position_embedding_type == "rope":
             rotary_pos_emb = rotary_pos_emb[position_ids[0]]
-        embedded = self._chunk.embedding(input_ids=ahead.input_ids, position_ids=position_ids)
+        embedded = self._chunk.embedding(input_ids=targets.input_ids, position_ids=position_ids)
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
             return self._layer._proj_and_transformer_layer(

@@ -103,8 +103,8 @@ class Routers:
         counts = torch.zeros(2, len(self._by_chunk[chunk]), experts, device=self._groups.device)
         real, tokens = self._real_rows(batch, batch.padding), 0 if batch.dummy else sum(batch.lengths)
         rows, numbers = [real] * len(self._by_chunk[chunk]), [tokens] * len(self._by_chunk[chunk])
-        if batch.ahead is not None and self._predicts[chunk]:
-            real, tokens = self._real_rows(batch, batch.ahead.padding), tokens and tokens - len(batch.lengths)
+        if batch.mtp is not None and self._predicts[chunk]:
+            real, tokens = self._real_rows(batch, batch.mtp.padding), tokens and tokens - len(batch.lengths)
             for router in self._predicts[chunk]:
                 position = self._by_chunk[chunk].index(router)
                 rows[position], numbers[position] = real, tokens
