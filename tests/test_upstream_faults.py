@@ -32,7 +32,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.topology.topology import plan
-from support.covering import FIRST_STACK_ONLY, first_stack_only
+from support.covering import FIRST_STACK_ONLY, first_stack_only, first_stack_required
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
@@ -404,6 +404,7 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
 
 
 @pytest.mark.nightly
+@first_stack_required
 @pytest.mark.parametrize(
     ("name", "settings", "world_size", "own_divisors", "angles"),
     [
@@ -437,14 +438,14 @@ def test_loss_of_a_prediction_head(
         from megascend.batch.packing import plan_micro_batches
 
         with head_backend(case, checkpoint) as backend:
-            ours = backend.forward_backward(samples).metrics["mtp_loss"]
+            trained_loss = backend.forward_backward(samples).metrics["mtp_loss"]
             engine = backend.engine
             (chunk,) = engine.bare_chunks
             del chunk.output_layer.forward  # OutputHead's patch
             lengths = [engine.layout.padded_length(len(sample)) for sample in samples]
             budget, packing = engine.batching.budget, engine.layout.packing
             plan = plan_micro_batches(lengths, [None] * len(samples), budget, packing, kinds=[""] * len(samples))
-            losses, sums = [], torch.zeros(2, dtype=torch.float64)
+            sums = torch.zeros(4, dtype=torch.float64)
             for members in plan:
                 batch = build(samples, members, engine.layout, None, engine.device, mtp=True)
                 MTPLossLoggingHelper.tracker.clear()
@@ -456,16 +457,18 @@ def test_loss_of_a_prediction_head(
                     labels=batch.targets.view(batch.input_ids.shape),
                     loss_mask=(batch.weights != 0).view(batch.input_ids.shape),
                 )
-                targets = int((batch.mtp.weights != 0).sum())
-                sums += torch.tensor([float(MTPLossLoggingHelper.tracker["values"]) * targets, targets])
-                MTPLossLoggingHelper.reduce_loss_in_tracker()
-                losses.append(float(MTPLossLoggingHelper.tracker["values"]))
+                assert batch.mtp is not None
+                loss, targets = (
+                    float(MTPLossLoggingHelper.tracker["values"]),
+                    int((batch.mtp.weights != 0).sum()),
+                )
+                sums += torch.tensor([loss, 1, loss * targets, targets])
             if case.parallel.context > 1:
                 dist.all_reduce(sums, group=engine.groups.device_group("cp"))
-            return ours, sum(losses) / len(losses), float(sums[0] / sums[1])
+            return trained_loss, float(sums[0] / sums[1]), float(sums[2] / sums[3])
 
-    ours, upstream, by_targets = run_distributed(on_rank, world_size, init=False, timeout_s=120)[0]
+    trained_loss, upstream, by_targets = run_distributed(on_rank, world_size, init=False, timeout_s=120)[0]
     expected = float(plain_run(parity_folder, checkpoint, samples, steps=1)["mtp_losses"][0])
-    assert ours == pytest.approx(expected, abs=1e-5)
+    assert trained_loss == pytest.approx(expected, abs=1e-5)
     assert (abs(upstream - expected) > 1e-4) == own_divisors
     assert (abs(by_targets - expected) > 1e-3) == angles

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from megascend.testing import run_distributed, write_tiny_checkpoint
+from support.covering import first_stack_required
 from support.prediction_head import add_prediction_head
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_memory.py"
@@ -84,6 +85,7 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
     assert not any("MLA" in remark for remark in expected.remarks)
 
 
+@first_stack_required
 @pytest.mark.parametrize("settings", HEADS)
 def test_estimate_counts_a_prediction_head(
     megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str

@@ -21,7 +21,7 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, first_of_equals
-from support.covering import FIRST_STACK
+from support.covering import first_stack_required
 from support.prediction_head import (
     HEAD,
     LAYERS,
@@ -35,7 +35,7 @@ from support.prediction_head import (
     weighted_samples,
 )
 
-pytestmark = pytest.mark.usefixtures("megatron_imported")
+pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 ENGINES = Path(__file__).with_name("engine_exports.py")
@@ -77,7 +77,7 @@ IN_CI = (
 def layouts() -> list[Any]:
     """Return (architecture, layout) of every case."""
     return [
-        pytest.param(arch, layout, marks=() if (arch, layout) in IN_CI and FIRST_STACK else pytest.mark.nightly)
+        pytest.param(arch, layout, marks=() if (arch, layout) in IN_CI else pytest.mark.nightly)
         for arch in FAMILIES
         for layout in LAYOUTS
     ]
@@ -204,7 +204,7 @@ def test_policy_loss_leaves_the_head_its_cross_entropy(parity_folder: Path) -> N
 @pytest.mark.parametrize(
     "layout",
     [
-        name if name in ("single", "CP2") and FIRST_STACK else pytest.param(name, marks=pytest.mark.nightly)
+        name if name in ("single", "CP2") else pytest.param(name, marks=pytest.mark.nightly)
         for name in ("single", "padded", "full recompute", "CP2", "TP2 + SP", "PP2", "TP2 x EP2 + SP")
     ],
 )
@@ -369,7 +369,7 @@ def test_call_that_the_head_does_not_fit_is_refused(parity_folder: Path) -> None
 
     ((pairs, replay),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
     assert "mtp: train with the loss 'dpo'" in pairs
-    assert "a layer with a router of its samples" in replay
+    assert "a layer with a router of its own" in replay
 
 
 def test_flops_count_the_layer_of_the_head(parity_folder: Path) -> None:

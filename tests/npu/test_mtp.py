@@ -10,9 +10,10 @@ import pytest
 from megascend.config import Parallel, Recompute
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, first_of_equals
+from support.covering import first_stack_required
 from support.prediction_head import checkpoint_with_head, compare, train_head
 
-pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow, first_stack_required]
 PADDED = {"packing": False, "micro_batch_tokens": 200}
 CASES = {
     "single": Case("single"),

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
-from mcore_bridge.bridge import GPTBridge
 from megatron.core import tensor_parallel
+from packaging.version import Version
 from torch import Tensor
 
 from megascend.batch.micro_batch import MtpTargets
@@ -28,9 +29,9 @@ from megascend.huggingface.info import ModelInfo, equal_tensors
 
 logger = logging.getLogger(__name__)
 
-WHY_NO_REPLAY = (
-    "mtp: train adds a layer with a router of its own, whose choices an inference engine does not record; set mtp: keep"
-)
+OLDEST = Version("0.16")
+"""Of megatron-core: the stack on which the head is compared with a plain one."""
+WHY_NO_REPLAY = "mtp: train adds a layer with a router of its own, whose choices an inference engine does not record"
 """The reason why experts cannot be replayed in a model whose head is trained."""
 
 
@@ -48,8 +49,9 @@ def check(spec: EngineSpec) -> None:
             "mtp: train with batching.cuda_graphs: captured steps have one output layer and no head; leave cuda_graphs out, or "
             "set keep"
         )
-    if not hasattr(GPTBridge, "_convert_mtp_embeds"):
-        raise ConfigError("mtp: train: this mcore-bridge does not convert the head's weights (1.6 does); set keep")
+    version = metadata.version("megatron-core")
+    if Version(version) < OLDEST:
+        raise ConfigError(f"mtp: train needs megatron-core {OLDEST} or later, found {version}; set keep")
 
 
 class PredictionHead:
