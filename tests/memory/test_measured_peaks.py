@@ -86,7 +86,9 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
 
 
 @first_stack_required
-@pytest.mark.parametrize("settings", HEADS)
+@pytest.mark.parametrize(
+    "settings", [name if name == "stages" else pytest.param(name, marks=pytest.mark.nightly) for name in HEADS]
+)
 def test_estimate_counts_a_prediction_head(
     megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str
 ):

@@ -146,6 +146,8 @@ def engine_context(
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
+    if mtp not in get_args(Mtp):
+        raise ConfigError(f"mtp must be train, keep or drop, got {mtp!r}")
     layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
