@@ -215,6 +215,7 @@ def families() -> str:
             "window" if tiny.get("sliding_window") else "",
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
+            "head for multi-token prediction" if architecture.prediction_head else "",
         ]
         missing = "not built by mcore-bridge; engines fsdp and single only"
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing

@@ -33,7 +33,7 @@ from megascend.testing.parity import (
 )
 from megascend.topology.topology import plan
 from support import gradients
-from support.covering import FIRST_STACK_ONLY, first_stack_only
+from support.covering import FIRST_STACK_ONLY, first_stack_only, first_stack_required
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
@@ -446,3 +446,74 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     actual = compare(case, parity_folder, steps=1)
     assert actual.loss <= case.loss_bound
     assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.bootstrap.patches.reduce"
+
+
+@pytest.mark.nightly
+@first_stack_required
+@pytest.mark.parametrize(
+    ("name", "settings", "world_size", "own_divisors", "angles"),
+    [
+        ("one micro batch", {"micro_batch_tokens": WHOLE_BATCH}, 1, False, False),
+        ("several micro batches", {"micro_batch_tokens": 64}, 1, True, False),
+        ("CP2", {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2)}, 2, True, False),
+        (
+            "CP2, padded",
+            {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2), "packing": False},
+            2,
+            True,
+            True,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loss_of_a_prediction_head(
+    name: str, settings: dict, world_size: int, own_divisors: bool, angles: bool, parity_folder: Path
+) -> None:
+    """Megatron-Core divides it by each rank's own targets; mcore-bridge rolls the angles of a rank's two chunks as one."""
+    from support.prediction_head import checkpoint_with_head, head_backend, plain_run, weighted_samples
+
+    checkpoint, case = checkpoint_with_head(parity_folder, "deepseek_v3"), Case(name, world_size, **settings)
+    samples = [Sample(s.input_ids, s.target_ids, torch.ones(len(s))) for s in weighted_samples()]
+
+    def on_rank() -> tuple[float, float, float]:
+        import torch.distributed as dist
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from megascend.batch.micro_batch import build
+        from megascend.batch.packing import plan_micro_batches
+
+        with head_backend(case, checkpoint) as backend:
+            trained_loss = backend.forward_backward(samples).metrics["mtp_loss"]
+            engine = backend.engine
+            (chunk,) = engine.bare_chunks
+            del chunk.output_layer.forward  # OutputHead's patch
+            lengths = [engine.layout.padded_length(len(sample)) for sample in samples]
+            budget, packing = engine.batching.budget, engine.layout.packing
+            plan = plan_micro_batches(lengths, [None] * len(samples), budget, packing, kinds=[""] * len(samples))
+            sums = torch.zeros(4, dtype=torch.float64)
+            for members in plan:
+                batch = build(samples, members, engine.layout, None, engine.device, mtp=True)
+                MTPLossLoggingHelper.tracker.clear()
+                chunk(
+                    input_ids=batch.input_ids,
+                    position_ids=batch.position_ids,
+                    attention_mask=None,
+                    packed_seq_params=batch.packed,
+                    labels=batch.targets.view(batch.input_ids.shape),
+                    loss_mask=(batch.weights != 0).view(batch.input_ids.shape),
+                )
+                assert batch.mtp is not None
+                loss, targets = (
+                    float(MTPLossLoggingHelper.tracker["values"]),
+                    int((batch.mtp.weights != 0).sum()),
+                )
+                sums += torch.tensor([loss, 1, loss * targets, targets])
+            if case.parallel.context > 1:
+                dist.all_reduce(sums, group=engine.groups.device_group("cp"))
+            return trained_loss, float(sums[0] / sums[1]), float(sums[2] / sums[3])
+
+    trained_loss, upstream, by_targets = run_distributed(on_rank, world_size, init=False, timeout_s=120)[0]
+    expected = float(plain_run(parity_folder, checkpoint, samples, steps=1)["mtp_losses"][0])
+    assert trained_loss == pytest.approx(expected, abs=1e-5)
+    assert (abs(upstream - expected) > 1e-4) == own_divisors
+    assert (abs(by_targets - expected) > 1e-3) == angles

@@ -27,7 +27,7 @@ from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template
 from megascend.lora.adapter_set import AdapterSet
 from megascend.selfcheck.verdict import Verdict
-from megascend.step.checks import check_samples, require_head
+from megascend.step.checks import check_samples, require_head, require_targets
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -195,6 +195,7 @@ class Backend:
         try:
             resolved = resolve(loss)
             require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
+            require_targets(self.engine, resolved)
             outputs = "logprobs" if logprobs else "values" if values else None
             if outputs:
                 require_head(self.engine, outputs, f"forward_backward({outputs}=True)")

@@ -16,7 +16,19 @@ from typing_extensions import TypeIs
 
 from megascend.backend import Backend
 from megascend.bootstrap import engines
-from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.config import (
+    Adam,
+    Adapters,
+    Batching,
+    Fsdp,
+    Moe,
+    Mtp,
+    Parallel,
+    PlatformName,
+    Precision,
+    Recompute,
+    Schedule,
+)
 from megascend.distributed.launch import Launch
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
@@ -169,6 +181,8 @@ class EngineBackend(Backend):
         provider: str | None = None,
         head: HeadKind = "lm",
         fsdp: Fsdp | None = None,
+        mtp: Mtp = "keep",
+        mtp_loss_weight: float = 0.1,
     ) -> None:
         """
         Args:
@@ -191,6 +205,9 @@ class EngineBackend(Backend):
                 of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new
                 scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
                 ``new_token_classifier``), initialised from ``seed`` as in transformers.
+            mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
+                docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
+            mtp_loss_weight: factor of that head's loss.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -214,6 +231,8 @@ class EngineBackend(Backend):
             "provider": provider,
             "head": head,
             "fsdp": fsdp,
+            "mtp": mtp,
+            "mtp_loss_weight": mtp_loss_weight,
         }
         # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
@@ -236,6 +255,7 @@ class EngineBackend(Backend):
             timeout_s=spec.timeout_s,
             prepare=prepare,
             head=spec.head,
+            mtp=spec.mtp,
         )
         # The worker starts first: it imports its packages while this process imports Megatron.
         with self._self_check_worker(spec) as worker, build_context as context:

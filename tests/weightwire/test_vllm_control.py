@@ -364,6 +364,24 @@ def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):
         untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
 
 
+def test_prediction_head_comes_whole_or_not_at_all(tmp_path):
+    from safetensors.torch import save_file
+
+    body = {"model.layers.0.w": torch.ones(2), "model.layers.1.w": torch.ones(2)}
+    head = {"model.layers.2.w": torch.ones(2), "model.layers.2.enorm.weight": torch.ones(2)}
+    save_file(body | head, tmp_path / "model.safetensors")
+    config = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=2, num_nextn_predict_layers=1)
+    expected = Expected(str(tmp_path), config)
+    for offered in (body, body | head):
+        expected.check(Manifest(1, tuple(spec_of(*item) for item in offered.items())))
+    part = {name: tensor for name, tensor in (body | head).items() if "enorm" not in name}
+    with pytest.raises(ManifestError, match=r"model\.layers\.2\.enorm\.weight is missing"):
+        expected.check(Manifest(1, tuple(spec_of(*item) for item in part.items())))
+    without = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
+    with pytest.raises(ManifestError, match=r"model\.layers\.2\.\S+ is missing"):
+        without.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
+
+
 async def locations_of(control: Control, engine: Engine) -> tuple[list[Location], list[str]]:
     calls: list[str] = []
     call = engine.collective_rpc

@@ -139,7 +139,7 @@ def check_run(
     """
     check_plugins(config.plugins)
     check_packages(config, plugins_to_come=plugins_to_come)
-    info = inspect_checkpoint(config.model)
+    info = inspect_checkpoint(config.model, mtp=config.mtp)
     topology = plan(config.parallel, world_size, info.shape)
     check_paths(config, overwrite)
     context, longest = info.shape.max_position, config.batching.max_length

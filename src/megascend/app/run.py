@@ -369,6 +369,8 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
             "schedule",
             "recompute",
             "moe",
+            "mtp",
+            "mtp_loss_weight",
             "batching",
             "platform",
             "seed",

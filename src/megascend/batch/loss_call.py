@@ -282,12 +282,14 @@ class LossNormalizer:
         names: the adapters of all ranks' samples.
         loss_grad: the gradient that the engine's backward pass starts from at a micro batch's loss.
         function: calls the loss, micro batch by micro batch.
+        mtp_factor: factor of each target's weighted loss of a head for multi-token prediction; 0 without one.
         figure_scale: factor of weights in the sums of figures: a power of two, so that it does not round, with which float32
             sums stay finite if the averages are.
 
     Args:
         scales: [names], factor of each adapter's loss.
         count: divisor of averages, over all adapters.
+        mtp_factor: see above.
     """
 
     def __init__(
@@ -299,8 +301,9 @@ class LossNormalizer:
         device: torch.device,
         gather_context: Gather | None,
         count: float,
+        mtp_factor: float = 0.0,
     ) -> None:
-        self.loss, self.names, self.loss_grad = loss, names, loss_grad
+        self.loss, self.names, self.loss_grad, self.mtp_factor = loss, names, loss_grad, mtp_factor
         self.function = LossCall(loss, gather_context)
         self.figure_scale = 2.0 ** -math.ceil(math.log2(max(count, 1.0)))
         self._scales = scales

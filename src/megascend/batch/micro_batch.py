@@ -77,6 +77,25 @@ class PackedLengths:
     lengths: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class MtpTargets:
+    """Inputs and targets of a head for multi-token prediction: each sample's own, one token ahead.
+
+    They are shifted within each sample before it is cut into the shares of context parallel ranks, so that no value comes from
+    another sample or needs communication. A sample's last token has no such target: its row is token 0, with weight 0.
+
+    Attributes:
+        input_ids: int64, of the shape of the micro batch's.
+        targets, weights: [n].
+        padding: bool [n], rows without a next token.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    weights: Tensor
+    padding: Tensor
+
+
 @dataclass
 class MicroBatch:
     """Tensors of one micro batch on the device. n is the number of tokens that this rank holds, padding included.
@@ -99,6 +118,7 @@ class MicroBatch:
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
+        mtp: what a head for multi-token prediction is trained on; None: the head does not run.
     """
 
     members: list[int]
@@ -120,6 +140,7 @@ class MicroBatch:
     segments: Any = None
     cached: Any = None
     routed_experts: Tensor | None = None
+    mtp: MtpTargets | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -138,6 +159,7 @@ def build(
     device: torch.device,
     dummy: bool = False,
     adapter_index: Sequence[int] | None = None,
+    mtp: bool = False,
 ) -> MicroBatch:
     """Build a micro batch of ``samples[i] for i in members``.
 
@@ -149,6 +171,7 @@ def build(
         device: of the tensors; copies are asynchronous.
         dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
         adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
+        mtp: for a model that trains a head for multi-token prediction.
     """
     selected = [samples[index] for index in members]
     lengths = [len(sample) for sample in selected]
@@ -159,6 +182,7 @@ def build(
     names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
+    shifted: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights") if mtp}
     sample_of, token_index, offset = [], [], 0
     routed = routed_columns(selected)
     routed_parts: list[Tensor] = []
@@ -169,6 +193,9 @@ def build(
             # Padding is token 0, which every vocabulary has, with weight 0.
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
+        for name in shifted:
+            padded_values = F.pad(values[name][1:], (0, total - len(sample) + 1))
+            shifted[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
         if routed is not None:
             padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
@@ -177,7 +204,8 @@ def build(
         token_index.append(local + offset)
         offset += total
     if dummy:
-        columns["weights"] = [torch.zeros_like(part) for part in columns["weights"]]
+        for parts in (columns, shifted) if mtp else (columns,):
+            parts["weights"] = [torch.zeros_like(part) for part in parts["weights"]]
 
     def column(parts: list[Tensor]) -> Tensor:
         return to_device(torch.cat(parts), device)
@@ -205,6 +233,14 @@ def build(
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
         routed_experts=column(routed_parts).long() if routed_parts and not dummy else None,
+        mtp=MtpTargets(
+            input_ids=inputs(shifted["input_ids"]),
+            targets=column(shifted["target_ids"]),
+            weights=column(shifted["weights"]),
+            padding=column([part >= length - 1 for part, length in zip(columns["position"], lengths, strict=True)]),
+        )
+        if mtp
+        else None,
     )
 
 

@@ -14,6 +14,7 @@ Precision = Literal["fp32", "fp16", "bf16"]
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
+Mtp = Literal["train", "keep", "drop"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 

@@ -43,10 +43,14 @@ class Output(Protocol):
 
     Attributes:
         fuses_loss: :meth:`cross_entropy` is supported.
+        prediction: of the head for multi-token prediction, if the micro batch has targets for it; else None.
     """
 
     @property
     def fuses_loss(self) -> bool: ...
+
+    @property
+    def prediction(self) -> Output | None: ...
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         """Return ``sum(-coefficients * logprobs)``, which will receive gradient ``loss_grad``, and fp32 log-probabilities [n]."""
@@ -203,6 +207,7 @@ class Engine(ABC):
         trainable: the model's parameters, or the adapters.
         mixes_adapters: one micro batch may have tokens of several adapters.
         independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
+        mtp_loss_weight: factor of the loss of a head for multi-token prediction; 0: none is trained.
         self_check: result of comparing a slice of the model with transformers; None: the engine has no such check.
         self_check_s: seconds spent waiting for its verdict.
 
@@ -215,6 +220,7 @@ class Engine(ABC):
     trainable: Trainable
     mixes_adapters = True
     independent_ranks = False
+    mtp_loss_weight = 0.0
     self_check: Verdict | None = None
     self_check_s = 0.0
 

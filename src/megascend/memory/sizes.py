@@ -54,6 +54,7 @@ class ModelSizes:
         gated: MLPs have a gate projection.
         latent: sizes of multi-head latent attention; None for another attention.
         with_experts: for each layer, whether it has experts.
+        prediction_head: a head for multi-token prediction is trained, with a layer like the last one.
     """
 
     hidden: int
@@ -72,6 +73,7 @@ class ModelSizes:
     gated: bool
     latent: LatentAttention | None
     with_experts: tuple[bool, ...]
+    prediction_head: bool = False
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
@@ -101,6 +103,7 @@ class ModelSizes:
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
             latent=LatentAttention.of(text),
             with_experts=tuple(with_experts),
+            prediction_head=info.mtp == "train",
         )
 
 

@@ -26,6 +26,7 @@ FAMILIES = (
         proven=True,
         model_class="Glm4MoeForCausalLM",
         router="sigmoid",
+        prediction_head=True,
         biases="qkv",
         tiny=EXPERTS
         | {
@@ -43,6 +44,7 @@ FAMILIES = (
         proven=True,
         model_class="Glm4MoeLiteForCausalLM",
         router="sigmoid",
+        prediction_head=True,
         tiny={name: value for name, value in (LATENT | EXPERTS).items() if name != "first_k_dense_replace"}
         | {
             "n_group": 1,

@@ -53,6 +53,15 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
         )
 
 
+def require_targets(engine: Engine, loss: Loss) -> None:
+    """Raise ConfigError for a loss per pair if a head for multi-token prediction is trained."""
+    if engine.mtp_loss_weight and loss.per == "pair":
+        raise ConfigError(
+            f"mtp: train with the loss {loss.name!r}, which is one per preference pair: the head is trained on targets with "
+            "weights, and those of a rejected sample are not to be learnt; set mtp: keep"
+        )
+
+
 def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
     """Raise DataError if a preference pair has samples of two adapters: neither could be trained on one sample."""
     owners: dict[Hashable, str] = {}

@@ -12,7 +12,8 @@ from torch import Tensor
 from megascend.batch.agreement import Agreement
 from megascend.batch.loss_call import LossNormalizer, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
-from megascend.batch.micro_batch import MicroBatch, last_tokens
+from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
+from megascend.batch.results import MTP_LOSS
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError
@@ -40,9 +41,14 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
     def gather_context(obj: Any) -> list[Any]:
         return gather_objects(obj, "cp", engine.groups, "the loss function")
 
+    mtp_factor = 0.0
+    if engine.mtp_loss_weight:  # only with a model that is trained itself, whose name is ""
+        divisor = sum(counts.mtp_weight for counts in agreed.counts.values()) if loss.reduction == "mean" else 1.0
+        # Samples of one token have no target for the head.
+        mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
     count = sum(counts.weight if loss.per == "token" else counts.pairs for counts in agreed.counts.values())
-    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count)
+    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
 
 
 class MicroBatchLoss:
@@ -57,6 +63,34 @@ class MicroBatchLoss:
 
     def __call__(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the scalar to differentiate, every figure's sum by adapter [names], and log-probabilities or values [n]."""
+        total, figures, values = self._model_loss(batch, output)
+        if batch.mtp is None:
+            return total, figures, values
+        assert not isinstance(output, ScalarOutput)
+        assert output.prediction is not None
+        prediction_total, figure = self._prediction_loss(batch, batch.mtp, output.prediction)
+        return total + prediction_total, {**figures, MTP_LOSS: figure}, values
+
+    def _prediction_loss(self, batch: MicroBatch, targets: MtpTargets, output: Output) -> tuple[Tensor, Tensor]:
+        """Return the scalar to differentiate of a head for multi-token prediction, and the sum of its cross entropy [names].
+
+        Whatever the model's own loss is: the head learns to predict the tokens that have a weight.
+        """
+        normalizer = self._normalizer
+        # Weights of a loss that is summed may be negative: advantages, for example.
+        weights = (
+            targets.weights if self._loss.reduction == "mean" else (targets.weights != 0).to(targets.weights.dtype)
+        )
+        coefficients = weights * normalizer.mtp_factor
+        if output.fuses_loss:
+            total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
+        else:
+            logprobs, _ = output.logprobs(entropy=False)
+            total = weighted(-logprobs, coefficients).sum()
+        figure = weighted(-logprobs.detach(), weights * normalizer.figure_scale)
+        return total, normalizer.sums(figure, batch)
+
+    def _model_loss(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values, None)

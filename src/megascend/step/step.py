@@ -15,7 +15,7 @@ from megascend.batch.loss_call import LossNormalizer, raise_together
 from megascend.batch.losses import Loss, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.batch.packing import plan_micro_batches, split_to
-from megascend.batch.results import ForwardBackwardResult, ForwardResult
+from megascend.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.distributed.memory import with_room_everywhere
@@ -337,20 +337,30 @@ class Step:
     ) -> list[MicroBatch]:
         """Build the micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
         engine = self._engine
+        mtp = loss is not None and engine.mtp_loss_weight > 0
         adapter_index = [order.index(name) for name in names]
         batches = []
         for members in plan:
             source, index = samples, adapter_index
             if members:
                 members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index)
+                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, mtp=mtp)
             else:
                 # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
                 # The shortest costs least.
                 shortest = min(range(len(source)), key=lambda member: len(source[member]))
-                batch = build(source, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
+                batch = build(
+                    source,
+                    [shortest],
+                    engine.layout,
+                    None,
+                    engine.device,
+                    dummy=True,
+                    adapter_index=index,
+                    mtp=mtp,
+                )
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)
         return batches
@@ -361,7 +371,7 @@ class Step:
         self, stored: list[dict[str, Tensor]], normalizer: LossNormalizer
     ) -> tuple[tuple[str, ...], Tensor]:
         """Sum figures over micro batches and ranks to [adapters, figures], on the device, without waiting for it."""
-        names = ("loss",)
+        names = ("loss", MTP_LOSS) if self._engine.mtp_loss_weight else ("loss",)
         if normalizer.loss.function is not cross_entropy:  # only the last stage has a loss's other metrics
             local = tuple(dict.fromkeys(name for item in stored for name in item))
             report = (local, normalizer.function.problem)

@@ -338,6 +338,11 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
+    if spec.mtp == "train":
+        raise ConfigError(
+            "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
+            "prediction, set keep"
+        )
     if batching.cuda_graphs is not None:
         raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:

@@ -105,11 +105,13 @@ def build_config(
     head: ScalarHead | None = None,
     *,
     tied: bool | None = None,
+    prediction_head: bool = False,
 ) -> ModelConfig:
     """Return mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
     Args:
         tied: the output layer is the embedding, overriding ``config.json``; None: as ``config.json`` has it.
+        prediction_head: build the head for multi-token prediction.
 
     Raises:
         CheckpointError: mcore-bridge does not know the architecture.
@@ -130,7 +132,7 @@ def build_config(
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
-    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/support.md
+    arguments["mtp_num_layers"] = 1 if prediction_head else None
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
         arguments["apply_rope_fusion"] = True

@@ -35,6 +35,7 @@ from megascend.engines.megatron import (
     graph_support,
     grouped_experts,
     hf_slices,
+    mtp,
     replayed_routers,
     routers,
     state,
@@ -77,6 +78,7 @@ class MegatronEngine(Engine):
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, with and without Megatron's DDP wrapper.
         head: the output head on the last pipeline stage of a causal language model, else None.
+        prediction: the head for multi-token prediction on the last pipeline stage, if it is trained; else None.
         adapters: on a frozen model, or None.
         optimizer: of the model's own parameters, or None.
         graphs: runs micro batches as CUDA graphs, or None.
@@ -115,6 +117,9 @@ class MegatronEngine(Engine):
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
         self.why_no_replay = replayed_routers.why_not(self.config, graphs=graphs is not None)
+        if spec.mtp == "train":
+            self.why_no_replay = mtp.WHY_NO_REPLAY
+            self.mtp_loss_weight = spec.mtp_loss_weight
         layers = replayed_routers.expert_layers(self.config)
         if layers is not None and self.why_no_replay is None:
             self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
@@ -122,6 +127,7 @@ class MegatronEngine(Engine):
         self.head = None
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=self._overlaps)
+        self.prediction = mtp.PredictionHead(last) if last.post_process and spec.mtp == "train" else None
         if platform.has_transformer_engine_kernels:
             self._use_kernels()
         expert_weights = []
@@ -176,6 +182,8 @@ class MegatronEngine(Engine):
             attention_mask.install(chunks, self.config)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
+        if self.groups.rank == 0:
+            mtp.warn_of_other_copies(info, self.model_dir)
         return chunks
 
     def _use_kernels(self) -> None:
@@ -324,6 +332,10 @@ class MegatronEngine(Engine):
         if self.info.scalar_head is not None:
             return ScalarOutput(hidden.flatten())
         assert self.head is not None, "the loss is computed on the last pipeline stage"
+        if batch.mtp is not None:
+            hidden, prediction_hidden = mtp.split(hidden)
+            prediction = HeadOutput(self.head, prediction_hidden, batch.mtp.targets, None)
+            return HeadOutput(self.head, hidden, batch.targets, None, prediction)
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
         return HeadOutput(self.head, hidden, batch.targets, lora_delta)
 
@@ -335,6 +347,8 @@ class MegatronEngine(Engine):
             self.adapters.layers.segments = batch.segments
         if self._cached is not None:
             self._cached.batch = batch
+        if self.prediction is not None:
+            self.prediction.targets = batch.mtp
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
         if self._replay is not None:
@@ -346,6 +360,8 @@ class MegatronEngine(Engine):
             packed_seq_params=batch.packed,
             **options,
         )
+        if self.prediction is not None:
+            self.prediction.targets = None  # whoever else calls the model gets its own hidden states only
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
@@ -446,7 +462,8 @@ class MegatronEngine(Engine):
             self.bare_chunks,
             self.config.bridge,
             self.groups,
-            self.info.tensors,
+            self.info.exported,
+            copies=self.info.copies,
             merge=merge,
             receivers=receivers,
             device=device,
@@ -488,8 +505,18 @@ def configure(
         CheckpointError, ConfigError: the engine does not support this model, or not with these settings.
     """
     check_head(spec, info)
+    mtp.check(spec)
     frozen, tied = spec.adapters is not None, info.shape.tied
-    config = build_config(spec.model, topology, spec.precision, spec.recompute, platform, info.scalar_head, tied=tied)
+    config = build_config(
+        spec.model,
+        topology,
+        spec.precision,
+        spec.recompute,
+        platform,
+        info.scalar_head,
+        tied=tied,
+        prediction_head=spec.mtp == "train",
+    )
     routers.check(config, spec.moe, topology.pipeline, frozen=frozen)
     overlapped = overlaps_reduction(spec)
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)

@@ -257,6 +257,10 @@ class _GraphedOutput:
         self._hidden: Tensor | None = None
 
     @property
+    def prediction(self) -> None:
+        return None
+
+    @property
     def fuses_loss(self) -> bool:
         return self._steps._head.can_fuse
 

@@ -113,6 +113,9 @@ class _Probe:
         view._get_weight = self._get_weight
         view._all_gather_tp = self._all_gather_tp
         view._broadcast_ep_pp = lambda tensor, is_expert: tensor
+        view._convert_mtp_embeds = lambda *args: (
+            None
+        )  # the head for multi-token prediction has no such weights of its own
 
     def weights(self, chunk: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield names and numbers of the weights that consist of this rank's parameters."""

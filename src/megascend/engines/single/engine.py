@@ -197,6 +197,11 @@ class SingleSubject(TransformersSubject):
 def check_settings(spec: EngineSpec) -> None:
     """Raise ConfigError for settings that this engine does not have."""
     recompute = spec.recompute
+    if spec.mtp == "train":
+        raise ConfigError(
+            "engine single: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
+            "prediction, set keep"
+        )
     if spec.batching.cuda_graphs is not None:
         raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective":
