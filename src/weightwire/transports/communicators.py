@@ -52,11 +52,7 @@ class Communicators:
         self._lock = threading.Lock()
 
     def connect(self, setup: Setup) -> Communicator:
-        """Return a communicator for a group: the one that all of its members have cached, or a new one.
-
-        Raises:
-            DeadlineError, PeerLostError: members did not report what they have cached.
-        """
+        """Return a communicator for a group: the one that all of its members have cached, or a new one."""
         members = tuple(map(repr, setup.group.identities))
         with self._lock:
             # Taken out while it is in use: two updates of one process must not share a communicator.

@@ -28,11 +28,7 @@ HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event
 
 
 class CudaIpcTransport:
-    """Transport by CUDA IPC: the sender publishes the address of a bucket; each receiver copies it and acknowledges.
-
-    Raises:
-        TransportError: a receiver does not see the sender's device.
-    """
+    """Transport by CUDA IPC: the sender publishes the address of a bucket; each receiver copies it and acknowledges."""
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._device = setup.group, setup.device

@@ -21,11 +21,7 @@ from weightwire.transports.device_work import DeviceWork, first_line
 
 
 class HcclTransport:
-    """Transport with one HCCL broadcast for each bucket. The constructor creates a communicator unless one is cached.
-
-    Raises:
-        TransportError: torch_npu is missing, or HCCL could not connect.
-    """
+    """Transport with one HCCL broadcast for each bucket. The constructor creates a communicator unless one is cached."""
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._device = setup.group, setup.device

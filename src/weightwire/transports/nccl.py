@@ -47,10 +47,6 @@ class NcclTransport:
 
     The constructor creates a communicator unless one is cached, which takes a fraction of a second, and checks it with a
     broadcast of 8 bytes.
-
-    Raises:
-        TransportError: this PyTorch has no NCCL, or NCCL could not connect.
-        DeadlineError: the communicator was not created in time.
     """
 
     def __init__(self, setup: Setup) -> None:

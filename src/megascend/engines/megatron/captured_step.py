@@ -36,9 +36,6 @@ class Capture(Protocol):
 
         Returns:
             A function that executes the recorded operations; and the result of ``work``, tensors that each execution overwrites.
-
-        Raises:
-            RuntimeError: something in ``work`` cannot be captured.
         """
         ...
 

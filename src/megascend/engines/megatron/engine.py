@@ -481,11 +481,7 @@ def overlaps_reduction(spec: EngineSpec) -> bool:
 def configure(
     spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
 ) -> tuple[ModelConfig, bool]:
-    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped.
-
-    Raises:
-        CheckpointError, ConfigError: the engine does not support this model, or not with these settings.
-    """
+    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped."""
     check_head(spec, info)
     frozen, tied = spec.adapters is not None, info.shape.tied
     config = build_config(spec.model, topology, spec.precision, spec.recompute, platform, info.scalar_head, tied=tied)

@@ -51,11 +51,7 @@ class MegatronGroups:
         self._created = False
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """Create all groups of ``topology`` through Megatron. Collective.
-
-        Raises:
-            ProcessGroupError: Megatron's groups exist already.
-        """
+        """Create all groups of ``topology`` through Megatron. Collective."""
         require_none_alive()
         self._created = True
         # Megatron creates groups of one rank for every axis of size 1; here they share one.

@@ -76,22 +76,14 @@ def new_id(clock: Callable[[], float] = time.time) -> str:
 
 
 def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str, Any]) -> bytes:
-    """Encode a call. ``instance`` is empty in the first call, which requests it.
-
-    Raises:
-        MessageError: the arguments are not JSON.
-    """
+    """Encode a call. ``instance`` is empty in the first call, which requests it."""
     return _dump(
         {"version": VERSION, "instance": instance, "id": call_id, "caller": caller, "arguments": dict(arguments)}
     )
 
 
 def read_call(body: bytes) -> Call:
-    """Parse a call.
-
-    Raises:
-        MessageError: not JSON, not of this form, or of another version.
-    """
+    """Parse a call."""
     data = _load(body)
     _check_version(data)
     if set(data) != {"version", "instance", "id", "caller", "arguments"}:
@@ -125,11 +117,7 @@ def write_error(instance: str, error: Exception) -> Answer:
 
 
 def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
-    """Parse an answer; return the instance that sent it, and its result or error.
-
-    Raises:
-        MessageError: not JSON, not of this form, or of another version.
-    """
+    """Parse an answer; return the instance that sent it, and its result or error."""
     data = _load(answer.body)
     _check_version(data)
     instance = data.get("instance")
