@@ -84,7 +84,7 @@ def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str,
 
 def read_call(body: bytes) -> Call:
     """Parse a call."""
-    data = _load(body)
+    data = read_object(body)
     _check_version(data)
     if set(data) != {"version", "instance", "id", "caller", "arguments"}:
         raise MessageError("a call has the fields version, instance, id, caller and arguments, and no others")
@@ -118,7 +118,7 @@ def write_error(instance: str, error: Exception) -> Answer:
 
 def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
     """Parse an answer; return the instance that sent it, and its result or error."""
-    data = _load(answer.body)
+    data = read_object(answer.body)
     _check_version(data)
     instance = data.get("instance")
     if not isinstance(instance, str):
@@ -145,7 +145,8 @@ def _dump(data: Mapping[str, Any]) -> bytes:
         raise MessageError(f"cannot be encoded as JSON: {error}") from error
 
 
-def _load(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object."""
     try:
         data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
