@@ -85,7 +85,9 @@ class AppliedAdapters:
             # Megatron's layers are sequence first.
             down = down.transpose(0, 1).contiguous()
         down = self.exchange(down, target)
-        return SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
+        return SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(
+            out.shape
+        )
 
     def down_of_output(self, x: Tensor) -> Tensor | None:
         """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""
