@@ -17,8 +17,7 @@ import torch
 from torch.distributed import BroadcastOptions
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import DeviceWork, first_line, wait_until
+from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
 
 
 @dataclass

@@ -20,8 +20,7 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import first_line, wait_until
+from weightwire.transports.base import Setup, first_line, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
 """Fields of PyTorch's handle of a shared allocation, after the device, in its order."""

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import Setup
+from weightwire.transports.base import Setup, first_line
 from weightwire.transports.communicators import Communicator, Communicators, CommunicatorTransport
-from weightwire.transports.device_work import first_line
 
 
 def _process_group(setup: Setup) -> tuple[Any, Any]:

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from weightwire.errors import TransportError, WireError
-from weightwire.transports.base import Setup
+from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
 from weightwire.transports.communicators import Communicators, CommunicatorTransport
-from weightwire.transports.device_work import DeviceWork, first_line, wait_until
 
 log = logging.getLogger(__name__)
 
