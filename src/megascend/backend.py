@@ -262,9 +262,6 @@ class Backend:
         Args:
             call: name of the method, with the arguments that must be equal on all ranks.
             check: of this rank; if it raises a MegascendError, all ranks do.
-
-        Raises:
-            OutOfStepError: on every rank: they are in different calls.
         """
         try:
             result = check()

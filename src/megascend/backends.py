@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -148,7 +148,7 @@ def _backend_of(engine: str) -> Callable[..., Backend]:
     return _backends[engine]
 
 
-class EngineBackend(Backend):
+class EngineBackend(Backend, ABC):
     """Backend of a built-in engine: one constructor for all of them.
 
     Attributes:

@@ -28,11 +28,7 @@ def target_of(scope: Scope) -> str:
 
 
 def check_head(verifier: Verifier, scope: Scope) -> Grant:
-    """Verify a request, whose nonce is then used up.
-
-    Raises:
-        AuthError: it is not signed with our key, too old, or a replay.
-    """
+    """Verify a request, whose nonce is then used up."""
     headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
     # Servers differ in which of two headers they take.
     if len(headers) > 1:
@@ -41,12 +37,7 @@ def check_head(verifier: Verifier, scope: Scope) -> Grant:
 
 
 async def read_body(receive: Receive, most_bytes: int, timeout_s: float) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        LargeBodyError: it has more than ``most_bytes``.
-        WireError: it did not arrive within ``timeout_s`` seconds, or the caller disconnected.
-    """
+    """Return a request's body."""
     try:
         return await asyncio.wait_for(_read_parts(receive, most_bytes), timeout_s)
     except asyncio.TimeoutError:

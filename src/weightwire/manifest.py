@@ -178,11 +178,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, too large, or of another format.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = exactly(data, ("format", "version", "tensors", "bucket_bytes", "digest", "adapter"), "manifest")
         if fields["format"] != FORMAT:
             raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side supports format {FORMAT}")
@@ -195,11 +191,7 @@ class Manifest:
         return cls(fields["version"], tuple(map(_spec, rows)), fields["bucket_bytes"], fields["digest"], adapter)
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
-        """Compare the tensors with the expected ones, in any order.
-
-        Raises:
-            ManifestError: tensors are missing, extra, or of another dtype or shape; the message names up to eight.
-        """
+        """Compare the tensors with the expected ones, in any order."""
         expected, offered = ({spec.name: spec for spec in source} for source in (specs, self.tensors))
         problems = [f"{name} is missing" for name in expected if name not in offered]
         problems += [f"{name} is not one of the model's" for name in offered if name not in expected]
@@ -213,11 +205,7 @@ class Manifest:
 
 
 def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
-    """Return ``data`` after checking that it is a mapping with exactly these fields.
-
-    Raises:
-        ManifestError: it is not.
-    """
+    """Return ``data`` after checking that it is a mapping with exactly these fields."""
     if not isinstance(data, dict):
         raise ManifestError(f"{label}: a mapping was expected, not {type(data).__name__}")
     if missing := [name for name in names if name not in data]:

@@ -62,11 +62,7 @@ class Offer:
             raise ManifestError("offer: options is not a mapping")
 
     def rank(self, worker: int) -> int:
-        """Return the rank in the group of the engine's worker ``worker``, counted from 0.
-
-        Raises:
-            ManifestError: the offer is for fewer workers.
-        """
+        """Return the rank in the group of the engine's worker ``worker``, counted from 0."""
         if not 0 <= worker < self.workers:
             raise ManifestError(f"offer {self.update}: it is for {self.workers} workers, and this is worker {worker}")
         return self.first + worker
@@ -90,11 +86,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, data: Any) -> Offer:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, or of another version of weightwire's protocol.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = _check_protocol(data, "offer")
         names = ("update", "owner", "host", "port", "first", "workers", "transport", "options", "timeout_s", "lease_s")
         fields = dict(exactly(fields, (*names, "manifest"), "offer"))
@@ -144,11 +136,7 @@ class Seal:
 
     @classmethod
     def from_json(cls, data: Any) -> Seal:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, or of another version of weightwire's protocol.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = dict(exactly(_check_protocol(data, "seal"), ("update", "version", "manifest", "digests"), "seal"))
         if not isinstance(fields["digests"], list) or len(fields["digests"]) > MOST_BUCKETS:
             raise ManifestError("seal: digests is not a list, or too long")

@@ -10,7 +10,7 @@ from megascend.bootstrap import providers
 from megascend.bootstrap.providers import (
     PatchProvider,
     ProviderEntry,
-    Setup,
+    ProviderSetup,
     TransformerEngine,
     create,
     names,
@@ -36,8 +36,8 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_registry", dict(providers._registry))
 
 
-def setup(platform: str) -> Setup:
-    return Setup(load(platform), STACKS[0], Parallel())
+def setup(platform: str) -> ProviderSetup:
+    return ProviderSetup(load(platform), STACKS[0], Parallel())
 
 
 @pytest.mark.parametrize(

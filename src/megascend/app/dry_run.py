@@ -108,9 +108,6 @@ def prepare(
 
     Returns:
         The context, and the completed settings.
-
-    Raises:
-        MegascendError: what a real run would raise before its first step.
     """
     from megascend.backends import check_backend
     from megascend.lora.registry import check_targets

@@ -153,11 +153,7 @@ def check_run(
 
 
 def check_service(config: ServeConfig, nproc: int) -> None:
-    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host.
-
-    Raises:
-        MegascendError: whatever the first rank would have raised a few seconds later.
-    """
+    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host."""
     plan(config.parallel, nproc, inspect_checkpoint(config.model).shape)
     check_processes(config.platform, nproc)
 

@@ -90,10 +90,6 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     """Decide how the run in ``output`` begins. Reads files, changes none.
 
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
-
-    Raises:
-        ConfigError: there is an earlier run that is neither to be resumed nor overwritten, or has not ended.
-        CheckpointError: there is no checkpoint at ``resume``.
     """
     checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
     if restarted(output, launch):

@@ -7,7 +7,7 @@ micro batches, data and context parallel ranks, so a loss never depends on the l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -323,18 +323,6 @@ def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str,
     }
 
 
-def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
-    losses = [
-        Loss("cross_entropy", cross_entropy),
-        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in policy_losses),
-        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
-        Loss("value", value, requires=("returns",), of="values"),
-        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
-        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
-    ]
-    return {loss.name: loss for loss in losses}
-
-
 LOSS_METRICS = {
     "ratio": Metric("", "mean probability ratio p_new / p_old"),
     "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
@@ -346,7 +334,20 @@ LOSS_METRICS = {
 }
 """Metrics that built-in losses report beside the loss."""
 
-BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro, stable_reinforce))
+POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
+"""Losses of a policy, on responses with the sampler's log-probabilities and advantages."""
+
+BUILT_IN: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", cross_entropy),
+        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in POLICY),
+        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+        Loss("value", value, requires=("returns",), of="values"),
+        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
+        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
+    )
+}
 
 
 _by_name: dict[str, Loss] = dict(BUILT_IN)

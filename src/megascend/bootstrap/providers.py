@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setup:
+class ProviderSetup:
     """Arguments of a provider's constructor, known before Megatron is imported.
 
     Attributes:
@@ -67,7 +67,7 @@ class PatchProvider(ABC):
     must_come_first: ClassVar[bool] = True
     keeps_groups_in: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ProviderSetup) -> None:
         self.setup = setup
 
     @abstractmethod
@@ -133,7 +133,7 @@ class PatchProvider(ABC):
         return {}
 
 
-ProviderFactory = Callable[[Setup], PatchProvider]
+ProviderFactory = Callable[[ProviderSetup], PatchProvider]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def register(
     """Register a provider under a name that the setting ``provider`` then accepts. Call it before the bootstrap.
 
     Args:
-        factory: a :class:`PatchProvider` class, or a function from a :class:`Setup` to a provider; or its import path,
+        factory: a :class:`PatchProvider` class, or a function from a :class:`ProviderSetup` to a provider; or its import path,
             ``module:attribute``.
         platforms: names of supported platforms; default: all.
         packages: top-level packages that it imports and that patch other packages at their import: the self-check's worker
@@ -195,7 +195,7 @@ def packages() -> list[str]:
     return [package for entry in _registry.values() for package in entry.packages]
 
 
-def create(name: str | None, setup: Setup) -> PatchProvider:
+def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
     """Create the provider ``name``, or the platform's default one, without patching anything."""
     platform = setup.platform.name
     if name is None:
@@ -231,7 +231,7 @@ def provider_for(platform: str, name: str | None = None) -> PatchProvider:
     from megascend.config import Parallel
     from megascend.platforms import load
 
-    return create(name, Setup(load(platform), nearest_stack(installed_versions()), Parallel()))
+    return create(name, ProviderSetup(load(platform), nearest_stack(installed_versions()), Parallel()))
 
 
 def refuse_options(options: Mapping[str, Any], because: str) -> None:

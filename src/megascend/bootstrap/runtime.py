@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
-from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
+from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.changes import changed, listed, record
@@ -283,7 +283,7 @@ def bootstrap(
         )
     stack = require_supported(installed_versions(), needs.packages)
     chosen = choose(platform)
-    setup = Setup(chosen, stack, parallel or Parallel(), precision)
+    setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
     patcher = _create_provider(provider, setup) if needs.megatron else None
     with no_collection():
         record(chosen.configure_products(bool(tf32)))
@@ -311,7 +311,7 @@ def _bound(platform: Platform) -> str:
     return bind_to_node(launch.local_rank, launch.local_size, platform.pci_address(launch.local_rank))
 
 
-def _create_provider(name: str | None, setup: Setup) -> PatchProvider:
+def _create_provider(name: str | None, setup: ProviderSetup) -> PatchProvider:
     """Create the provider, and check that no package that it has to patch first is imported."""
     platform = setup.platform.name
     if name is None and platform == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":

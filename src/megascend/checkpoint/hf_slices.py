@@ -77,9 +77,6 @@ def translate(
         state: of the engine: :class:`TensorSlices`, and objects that other engines do not have.
         engine_slices, stored_slices: Hugging Face slices of the tensors of engine and checkpoint.
         stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor or a part of one.
     """
     translation = Translation()
     by_tensor = {name: _ByFirstOffset(slices) for name, slices in engine_slices.items()}
@@ -206,11 +203,7 @@ def to_text(hf_slices: HfSlices | str) -> str:
 
 
 def read(directory: Path) -> HfSlices:
-    """Read the file of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is older than this file, or its engine could not describe its tensors.
-    """
+    """Read the file of a checkpoint."""
     try:
         values = json.loads((directory / NAME).read_text(encoding="utf-8"))
         if "problem" in values:

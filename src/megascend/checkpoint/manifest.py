@@ -61,11 +61,7 @@ class Manifest:
 
 
 def parse(text: str, path: Path) -> Manifest:
-    """Parse the manifest in ``text``.
-
-    Raises:
-        CheckpointError: it is damaged, or of another format.
-    """
+    """Parse the manifest in ``text``."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -82,11 +78,7 @@ def parse(text: str, path: Path) -> Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: the directory has none, so it is not a complete checkpoint, or the manifest is damaged.
-    """
+    """Read the manifest of a checkpoint directory."""
     path = directory / NAME
     # Bytes: reading as text would translate line ends, which the comparison must see.
     try:
@@ -104,11 +96,7 @@ def read(directory: Path) -> Manifest:
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Return size and digest of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return size and digest of a file."""
     return entry(file.stat().st_size, digest_of(file, xxhash.xxh3_128))
 
 

@@ -257,9 +257,6 @@ class Saver:
 
         Returns:
             The directory to replace, and the temporary one.
-
-        Raises:
-            CheckpointError: it cannot be made, or ``path`` holds something else.
         """
         try:
             if not is_replaceable(path, manifest.NAME):

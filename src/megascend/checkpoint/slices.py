@@ -44,11 +44,7 @@ class TensorSlices:
         self.slices.append((tuple(offsets), values))
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``.
-
-        Raises:
-            KeyError: no slice begins there.
-        """
+        """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``."""
         if index.index is not None and index.index < len(self.slices):
             offsets, values = self.slices[index.index]
             if torch.Size(offsets) == index.offset:

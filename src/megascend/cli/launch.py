@@ -232,12 +232,7 @@ class StopLaunch:
             send(signal.SIGTERM if self.received is signal.SIGINT else self.received, new)
 
     def exit(self) -> None:
-        """End this process as the received signal would have.
-
-        Raises:
-            KeyboardInterrupt: for SIGINT.
-            SystemExit: for the others, 128 and their number: 143 for SIGTERM.
-        """
+        """End this process as the received signal would have."""
         assert self.received is not None
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt

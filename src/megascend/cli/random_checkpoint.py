@@ -33,11 +33,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Shape of the model to create.
-
-    Raises:
-        ConfigError: no such architecture, or the sizes do not go together.
-    """
+    """Shape of the model to create."""
 
     arch: str = "qwen3"
     hidden: int = 128
@@ -163,11 +159,7 @@ def byte_characters() -> list[str]:
 
 
 def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
-    """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters.
-
-    Raises:
-        ConfigError: ``out`` holds something already, or cannot be written.
-    """
+    """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters."""
     if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
     if problem := why_not_writable(out):

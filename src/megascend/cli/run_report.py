@@ -149,9 +149,6 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
 
     Args:
         verify: compare every file of every checkpoint with its digest; else their manifests are looked at.
-
-    Raises:
-        ConfigError: the directory is missing, or no run has written to it.
     """
     if not directory.is_dir():
         raise ConfigError(f"--run {directory}: there is no such directory")

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from megascend.cli.train import Overrides
+
 
 def show_config_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
     ] = None,

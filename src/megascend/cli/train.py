@@ -14,26 +14,29 @@ if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
     from megascend.config import RunConfig, TrainerConfig
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Start this many processes here (not under torchrun).")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="auto|PATH",
+        help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
+    ),
+]
+
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings (see `megascend show-config`).")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Start this many processes here (not under torchrun).")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="auto|PATH",
-            help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    overwrite: Overwrite = False,
+    resume: Resume = None,
     dry_run: Annotated[
         bool,
         typer.Option(

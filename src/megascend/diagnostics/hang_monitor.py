@@ -96,9 +96,6 @@ class HangMonitor:
         sequence: the object collectives that this rank enters.
         last_words: called with the error, on the monitor's thread, before it ends the process.
         on_phase: called with the name of every phase that the main thread enters.
-
-    Raises:
-        ConfigError: ``MEGASCEND_FAULTS`` is set and cannot be read.
     """
 
     def __init__(

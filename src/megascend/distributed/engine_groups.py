@@ -34,9 +34,6 @@ class GroupFactory(Protocol):
         """Return all groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
 
         The caller compares their ranks with the topology once all ranks have created theirs.
-
-        Raises:
-            ProcessGroupError: they cannot be created.
         """
         ...
 

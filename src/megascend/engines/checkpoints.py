@@ -36,9 +36,6 @@ def describe(
 
     Args:
         progress, config: see :class:`Manifest`.
-
-    Raises:
-        ConfigError: one of them cannot be converted to JSON.
     """
     shape, trainable = engine.info.shape, engine.trainable
     versions = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.engines.router_replay import ExpertLayers, RouterReplay
+from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.errors import MegascendError
 from megascend.models import architecture_of
 
@@ -27,21 +26,11 @@ BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:[^.]+\.)*experts$")
 """Name of the experts in a mixture-of-experts block of a layer."""
 
 
-@dataclass
-class _Pass:
-    """Forward pass of one micro batch; ``complete``: later calls of its blocks are recomputation."""
-
-    routed: Tensor | None
-    real: Tensor
-    complete: bool = False
-
-
 class BlockReplay(RouterReplay):
     """Router replay of a transformers model's mixture-of-experts blocks."""
 
     def __init__(self, layers: ExpertLayers, blocks: dict[int, nn.Module], device: torch.device) -> None:
         super().__init__(layers, device)
-        self._pass: _Pass | None = None
         for column, number in enumerate(layers.numbers):
             block = blocks[number]
             patch(
@@ -73,7 +62,7 @@ class BlockReplay(RouterReplay):
     def replaying(self, batch: MicroBatch) -> Iterator[None]:
         """Replay a micro batch's experts in the forward pass in the block, and in what is recomputed of it afterwards."""
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
-        self._pass = _Pass(routed, ~batch.padding)
+        self._pass = ReplayedPass(routed, ~batch.padding)
         yield
         self._pass.complete = True
 

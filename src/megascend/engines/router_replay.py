@@ -62,6 +62,21 @@ class ExpertLayers:
         return routed[:, list(self.numbers)]
 
 
+@dataclass
+class ReplayedPass:
+    """Forward pass of one micro batch.
+
+    Attributes:
+        routed: int64 [rows, layers with experts, k]; None: routers choose.
+        real: bool [rows], rows that are not padding; None if routers choose.
+        complete: the pass has run; later calls of its routers are recomputation.
+    """
+
+    routed: Tensor | None
+    real: Tensor | None
+    complete: bool = False
+
+
 class RouterReplay:
     """Replaces the choices of a forward pass's routers by those of its micro batch, and counts where they differ.
 
@@ -72,6 +87,7 @@ class RouterReplay:
 
     def __init__(self, layers: ExpertLayers, device: torch.device) -> None:
         self.layers = layers
+        self._pass: ReplayedPass | None = None
         self._counts = torch.zeros(2, device=device)
 
     def choose(self, indices: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:

@@ -50,9 +50,6 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     Args:
         model: of transformers; may be on ``meta``, not yet sharded.
         headers: of the checkpoint's tensors that the model has.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor, has one that the model does not use, or stores one in an unknown way.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model).items()}
     slices: dict[str, list[HfSlice]] = {}

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megascend.models.base import Architecture
 from megascend.models.deepseek import EXPERTS, LATENT, DeepSeekV3
-
-
-@dataclass(frozen=True)
-class GlmMoe(DeepSeekV3):
-    """GLM-4.5 and later, whose router is DeepSeek-V3's."""
-
 
 FAMILIES = (
     Architecture(
@@ -21,7 +13,7 @@ FAMILIES = (
         biases="qkv",
         tiny={"attention_bias": False, "partial_rotary_factor": 0.5},
     ),
-    GlmMoe(
+    DeepSeekV3(
         ("glm4_moe",),
         proven=True,
         model_class="Glm4MoeForCausalLM",
@@ -39,7 +31,7 @@ FAMILIES = (
             "use_qk_norm": True,
         },
     ),
-    GlmMoe(
+    DeepSeekV3(
         ("glm4_moe_lite",),
         proven=True,
         model_class="Glm4MoeLiteForCausalLM",

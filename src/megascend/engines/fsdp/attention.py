@@ -187,9 +187,6 @@ def attention(
 
     Returns:
         [batch, tokens, heads, head dim], contiguous as transformers' own functions return it, and None for the weights.
-
-    Raises:
-        ConfigError: the model asks for another kind of attention.
     """
     lengths = options.get(KEYWORD)
     if not isinstance(lengths, SampleLengths):

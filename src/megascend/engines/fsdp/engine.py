@@ -239,11 +239,7 @@ class CheckedModel:
 
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
-        """Build the model and check it against settings and layout. Local: a dry run does it without process groups.
-
-        Raises:
-            CheckpointError, ConfigError, TopologyError: the engine cannot build the model, or would compute it wrongly.
-        """
+        """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
         check_head(spec, info)
         model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
         if context > 1:

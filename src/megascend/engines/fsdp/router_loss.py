@@ -33,9 +33,6 @@ class RouterLoss:
         model: of transformers.
         moe: with a formula and a coefficient.
         frozen: the model's own parameters are not trained.
-
-    Raises:
-        ConfigError: transformers has no such loss for the model, or the model is frozen.
     """
 
     def __init__(self, model: Any, moe: Moe, groups: ProcessGroups, *, frozen: bool) -> None:

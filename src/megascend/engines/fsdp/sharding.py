@@ -32,9 +32,6 @@ def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int
 
     Args:
         expert: expert parallel size; its ranks are consecutive too.
-
-    Raises:
-        TopologyError: the world size is not divisible by the replicas, or a replica's size by ``expert``.
     """
     if world_size % replicas:
         raise TopologyError(

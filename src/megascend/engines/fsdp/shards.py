@@ -100,9 +100,6 @@ def load(
 
     Returns:
         Bytes read from the files.
-
-    Raises:
-        CheckpointError: a file cannot be read, a shard was not filled completely, or a number is beyond fp16's range.
     """
     files: dict[Path, Any] = {}
     read = 0

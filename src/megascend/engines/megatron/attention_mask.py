@@ -57,9 +57,6 @@ def kernel_mask(
 
     Returns:
         None for causal attention, ``mask`` itself for a general one.
-
-    Raises:
-        DataError: the kernel would ignore the mask, or does not accept its form. The message lists the accepted shapes.
     """
     if mask is None:
         if mask_type == "general":

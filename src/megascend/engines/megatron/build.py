@@ -54,13 +54,7 @@ SILU = ("silu", "swish")
 
 
 def check_architecture(model_dir: Path) -> None:
-    """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules.
-
-    Raises:
-        CheckpointError: transformers cannot read it, or mcore-bridge does not know the architecture.
-        ConfigError: it has settings that the Megatron model does not support, all named in the message; or a module that it is
-            registered with cannot be imported.
-    """
+    """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules."""
     try:
         config = transformers_config(model_dir)
     except ConfigError:
@@ -112,10 +106,6 @@ def build_config(
     Args:
         tied: the output layer is the embedding, overriding ``config.json``; None: as ``config.json`` has it.
         prediction_head: build the head for multi-token prediction.
-
-    Raises:
-        CheckpointError: mcore-bridge does not know the architecture.
-        ConfigError: a combination of settings that Megatron-Core would compute wrongly.
     """
     hf_config = transformers_config(model_dir)
     arguments = hf_to_mcore_config(hf_config)
@@ -154,9 +144,6 @@ def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -
     Args:
         hidden_act: of the model's configuration, or None if it has none.
         arguments: mcore-bridge's; if they already set the activation, nothing is added.
-
-    Raises:
-        ConfigError: the activation function is not supported.
     """
     if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
         return {}
@@ -308,11 +295,7 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 
 
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
-    """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes.
-
-    Raises:
-        PlatformError: an attribute was lost.
-    """
+    """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes."""
     # MindSpeed creates the parameters of norms on the CPU. A move that lost sequence_parallel would leave their gradients
     # unreduced, without an error.
     before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}

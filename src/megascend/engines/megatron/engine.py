@@ -499,11 +499,7 @@ def overlaps_reduction(spec: EngineSpec) -> bool:
 def configure(
     spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
 ) -> tuple[ModelConfig, bool]:
-    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped.
-
-    Raises:
-        CheckpointError, ConfigError: the engine does not support this model, or not with these settings.
-    """
+    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped."""
     check_head(spec, info)
     mtp.check(spec)
     frozen, tied = spec.adapters is not None, info.shape.tied

@@ -23,7 +23,7 @@ from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
-from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, Work, write
+from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepWork, write
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.lora.grouped import kernel_of
 from megascend.lora.layers import AdapterManager
@@ -90,7 +90,7 @@ class GraphedSteps:
     ) -> None:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
-        self._work = Work(forward, head, self._mode, uncached, drop_unfinished, capture)
+        self._work = StepWork(forward, head, self._mode, uncached, drop_unfinished, capture)
         self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()

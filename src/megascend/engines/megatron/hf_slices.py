@@ -56,9 +56,6 @@ def hf_slices(
         chunks: the model chunks of this rank, without wrappers.
         entries: Megatron-Core's checkpoint entries of them.
         headers: of the Hugging Face checkpoint.
-
-    Raises:
-        CheckpointError: the architecture's conversion does more than cut and join rows.
     """
     probe = _Probe(bridge, entries)
     slices: dict[str, list[HfSlice]] = {}

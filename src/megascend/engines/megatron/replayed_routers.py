@@ -14,22 +14,8 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.router_replay import ExpertLayers, RouterReplay
-
-
-@dataclass
-class _Pass:
-    """Forward pass of one micro batch through one model chunk.
-
-    Attributes:
-        routed: int64 [rows, layers with experts, k], of this rank's rows in Megatron's order; None: routers choose.
-        real: bool [rows], rows that are not padding; None if routers choose.
-        complete: the chunk has run; later router calls are recomputation.
-    """
-
-    routed: Tensor | None
-    real: Tensor | None
-    complete: bool = False
+from megascend.engines.megatron.routers import router_rows
+from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 
 
 class MegatronRouterReplay(RouterReplay):
@@ -38,7 +24,6 @@ class MegatronRouterReplay(RouterReplay):
     def __init__(self, chunks: Sequence[Any], layers: ExpertLayers, groups: ProcessGroups) -> None:
         super().__init__(layers, groups.device)
         self._groups = groups
-        self._pass: _Pass | None = None
         for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
             assert router.layer_number is not None
             column = layers.numbers.index(router.layer_number - 1)
@@ -46,11 +31,12 @@ class MegatronRouterReplay(RouterReplay):
 
     def enter(self, batch: MicroBatch) -> None:
         """Set the micro batch that a chunk computes next."""
-        if batch.routed_experts is None:  # as in a captured step, whose micro batch has no padding column either
-            self._pass = _Pass(None, None)
+        routed = batch.routed_experts
+        if routed is None:  # as in a captured step, whose micro batch has no padding column either
+            self._pass = ReplayedPass(None, None)
             return
-        routed = self._rows(self.layers.columns(batch.routed_experts), batch)
-        self._pass = _Pass(routed, self._rows(~batch.padding, batch))
+        rows = router_rows(self.layers.columns(routed), batch, self._groups)
+        self._pass = ReplayedPass(rows, router_rows(~batch.padding, batch, self._groups))
 
     def leave(self, output: Tensor) -> None:
         """Note that the chunk has run, and restore its micro batch when its backward pass begins."""
@@ -69,14 +55,6 @@ class MegatronRouterReplay(RouterReplay):
             return values, indices
         chosen = self.choose(indices, current.routed[:, column], None if current.complete else current.real)
         return scores.gather(1, chosen), chosen
-
-    def _rows(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """Return [n, ...] in the order of this rank's router rows: sequence first, sliced under sequence parallelism."""
-        rows = values.unflatten(0, batch.input_ids.shape).transpose(0, 1).flatten(0, 1)
-        topology = self._groups.topology
-        if topology.sequence_parallel:
-            rows = rows.chunk(topology.tensor)[self._groups.coordinates.tensor]
-        return rows
 
 
 @dataclass(frozen=True)

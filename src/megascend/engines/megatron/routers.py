@@ -26,11 +26,12 @@ from megascend.engines import load_balancing
 from megascend.errors import ConfigError
 
 TO_BALANCE, CHOSEN = 0, 1
-"""Indices of the two counts of :class:`_Pass`: by probability only, for the loss; as routed, including the correction bias."""
+"""Indices of the two counts of :class:`_BalancedPass`:
+by probability only, for the loss; as routed, including the correction bias."""
 
 
 @dataclass
-class _Pass:
+class _BalancedPass:
     """Forward pass of one micro batch through one model chunk.
 
     Attributes:
@@ -65,7 +66,7 @@ class Routers:
         for router in (router for routers in self._by_chunk for router in routers):
             patch(router, "enable_expert_bias", False, "does not count tokens itself; the bias stays in use")
         self._active = False
-        self._pass: _Pass | None = None
+        self._pass: _BalancedPass | None = None
         self._weight = 0.0
         self._totals: list[Tensor] = []
         if moe.aux_loss == "none" and moe.bias_update_rate == 0:
@@ -108,7 +109,7 @@ class Routers:
             for router in self._predicts[chunk]:
                 position = self._by_chunk[chunk].index(router)
                 rows[position], numbers[position] = real, tokens
-        self._pass = _Pass(rows, numbers, counts)
+        self._pass = _BalancedPass(rows, numbers, counts)
 
     def leave(self, output: Tensor, chunk: int) -> None:
         """Sum the counts of the chunk that has just run over ranks, for its backward pass. Collective."""
@@ -133,7 +134,7 @@ class Routers:
             current.gradients = gradients if scale is None else scale(gradients)
         if output.requires_grad:
             # Recomputed layers run in the backward pass, when another micro batch may have been entered.
-            output.register_hook(lambda _: self._return_to(current))
+            output.register_hook(lambda _: setattr(self, "_pass", current))
 
     def update_bias(self) -> None:
         """Move the correction bias of every expert towards an equal load, by the tokens since the last call. Collective.
@@ -156,16 +157,8 @@ class Routers:
         for totals in self._totals:
             totals.zero_()
 
-    def _return_to(self, current: _Pass) -> None:
-        self._pass = current
-
     def _real_rows(self, batch: MicroBatch, padding: Tensor) -> Tensor:
-        rows = torch.zeros_like(padding) if batch.dummy else ~padding
-        rows = rows.view(batch.input_ids.shape).t().flatten()  # Megatron's order: sequence first
-        topology = self._groups.topology
-        if topology.sequence_parallel:
-            rows = rows.chunk(topology.tensor)[self._groups.coordinates.tensor]
-        return rows
+        return router_rows(torch.zeros_like(padding) if batch.dummy else ~padding, batch, self._groups)
 
     def _attach(self, router: TopKRouter, position: int) -> None:
         """Patch a router to record its logits, and hook its output."""
@@ -186,7 +179,7 @@ class Routers:
         router.register_forward_hook(after)
 
     def _record(
-        self, current: _Pass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
+        self, current: _BalancedPass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Count one router's choices, and attach the loss's gradient; returns the router's output."""
         scores = load_balancing.scores(logits, self._config.moe_router_score_function)
@@ -198,7 +191,7 @@ class Routers:
                 current.counts[TO_BALANCE, position] = (by_probability * real).sum(0)
                 current.counts[CHOSEN, position] = (chosen * real).sum(0, dtype=torch.float32)
         if self._moe.aux_loss != "none" and torch.is_grad_enabled():
-            weights = _WithLoss.apply(weights, scores, lambda: _rows(current, position))
+            weights = _WithLoss.apply(weights, scores, lambda: _gradient_rows(current, position))
         return weights, chosen
 
 
@@ -206,7 +199,17 @@ def _routers(module: torch.nn.Module | None) -> list[TopKRouter]:
     return [] if module is None else [m for m in module.modules() if isinstance(m, TopKRouter)]
 
 
-def _rows(current: _Pass, position: int) -> Tensor:
+def router_rows(values: Tensor, batch: MicroBatch, groups: ProcessGroups) -> Tensor:
+    """Return a micro batch's values, [tokens, ...], as [rows, ...] of this rank's routers.
+
+    Megatron's order has the sequence first; under sequence parallelism a rank has a slice of it.
+    """
+    rows = values.unflatten(0, batch.input_ids.shape).transpose(0, 1).flatten(0, 1)
+    topology = groups.topology
+    return rows.chunk(topology.tensor)[groups.coordinates.tensor] if topology.sequence_parallel else rows
+
+
+def _gradient_rows(current: _BalancedPass, position: int) -> Tensor:
     assert current.gradients is not None, "the backward pass began before the chunk's forward pass had ended"
     return current.gradients[position] * current.real[position][:, None]
 

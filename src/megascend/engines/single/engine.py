@@ -213,11 +213,7 @@ def check_settings(spec: EngineSpec) -> None:
 
 
 def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
-    """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets.
-
-    Raises:
-        ConfigError: the engine does not support this model, or not with these settings.
-    """
+    """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets."""
     check_head(spec, info)
     if info.scalar_head is None:
         plain_head(model)

@@ -51,10 +51,6 @@ def load_model(
     Args:
         info: of the directory.
         fresh: weights of a scalar head that are not in the checkpoint.
-
-    Raises:
-        CheckpointError: transformers cannot load it, would initialise some of its weights at random, or does not use some of
-            the stored ones; or a number is beyond fp16's range.
     """
     head = info.scalar_head
     config = model_config(model_dir)
@@ -143,11 +139,7 @@ def plain_head(model: Any) -> Any:
 
 
 def check_plain_head(model: Any, vocab_size: int) -> None:
-    """Compare the output layer's plain product with the model's own logits, for a few tokens.
-
-    Raises:
-        ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would omit.
-    """
+    """Compare the output layer's plain product with the model's own logits, for a few tokens."""
     head = plain_head(model)
     products: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: products.append(output))

@@ -167,11 +167,7 @@ class ReadCall:
 
 
 def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
-    """Parse a call, whose body has ``size`` bytes.
-
-    Raises:
-        MessageError: the call is unknown, or arguments are invalid; the message describes each.
-    """
+    """Parse a call, whose body has ``size`` bytes."""
     name = target.removeprefix(PREFIX)
     if target not in ROUTES:
         raise MessageError(f"there is no POST {target[:200]}; there is POST {', '.join(ROUTES)}")

@@ -133,12 +133,7 @@ class ControllerServer:
         """Address at which it listens, complete after :meth:`start`."""
 
     async def start(self) -> Address:
-        """Listen, and publish the address.
-
-        Raises:
-            ConfigError: the port is taken, the host is not an address of this machine, or is a wildcard and none is advertised.
-            ControllerError: another controller holds the file.
-        """
+        """Listen, and publish the address."""
         # The file would contain an address that leads other machines to themselves.
         if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(
@@ -189,11 +184,7 @@ class ControllerServer:
         return self.address
 
     async def close(self, reason: str = "the controller is closing") -> None:
-        """Refuse new calls, close the controller (which resumes paused engines), answer running calls.
-
-        Raises:
-            EngineError: engines could not be resumed; everything else is done.
-        """
+        """Refuse new calls, close the controller (which resumes paused engines), answer running calls."""
         if self._closed is None:
             self._closed = asyncio.ensure_future(self._close(reason))
         # A second signal, or a cancelled caller, must not end the closing halfway.
