@@ -17,4 +17,4 @@ from megascend.config.rl import Rollout
     ],
 )
 def test_groups_without_signal_are_bounded_by_ten_batches_or_by_the_setting(settings, bound) -> None:
-    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).most_equal == bound
+    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).max_equal_groups == bound

@@ -31,9 +31,9 @@ class Panel:
     """One panel of the plot.
 
     Attributes:
-        key: of a row of metrics.jsonl.
-        label: above it.
-        colour: of the line.
+        key: key in a row of metrics.jsonl.
+        label: title of the panel.
+        colour: colour of the line.
         smoothed: a run of many steps has a smoothed line over that of the steps.
         decades: a logarithmic axis where the values span two decades or more.
         from_zero: the axis begins at 0, unless it is logarithmic.

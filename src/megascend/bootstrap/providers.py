@@ -207,15 +207,15 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
         entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
-            f"provider: there is no {name!r}; there are {', '.join(names())} (for platform {platform!r}: "
-            f"{', '.join(names(platform))}), and one of your own as package.module:attribute"
+            f"unknown provider {name!r}; known: {', '.join(names())} (for platform {platform!r}: "
+            f"{', '.join(names(platform))}), or one of your own as package.module:attribute"
         )
     else:
         entry = _registry[name]
     if not entry.suits(platform):
         raise ConfigError(
-            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}, for "
-            f"which there are {', '.join(names(platform))}"
+            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}; providers "
+            f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
     if not isinstance(provider, PatchProvider):

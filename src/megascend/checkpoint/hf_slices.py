@@ -30,9 +30,9 @@ class HfSlice:
     Both have the same last dimensions; if one has more dimensions, the slice has size 1 along its first ones.
 
     Attributes:
-        offsets, sizes: in the tensor.
+        offsets, sizes: position and extent of the slice in the tensor.
         weight: its name in Hugging Face's checkpoint.
-        weight_offsets: in the weight.
+        weight_offsets: position of the slice in the weight.
     """
 
     offsets: tuple[int, ...]
@@ -74,7 +74,7 @@ def translate(
     its parameters are fp32 and are read instead.
 
     Args:
-        state: of the engine: :class:`TensorSlices`, and objects that other engines do not have.
+        state: the engine's state: :class:`TensorSlices`, and objects that other engines do not have.
         engine_slices, stored_slices: Hugging Face slices of the tensors of engine and checkpoint.
         stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
 

@@ -114,7 +114,7 @@ class KeyValues:
         Args:
             rows: the rows of the tokens.
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
-            scale: of the products; None: one by the root of the head dim.
+            scale: factor of the attention scores; None: 1 / sqrt(head dim).
             window: tokens that each token attends to, itself included; None: all.
             sink: [heads], a logit of each head that takes part in the softmax and has no value.
 
@@ -156,7 +156,7 @@ class Filling:
 
     Attributes:
         rows: the row in ``cache`` of each sample.
-        lengths, padded_lengths: of the samples.
+        lengths, padded_lengths: unpadded and padded lengths of the samples.
     """
 
     cache: KeyValues

@@ -24,8 +24,8 @@ class ExpertLayers:
 
     Attributes:
         total: layers of the model.
-        numbers: of those with experts, from 0, ascending.
-        experts: of each of them.
+        numbers: indices of the layers that have experts, from 0, ascending.
+        experts: number of experts in each of those layers.
         topk: experts of a token.
     """
 
@@ -66,8 +66,8 @@ class RouterReplay:
     """Replaces the choices of a forward pass's routers by those of its micro batch, and counts where they differ.
 
     Args:
-        layers: of the model.
-        device: of the counts.
+        layers: the model's layers with experts.
+        device: device of the counts.
     """
 
     def __init__(self, layers: ExpertLayers, device: torch.device) -> None:
@@ -95,13 +95,13 @@ class RouterReplay:
         return counts
 
 
-def check(samples: Sequence[Sample], layers: ExpertLayers | None, why_not: str | None) -> None:
+def check(samples: Sequence[Sample], layers: ExpertLayers | None, unsupported_reason: str | None) -> None:
     """Raise DataError for samples whose ``routed_experts`` do not fit the model, or which the engine cannot replay."""
     for index, sample in enumerate(samples):
         if sample.routed_experts is None:
             continue
-        if layers is None or why_not is not None:
+        if layers is None or unsupported_reason is not None:
             raise DataError(
-                f"sample {index} has routed_experts, and {why_not or 'this model has no experts'}; leave them out"
+                f"sample {index} has routed_experts, and {unsupported_reason or 'this model has no experts'}; leave them out"
             )
         layers.check(sample, index)

@@ -126,13 +126,13 @@ class ModelInfo:
     """Shape and weights of a checkpoint.
 
     Attributes:
-        shape: what the topology has to divide; ``shape.tied`` is what engines build, whatever ``config.json`` says.
+        shape: sizes that the topology has to divide; ``shape.tied`` is what engines build, even if ``config.json`` differs.
         tensors: headers of all weights in the checkpoint that the model has; heads for multi-token prediction are not built,
             and a tied model has no output layer of its own.
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
-        scalar_head: what stands in the output layer's place; None for a causal language model.
+        scalar_head: head that replaces the output layer; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
         architecture: the declaration of its family.
     """

@@ -17,7 +17,7 @@ class Response:
         logprobs: the engine's log-probability of each token, under the distribution from which it was sampled.
         reward: result of the reward function.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off.
-        first_version, last_version: of the weights that sampled the first and the last token.
+        first_version, last_version: versions of the weights that sampled the first and the last token.
     """
 
     tokens: tuple[int, ...]
@@ -43,7 +43,7 @@ class Group:
     Attributes:
         number: index of the prompt in the order of prompts.
         prompt_tokens: token ids of the prompt.
-        responses: at least one.
+        responses: sampled responses, at least one.
     """
 
     number: int

@@ -69,9 +69,9 @@ class Setup:
     """Arguments of a transport's constructor.
 
     Attributes:
-        group: complete; rank 0 sends. ``group.store("transport")`` is reserved for the transport.
-        manifest: of the tensors to transfer.
-        device: of the buffers.
+        group: complete group; rank 0 sends. ``group.store("transport")`` is reserved for the transport.
+        manifest: manifest of the tensors to transfer.
+        device: device of the buffers.
         timeout_s: deadline, in seconds, of the constructor's waits.
         options: the transport's settings, JSON, the same on all members: the sender chooses them.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weightwire.group import Group
 
 FIRST_PAUSE_S = 20e-6
-MOST_PAUSE_S = 5e-3
+MAX_PAUSE_S = 5e-3
 SHARE = 0.02
 """Pause as a share of the time waited so far: a short wait is hardly prolonged, a long one takes no CPU."""
 
@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, fa
         waited = time.monotonic() - start
         if waited > timeout_s:
             raise DeadlineError(f"{failure} within {timeout_s:g} s")
-        time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MOST_PAUSE_S))
+        time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MAX_PAUSE_S))
 
 
 class DeviceWork:
@@ -42,7 +42,7 @@ class DeviceWork:
 
     Args:
         work: the process group's handle.
-        name: of the transport, for messages.
+        name: name of the transport, for messages.
     """
 
     def __init__(self, work: Any, buffer: torch.Tensor, group: Group, name: str) -> None:

@@ -24,7 +24,7 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
     """Return vLLM's command line: the user's arguments and those that connect weightwire.
 
     Args:
-        version: of vLLM.
+        version: version of vLLM.
 
     Raises:
         SystemExit: the user set one of our options, or an incompatible one.

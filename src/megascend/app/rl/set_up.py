@@ -50,7 +50,7 @@ def make_collector(
         sampling=Sampling(rollout.max_tokens, stop_token_ids=stop_tokens(tokenizer, rollout.stop), seed=config.seed),
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
-        most_equal=rollout.most_equal,
+        max_equal_groups=rollout.max_equal_groups,
         locate=lambda prompt: next((source for source, candidate in sources if candidate == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)

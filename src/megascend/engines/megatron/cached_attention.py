@@ -24,7 +24,7 @@ from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.topology.topology import Topology
 
 
-def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
+def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
     """Return the reason why this model cannot have a KV cache, or None."""
     rope = config.rope_scaling or {}
     if topology.context > 1:

@@ -203,7 +203,7 @@ class ControllerClient:
                 controller may still replace.
         """
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
-        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
+        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, max_bytes=MAX_ANSWER_BYTES)
         signature = answer.headers.get(ANSWER_HEADER)
         if answer.status == 401 and signature is None:
             raise AuthError(f"{address} refuses our signature: {_unsigned_text(answer)}")
