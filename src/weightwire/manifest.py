@@ -32,6 +32,7 @@ DTYPE_BYTES = {
 """Supported torch dtypes by name, with the bytes of one element."""
 
 FORMAT = 1
+# Limits of what an engine parses and allocates for a request, far above any model that is trained today.
 MAX_TENSORS = 1_000_000
 MAX_DIMENSIONS = 8
 MAX_NAME = 512
@@ -88,6 +89,7 @@ class AdapterInfo:
         """Raise ManifestError if a field is invalid."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 128 or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of an adapter")
+        # An engine that loads adapters from files uses the name in a path.
         if "/" in self.name or self.name.startswith("."):
             raise ManifestError(f"manifest: adapter name {self.name!r} looks like a path")
         if not isinstance(self.config, Mapping):
@@ -161,6 +163,7 @@ class Manifest:
     @cached_property
     def identity(self) -> str:
         """SHA-256 of the JSON, by which the seal names its manifest."""
+        # Sorted: the order of keys in an adapter's configuration need not survive the way to the engine.
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -187,6 +190,7 @@ class Manifest:
         if fields["format"] != FORMAT:
             raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side supports format {FORMAT}")
         rows = fields["tensors"]
+        # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
         if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
             raise ManifestError("manifest: tensors is not a list, or too long")
         adapter = fields["adapter"]

@@ -16,11 +16,13 @@ from weightwire.errors import WireError
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 
+# Bounds of what one caller may ask of an engine: requests are untrusted.
 MAX_RESPONSES = 1024
 MAX_STOP_TOKENS = 64
 MAX_TOKENS = 2**22
 MAX_SECONDS = 1e6
 _REQUIRED = object()
+"""Default of arguments that have none: None is a valid default."""
 
 
 class RemoteEngine(InferenceEngine):

@@ -180,6 +180,7 @@ def register(
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
     entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
+    # The same entry again is no error: a plug-in may be imported under two names, or by a program and its run file.
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
@@ -250,6 +251,7 @@ def _import_factory(path: str) -> ProviderFactory:
 
 class TransformerEngine(PatchProvider):
     name: ClassVar[str] = "transformer_engine"
+    # It replaces no class: the environment variable only has to precede the first use of the device.
     must_come_first: ClassVar[bool] = False
 
     def before_megatron(self) -> list[str]:

@@ -111,7 +111,7 @@ def translate(
                     raise CheckpointError(
                         f"it has only {read} of the {values.numel()} values of {key} that this rank needs"
                     )
-                # Rows that pad a vocabulary.
+                # Rows that pad a vocabulary to a multiple of the ranks: no token uses them, and other layouts have more or fewer.
                 translation.padding.append(values)
     return translation
 
@@ -135,6 +135,7 @@ class _ByFirstOffset:
     def __init__(self, slices: Sequence[HfSlice]) -> None:
         self._all = slices
         self._by_first: dict[int, list[HfSlice]] | None = None
+        # Only slices that are one thick in the first dimension, such as a layer or an expert, belong to one offset.
         if all(len(hf_slice.sizes) > 1 and hf_slice.sizes[0] == 1 for hf_slice in slices):
             self._by_first = defaultdict(list)
             for hf_slice in slices:
@@ -189,6 +190,7 @@ def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> N
             for hf_slice in slices
             for offset, size, length in zip(hf_slice.offsets, hf_slice.sizes, shape, strict=True)
         )
+        # Slices that cover more than the tensor overlap: a weight would be read into the same place twice.
         if not inside or sum(math.prod(hf_slice.sizes) for hf_slice in slices) > math.prod(shape):
             raise CheckpointError(f"{name} is not made of Hugging Face weights in a way that can be described")
 

@@ -39,6 +39,7 @@ class ExpertLayers:
         routed = sample.routed_experts
         if routed is None:
             return
+        # Inference engines report either all layers, dense ones included, or only those with experts.
         layers = sorted({self.total, len(self.numbers)})
         if routed.shape[1] not in layers or routed.shape[2] != self.topk:
             raise DataError(
@@ -51,6 +52,7 @@ class ExpertLayers:
             raise DataError(
                 f"sample {index}: routed_experts must be in [0, {self.experts}), or -1 where they are not known"
             )
+        # No router chooses an expert twice: a duplicate would enter the token's output, and its gradient, twice.
         ordered = choices.sort(-1).values
         if bool(((ordered[..., 1:] == ordered[..., :-1]) & known[..., None]).any()):
             raise DataError(f"sample {index}: routed_experts names an expert twice for one token and layer")
@@ -81,8 +83,10 @@ class RouterReplay:
             own: int64 [rows, k], the router's own choice.
             real: bool [rows], rows that count; None: nothing is counted, as the layer is recomputed.
         """
+        # The first entry decides for the row: check() has refused rows that are known in part.
         known = replayed[:, :1] >= 0
         if real is not None:
+            # Compared as sets: the order among the chosen experts has no meaning.
             differs = (own.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
             rows = known & real[:, None]
             self._counts += torch.stack([(differs & rows).sum(), rows.sum()]).float()

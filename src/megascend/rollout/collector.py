@@ -426,5 +426,5 @@ class Graders:
 
 def _seed(seed: int | None, number: int) -> int | None:
     """Return the seed of one prompt's samples, which depends only on the run's seed and the prompt's number."""
-    # Runs with neighbouring seeds share no prompt's seed until they have drawn a million prompts. 31 bits fit every engine's seed.
+    # Runs with neighbouring seeds share no seed within a million prompts. 31 bits fit every engine's type of seed.
     return None if seed is None else (seed * 1_000_003 + number) % 2**31

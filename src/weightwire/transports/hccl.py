@@ -54,6 +54,7 @@ class HcclTransport:
     def _first_broadcast(self, setup: Setup) -> None:
         """Make HCCL connect, and check that bytes arrive."""
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        # Transport.send requires that the buffer's values are complete before it is called.
         self._npu.current_stream(setup.device).synchronize()
         self._begin(first).wait(setup.timeout_s)
         if first.tolist() != [1] * 8:
@@ -62,6 +63,7 @@ class HcclTransport:
     def _begin(self, buffer: torch.Tensor) -> DeviceWork:
         if self._communicator is None:
             raise TransportError("hccl: closed")
+        # Counted before the call: members reuse a communicator only if all of them have started equally many.
         self._communicator.broadcasts += 1
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -105,6 +107,7 @@ def _process_group(setup: Setup) -> tuple[Any, Any]:
     group = dist.ProcessGroup(store, rank, size)
     with torch.npu.device(setup.device):  # type: ignore[attr-defined]
         backend = ProcessGroupHCCL(store, rank, size, options)
+        # As torch.distributed does for the groups that it creates; this one bypasses it, since it needs no default group.
         backend._set_sequence_number_for_group()
     group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
     return group, backend
