@@ -124,7 +124,7 @@ def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path:
 
     missing = command(tmp_path, "train", "run.yaml")
     assert missing.returncode == 2
-    assert "no package 'bigram'" in missing.stderr
+    assert "package 'bigram' is not installed" in missing.stderr
     assert "PYTHONPATH" in missing.stderr
 
     completed = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))

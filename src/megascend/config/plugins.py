@@ -21,7 +21,7 @@ def check_plugins(modules: Sequence[str]) -> None:
         # find_spec of a submodule would import its parents.
         package = module.partition(".")[0]
         if find_spec(package) is None:
-            raise ConfigError(f"plugins: package {package!r} of {module!r} is not installed: {REMEDY}")
+            raise ConfigError(f"plugins: {module!r} cannot be imported, package {package!r} is not installed: {REMEDY}")
 
 
 def check_names(engine: str, trackers: Iterable[str]) -> None:

@@ -166,5 +166,5 @@ def test_architecture_cache_key_depends_on_its_code(tmp_path: Path, monkeypatch:
     second = architecture.code_digest()
     (tmp_path / "a_module.py").write_text("two = 4\n")
     assert len({first, second, architecture.code_digest()}) == 3
-    with pytest.raises(ConfigError, match="no package 'absent'"):
+    with pytest.raises(ConfigError, match="package 'absent' is not installed"):
         Architecture(("any",), "absent.model").code_digest()
