@@ -211,7 +211,7 @@ def families() -> str:
     for model_type, architecture in sorted(BUILT_IN.items()):
         tiny = architecture.tiny
         parts = [
-            "latent attention" if LatentAttention.of(tiny) else "",
+            "latent attention" if LatentAttention.from_config(tiny) else "",
             "window" if tiny.get("sliding_window") else "",
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",

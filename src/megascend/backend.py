@@ -157,7 +157,7 @@ class Backend:
 
         Gradients that had been accumulated before are lost.
         """
-        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, keep=False)
+        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, accumulate=False)
 
     def forward_backward(
         self,
@@ -261,7 +261,7 @@ class Backend:
 
         Args:
             call: name of the method, with the arguments that must be equal on all ranks.
-            check: of this rank; if it raises a MegascendError, all ranks do.
+            check: runs on this rank; if it raises a MegascendError, all ranks do.
         """
         try:
             result = check()

@@ -106,7 +106,7 @@ def check_backend(
 
     Args:
         runtime: this process, prepared for the engine.
-        info: of the checkpoint in ``model``.
+        info: description of the checkpoint in ``model``.
         settings: arguments of the backend's constructor, without ``model``.
 
     Returns:
@@ -142,7 +142,7 @@ def _refuse_unknown(engine: str, settings: Mapping[str, Any]) -> None:
 def _backend_of(engine: str) -> Callable[..., Backend]:
     if engine not in _backends:
         raise ConfigError(
-            f"engine: there is no {engine!r}; there are {', '.join(_backends)}. Register yours on every rank "
+            f"unknown engine {engine!r}; known: {', '.join(_backends)}. Register yours on every rank "
             "(megascend.register_engine; a run file names the module under plugins)"
         )
     return _backends[engine]
@@ -196,7 +196,7 @@ class EngineBackend(Backend, ABC):
                 each adapter's, unless it has its own.
             provider_options: further settings of the provider, beside those derived from the model and the layout.
             platform, provider: as for :func:`megascend.bootstrap`.
-            seed: of dropout and all other random numbers.
+            seed: seed of dropout and all other random numbers.
             timeout_s: seconds after which a missing rank is an error on all others.
             save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
             self_check: compare a small slice of the model with transformers first (docs/support.md); a few seconds, once per

@@ -40,7 +40,7 @@ class Signature:
     """Signature of a request.
 
     Attributes:
-        headers: to add to the request.
+        headers: headers to add to the request.
         nonce: verifies the answer (:func:`check_answer`).
     """
 

@@ -33,7 +33,7 @@ def begin(name: str, data: Tensor) -> Pending:
     """Start to compute the digest of bytes; work queued later on the same stream may overwrite them.
 
     Args:
-        name: of the algorithm.
+        name: name of the algorithm.
         data: uint8 [n], contiguous, on any device.
     """
     return _algorithm(name)(data)

@@ -36,7 +36,7 @@ class Sampling:
         max_tokens: longest response in tokens.
         temperature: 0 is greedy. Log-probabilities are those of the distribution at this temperature.
         stop_token_ids: a response ends with the first of them, which is included.
-        seed: of the request's samples; None: chosen by the engine.
+        seed: seed of the request's samples; None: chosen by the engine.
         routed_experts: also return the experts to which a mixture of experts has sent each token.
     """
 
@@ -123,9 +123,9 @@ class Completion:
         tokens: token ids, with the stop token if there is one.
         logprobs: natural logarithm of the probability with which the engine sampled each token.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off at ``max_tokens``.
-        first_version, last_version: of the weights that sampled the first and the last token. They differ if an update was
-            committed in between.
-        routed_experts: where :class:`Sampling` asks for them.
+        first_version, last_version: versions of the weights that sampled the first and the last token. They differ if an
+            update was committed in between.
+        routed_experts: experts of each token, where :class:`Sampling` asks for them.
     """
 
     tokens: tuple[int, ...]

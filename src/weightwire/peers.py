@@ -97,7 +97,7 @@ class Peers:
         host, port: address of the listener, which lives in the sender's process.
 
     Attributes:
-        names: for messages, by rank.
+        names: labels for messages, by rank.
         identities: processes of the members that have joined, by rank.
         progress: buckets that this member has finished; the next heartbeat reports it.
         lost: the first loss that was noticed, or None.

@@ -16,11 +16,13 @@ from weightwire.errors import WireError
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 
-MOST_RESPONSES = 1024
-MOST_STOP_TOKENS = 64
-MOST_TOKENS = 2**22
-MOST_SECONDS = 1e6
+# Bounds of what one caller may ask of an engine: requests are untrusted.
+MAX_RESPONSES = 1024
+MAX_STOP_TOKENS = 64
+MAX_TOKENS = 2**22
+MAX_SECONDS = 1e6
 _REQUIRED = object()
+"""Default of arguments that have none: None is a valid default."""
 
 
 class RemoteEngine(InferenceEngine):
@@ -186,13 +188,13 @@ class Arguments:
 
 
 def _generate(arguments: Arguments) -> Run:
-    prompt = arguments.tokens("prompt", 1, MOST_TOKENS)
-    n = arguments.integer("n", 1, MOST_RESPONSES, 1)
+    prompt = arguments.tokens("prompt", 1, MAX_TOKENS)
+    n = arguments.integer("n", 1, MAX_RESPONSES, 1)
     adapter = arguments.text("adapter", None)
     sampling = Sampling(
         max_tokens=arguments.integer("max_tokens", 1, 2**24),
         temperature=arguments.number("temperature", 100.0, 1.0),
-        stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MOST_STOP_TOKENS, ())),
+        stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MAX_STOP_TOKENS, ())),
         seed=arguments.integer("seed", -(2**63), 2**64, None),
         routed_experts=arguments.flag("routed_experts", False),
     )
@@ -235,18 +237,18 @@ def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable
 
 CALLS: dict[str, Callable[[Arguments], Run]] = {
     "generate": _generate,
-    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MOST_TOKENS), a.text("adapter", None))),
+    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
     "receivers": _method("receivers", lambda a: ()),
     "locations": _locations,
     "begin_update": _method("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
-    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MOST_SECONDS))),
+    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
     "commit": _method("commit", lambda a: (a.text("update"),)),
     "drop": _method("drop", lambda a: (a.text("update"),)),
     "version": _method("version", lambda a: (a.text("target", "model"),)),
     "load_adapter": _method(
         "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
     ),
-    "pause": _method("pause", lambda a: (a.number("lease_s", MOST_SECONDS),)),
+    "pause": _method("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
     "resume": _method("resume", lambda a: ()),
 }
 """Parsers of the arguments of each remote method, by name."""

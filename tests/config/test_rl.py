@@ -17,7 +17,7 @@ from megascend.config.rl import RlConfig, Rollout
     ],
 )
 def test_groups_without_signal_are_bounded_by_ten_batches_or_by_the_setting(settings, bound) -> None:
-    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).most_equal == bound
+    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).max_equal_groups == bound
 
 
 def test_router_replay_needs_engines_that_return_experts() -> None:

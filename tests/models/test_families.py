@@ -207,7 +207,7 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
     def on_rank() -> Any:
         with case_backend(Case(arch, arch=arch), checkpoint) as backend:
             sampler = Sampler(backend)
-            return sampler.generate(requests), sampler.why_no_cache
+            return sampler.generate(requests), sampler.cache_unsupported_reason
 
     def scores(sequences: list[list[int]]) -> list[torch.Tensor]:
         from transformers import AutoModelForCausalLM
@@ -218,8 +218,8 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
         with torch.no_grad():
             return [model(torch.tensor([tokens])).logits[0].log_softmax(-1) for tokens in sequences]
 
-    ((results, why_no_cache),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
-    assert why_no_cache is None
+    ((results, cache_unsupported_reason),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    assert cache_unsupported_reason is None
     responses = [result.samples[0] for result in results]
     sequences = [[*prompt, *response.tokens] for prompt, response in zip(prompts, responses, strict=True)]
     (references,) = run_distributed(scores, 1, sequences, init=False)

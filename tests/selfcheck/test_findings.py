@@ -14,7 +14,7 @@ import pytest
 from megascend.selfcheck import process, suspects
 from megascend.selfcheck.process import BOUND, Trial, TrialResult
 from megascend.selfcheck.slicing import LENGTHS
-from megascend.selfcheck.trial_inputs import LEAST_MARGIN
+from megascend.selfcheck.trial_inputs import MIN_MARGIN
 from megascend.testing import tiny_config
 from megascend.testing.self_checks import slice_of
 
@@ -200,7 +200,7 @@ def test_random_shapes_of_proven_architectures_agree(numbers) -> None:
     print(
         f"{len(trials)} models in {report.seconds:.0f} s: largest difference {largest:.1e}, least margin {min(margins):.1e}"
     )
-    assert min(margins) >= LEAST_MARGIN
+    assert min(margins) >= MIN_MARGIN
 
 
 def assert_agree(names: Sequence[str], findings: Sequence[TrialResult]) -> None:

@@ -174,7 +174,7 @@ def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
         await push(control, 3.0, 1)
         assert engine.calls == ["pause keep", "version 1", "resume"]
         assert (engine.values, control.version()) == ([3.0, 3.0], 1)
-        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
+        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
             await push(control, 4.0, 1)
         await push(control, 4.0, 2)
         assert (engine.values, control.version()) == ([4.0, 4.0], 2)

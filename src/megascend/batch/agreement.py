@@ -28,7 +28,7 @@ class RankReport:
         problem: why they cannot be trained on, or None.
         micro_batches: planned micro batches.
         counts: sums over the samples of each adapter; "" is the model itself.
-        checksums: of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
+        checksums: checksums of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
             samples.
     """
 

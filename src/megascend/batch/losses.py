@@ -43,7 +43,7 @@ class LossInputs:
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
         last: int64, indices of samples' last tokens among the n; None except for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
-        members: on the host, the index of each of the micro batch's samples in this rank's list.
+        members: index of each of the micro batch's samples in this rank's list, on the host.
     """
 
     targets: Tensor
@@ -86,7 +86,7 @@ class Loss:
     """A loss function and its requirements.
 
     Attributes:
-        name: for messages and metrics.
+        name: label for messages and metrics.
         function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
             shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
         of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.

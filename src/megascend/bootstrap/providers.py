@@ -180,6 +180,7 @@ def register(
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
     entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
+    # The same entry again is no error: a plug-in may be imported under two names, or by a program and its run file.
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
@@ -207,15 +208,15 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
         entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
-            f"provider: there is no {name!r}; there are {', '.join(names())} (for platform {platform!r}: "
-            f"{', '.join(names(platform))}), and one of your own as package.module:attribute"
+            f"unknown provider {name!r}; known: {', '.join(names())} (for platform {platform!r}: "
+            f"{', '.join(names(platform))}), or one of your own as package.module:attribute"
         )
     else:
         entry = _registry[name]
     if not entry.suits(platform):
         raise ConfigError(
-            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}, for "
-            f"which there are {', '.join(names(platform))}"
+            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}; providers "
+            f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
     if not isinstance(provider, PatchProvider):
@@ -250,6 +251,7 @@ def _import_factory(path: str) -> ProviderFactory:
 
 class TransformerEngine(PatchProvider):
     name: ClassVar[str] = "transformer_engine"
+    # It replaces no class: the environment variable only has to precede the first use of the device.
     must_come_first: ClassVar[bool] = False
 
     def before_megatron(self) -> list[str]:

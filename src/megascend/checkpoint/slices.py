@@ -24,7 +24,7 @@ class TensorSlices:
     """Slices of one tensor that a rank holds.
 
     Attributes:
-        shape, dtype: of the global tensor.
+        shape, dtype: shape and dtype of the global tensor.
         may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
         slices: (offsets in the global tensor, values), values with as many dimensions as the global tensor.
     """

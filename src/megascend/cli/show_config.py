@@ -34,7 +34,7 @@ def show_config_command(
     if nproc is None:
         layout = ""
     elif not settings.model.exists():
-        layout = f"layout not checked: there is no {settings.model} yet"
+        layout = f"layout not checked: {settings.model} does not exist yet"
     else:
         layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
     typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared

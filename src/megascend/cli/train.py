@@ -99,7 +99,7 @@ def print_dry_run(
     plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
     for line in report(plan_run(plan, overwrite, resume), Style.of(sys.stdout)):
         print(line)
-    print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
+    print("\ndry run: no problem found before training; nothing was trained or written", flush=True)
 
 
 def start_training(
@@ -112,7 +112,7 @@ def start_training(
     """Check a run, start its ranks unless torchrun has, and exit with 75 if a signal has stopped it.
 
     Args:
-        function: of :func:`train_rank`'s form.
+        function: called on every rank, with the arguments of :func:`train_rank`.
     """
     if under_torchrun(nproc):
         stopped = function(settings, overwrite, resume, None)

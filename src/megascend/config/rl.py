@@ -54,7 +54,7 @@ class Rollout(Section):
     )
 
     @property
-    def most_equal(self) -> int:
+    def max_equal_groups(self) -> int:
         """Consecutive groups with equal rewards that end the run; 0: never."""
         if self.max_groups_without_signal is None:
             # Ten batches, as in verl's max_num_gen_batches; fewer than 100 groups may be equal by chance.

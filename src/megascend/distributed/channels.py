@@ -30,8 +30,8 @@ class Channel:
     Attributes:
         name: the first of the groups' names; the collectives are counted under it.
         ranks: global ranks, in group order.
-        group: on Gloo; None for a single rank, which exchanges nothing.
-        timeout_s: of a collective, in seconds.
+        group: Gloo group; None for a single rank, which exchanges nothing.
+        timeout_s: timeout of a collective, in seconds.
     """
 
     def __init__(

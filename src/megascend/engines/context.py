@@ -49,7 +49,7 @@ class EngineSpec:
         optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
         adapters: freeze the model and train LoRA adapters on it; None: train the model.
         provider_options: further settings of the provider, beside those derived from the model and the layout.
-        seed: of dropout and all other random numbers.
+        seed: seed of dropout and all other random numbers.
         timeout_s: seconds after which a missing rank is an error on all others.
         self_check: compare a small slice of the model with transformers first.
         head: ``lm``, or the kind of scalar head.
@@ -91,7 +91,7 @@ class EngineContext:
     Attributes:
         runtime: this process, prepared for the engine.
         topology, groups: rank arithmetic and process groups.
-        info: of the checkpoint in ``model_dir``.
+        info: description of the checkpoint in ``model_dir``.
         factory: created the engine's groups; None: plain torch groups.
     """
 

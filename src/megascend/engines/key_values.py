@@ -118,7 +118,7 @@ class KeyValues:
             rows: the rows of the tokens.
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
             value: [rows, heads, head dim]; or the width of the values, if they are the first numbers of the keys.
-            scale: of the products; None: one by the root of the head dim.
+            scale: factor of the attention scores; None: 1 / sqrt(head dim).
             window: tokens that each token attends to, itself included; None: all.
             sink: [heads], a logit of each head that takes part in the softmax and has no value.
 
@@ -164,7 +164,7 @@ class Filling:
 
     Attributes:
         rows: the row in ``cache`` of each sample.
-        lengths, padded_lengths: of the samples.
+        lengths, padded_lengths: unpadded and padded lengths of the samples.
     """
 
     cache: KeyValues

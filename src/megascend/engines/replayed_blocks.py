@@ -64,6 +64,7 @@ class BlockReplay(RouterReplay):
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
         self._pass = ReplayedPass(routed, ~batch.padding)
         yield
+        # Not in a finally block: after an error nothing is recomputed, and the next micro batch replaces this pass.
         self._pass.complete = True
 
     def _forward(self, column: int, forward: Any, *args: Any, **options: Any) -> Any:
@@ -91,13 +92,14 @@ class _Choice(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The model's own choice is computed in any case: rows without replay keep it, and differences from it are counted.
         result = func(*args, **(kwargs or {}))
         layers = self._replay.layers
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0] if args else kwargs["input"]
         if scores.shape[-1] != layers.experts or result.indices.shape[-1] != layers.topk:
-            return result  # of groups of experts
+            return result  # a choice among groups of experts (DeepSeek-V3), which precedes the one of experts
         self.calls += 1
         indices = result.indices.reshape(-1, layers.topk)
         chosen = self._replay.choose(indices, self._replayed, self._real).view_as(result.indices)

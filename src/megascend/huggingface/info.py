@@ -129,13 +129,13 @@ class ModelInfo:
     """Shape and weights of a checkpoint.
 
     Attributes:
-        shape: what the topology has to divide; ``shape.tied`` is what engines build, whatever ``config.json`` says.
+        shape: sizes that the topology has to divide; ``shape.tied`` is what engines build, even if ``config.json`` differs.
         tensors: headers of all weights in the checkpoint that the model has; a head for multi-token prediction is one of its
             layers only if it is trained, and a tied model has no output layer of its own.
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
-        scalar_head: what stands in the output layer's place; None for a causal language model.
+        scalar_head: head that replaces the output layer; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
         mtp: what becomes of heads for multi-token prediction.
         copies: weights of the trained head that repeat one of :attr:`tensors`: its name by theirs. The model has one of the two,

@@ -97,7 +97,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def why_not_writable(directory: Path) -> str | None:
+def unwritable_reason(directory: Path) -> str | None:
     """Return why no file can be written to a directory, which may be missing; None if one can. Removes what it creates."""
     missing: list[Path] = []
     try:

@@ -121,7 +121,7 @@ class AdapterLayers(AppliedAdapters):
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 self._targets[target.module] = number, layer, target
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
-                    self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
+                    self._expert_rows[id(target.moe)] = send_adapter_indices(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(start_graph)
@@ -216,8 +216,8 @@ class ExpertRows:
         self._in_order = in_order
         self._grouped: ExpertAdapterRows | None = None
 
-    def take(self, adapter_index: Tensor | None) -> None:
-        """Set the rows' adapters (None: all have the same)."""
+    def set_adapters(self, adapter_index: Tensor | None) -> None:
+        """Set the adapter index of each row; None: all rows have the same adapter."""
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
@@ -237,7 +237,7 @@ class ExpertRows:
         return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
 
 
-def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
+def send_adapter_indices(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
     """Make the token dispatcher of a mixture-of-experts layer send tokens' adapter indices with them.
 
     It permutes tokens by expert and exchanges them over expert parallel ranks.
@@ -262,14 +262,14 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         permuted[0], segments = None, mixed()
         if segments is not None:
             local = segments.adapter_index[segments.local_slice]
-            # The row of a permuted token is its index in the unpermuted ones, so this permutes the indices alike.
+            # The mapping holds each permuted row's original index: indexing with it permutes adapters as it did tokens.
             permuted[0] = local[dispatcher.reversed_local_input_permutation_mapping]
         return result
 
     def dispatch_postprocess(*args: Any, **options: Any) -> Any:
         result = postprocess(*args, **options)
         adapter_index, permuted[0] = permuted[0], None
-        rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
+        rows.set_adapters(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
 
     reason = "sends the adapter index of every token to its expert"

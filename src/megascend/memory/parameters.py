@@ -30,8 +30,8 @@ class StageParameters:
     """Elements on a rank of one pipeline stage.
 
     Attributes:
-        dense: of all weights except experts.
-        experts: of the rank's routed experts.
+        dense: parameters other than experts.
+        experts: parameters of the rank's routed experts.
         vocabulary: rows of the output layer on the rank, 0 without it.
         embedding: elements of the larger of embedding and output layer on the rank; 0 without them.
         layer_matrix: elements of the largest matrix of a layer on the rank, counting experts separately.

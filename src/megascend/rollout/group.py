@@ -18,8 +18,8 @@ class Response:
         logprobs: the engine's log-probability of each token, under the distribution from which it was sampled.
         reward: result of the reward function.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off.
-        first_version, last_version: of the weights that sampled the first and the last token.
-        routed_experts: of the tokens of the prompt and of the response except for the last one; None: not requested.
+        first_version, last_version: versions of the weights that sampled the first and the last token.
+        routed_experts: experts of the tokens of the prompt and of the response except for the last one; None: not requested.
     """
 
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class Group:
     Attributes:
         number: index of the prompt in the order of prompts.
         prompt_tokens: token ids of the prompt.
-        responses: at least one.
+        responses: sampled responses, at least one.
     """
 
     number: int

@@ -247,7 +247,7 @@ def _listen(settings: ServeConfig) -> socket.socket:
     except OSError as error:
         listening.close()
         advice = "; choose another --port (0: any free one)" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}{advice}") from None
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{advice}") from None
     listening.listen(2048)
     return listening
 

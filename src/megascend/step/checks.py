@@ -16,7 +16,7 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
     """Raise DataError for samples that the model cannot process."""
     vocab_size = engine.info.shape.vocab_size
     replay = engine.router_replay
-    router_replay.check(samples, None if replay is None else replay.layers, engine.why_no_replay)
+    router_replay.check(samples, None if replay is None else replay.layers, engine.replay_unsupported_reason)
     for index, sample in enumerate(samples):
         if len(sample) > engine.max_length:
             raise DataError(

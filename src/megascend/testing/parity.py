@@ -55,17 +55,17 @@ class Case:
     """One layout to prove.
 
     Attributes:
-        name: how the table calls it.
+        name: label in the table.
         world_size: processes.
         parallel: the layout.
         arch: as for :func:`megascend.testing.tiny_models.write_tiny_checkpoint`.
-        overrides: of the tiny model's configuration.
+        overrides: settings that replace those of the tiny model's configuration.
         aux_loss: coefficient of the routers' load-balancing loss, by the formula ``aux_formula``.
         experts: ``moe.experts``.
         targets: layers that an adapter acts on, where one is trained.
         loss_bound, norm_bound: largest absolute difference allowed over all steps.
         logits_bound: largest absolute difference of any logit, in fp32.
-        resumes: after half of the steps the run is saved, its backend closed, and another one loads what was saved.
+        resumes: after half of the steps the run is saved, its backend closed, and a new one loads the checkpoint.
     """
 
     name: str
@@ -326,7 +326,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
     def make(output: Path) -> None:
         made_from = _by_content(job) | (
-            {"architecture": architecture.code()} if registered(architecture.model_type) else {}
+            {"architecture": architecture.code_digest()} if registered(architecture.model_type) else {}
         )
         copy_or_make(program.stem, made_from, program, output, run)
 
@@ -373,7 +373,7 @@ def hf_reference(
         fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...; and ``weights``
             of its targets, if not 0 for the prompt's and 1 for the others.
         micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
-        dtype: of parameters and of everything computed.
+        dtype: dtype of the parameters and of all computation.
         weights: also return the trained ones.
         gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.

@@ -72,9 +72,9 @@ class Setup:
     """Arguments of a transport's constructor.
 
     Attributes:
-        group: complete; rank 0 sends. ``group.store("transport")`` is reserved for the transport.
-        manifest: of the tensors to transfer.
-        device: of the buffers.
+        group: complete group; rank 0 sends. ``group.store("transport")`` is reserved for the transport.
+        manifest: manifest of the tensors to transfer.
+        device: device of the buffers.
         timeout_s: deadline, in seconds, of the constructor's waits.
         options: the transport's settings, JSON, the same on all members: the sender chooses them.
     """
@@ -165,7 +165,7 @@ def make_transport(name: str, setup: Setup) -> Transport:
 
 
 FIRST_PAUSE_S = 20e-6
-MOST_PAUSE_S = 5e-3
+MAX_PAUSE_S = 5e-3
 SHARE = 0.02
 """Pause as a share of the time waited so far: a short wait is hardly prolonged, a long one takes no CPU."""
 
@@ -183,7 +183,7 @@ def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, fa
         waited = time.monotonic() - start
         if waited > timeout_s:
             raise DeadlineError(f"{failure} within {timeout_s:g} s")
-        time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MOST_PAUSE_S))
+        time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MAX_PAUSE_S))
 
 
 class DeviceWork:

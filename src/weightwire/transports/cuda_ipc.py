@@ -147,7 +147,7 @@ class Received:
     """A bucket to copy. Waits happen in order.
 
     Attributes:
-        number: of the bucket.
+        number: index of the bucket.
         buffer: the destination.
         copied: event after the copy; None if it has not started.
     """

@@ -31,6 +31,7 @@ def _process_group(setup: Setup) -> tuple[Any, Any]:
     group = dist.ProcessGroup(store, rank, size)
     with torch.npu.device(setup.device):  # type: ignore[attr-defined]
         backend = ProcessGroupHCCL(store, rank, size, options)
+        # As torch.distributed does for the groups that it creates; this one bypasses it, since it needs no default group.
         backend._set_sequence_number_for_group()
     group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
     return group, backend

@@ -16,7 +16,7 @@ from weightwire.manifest import Manifest, TensorSpec
 
 log = logging.getLogger(__name__)
 
-MOST_HEADER_BYTES = 2**28
+MAX_HEADER_BYTES = 2**28
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -32,8 +32,8 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             # A damaged file may begin with any number.
-            if size > MOST_HEADER_BYTES:
-                raise ManifestError(f"{path}: a header of {size} bytes; at most {MOST_HEADER_BYTES} are read")
+            if size > MAX_HEADER_BYTES:
+                raise ManifestError(f"{path}: a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
         result |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return result

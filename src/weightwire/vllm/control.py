@@ -192,7 +192,7 @@ class Control:
         target, version = offer.manifest.target, offer.manifest.version
         newest = self._newest.get(target)
         if newest is not None and version <= newest:
-            raise VersionError(f"version {version} of {target} is offered, and version {newest} is in force")
+            raise VersionError(f"version {version} of {target} is offered, and version {newest} is already active")
 
     async def verify(self, owner: str, seal: Seal, timeout_s: float) -> None:
         """Wait until all workers have received and verified the update. An update that fails is dropped."""

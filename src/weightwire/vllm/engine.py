@@ -31,9 +31,9 @@ class UpdateInfo:
 
     Attributes:
         phase: ``receive``, which returns at once, or ``verify``, which waits.
-        offer: of ``receive``: :meth:`weightwire.offer.Offer.to_json`.
-        seal: of ``verify``: :meth:`weightwire.offer.Seal.to_json`.
-        timeout_s: of ``verify``; the engine generates nothing while it waits.
+        offer: argument of ``receive``: :meth:`weightwire.offer.Offer.to_json`.
+        seal: argument of ``verify``: :meth:`weightwire.offer.Seal.to_json`.
+        timeout_s: deadline of ``verify``; the engine generates nothing while it waits.
     """
 
     phase: str

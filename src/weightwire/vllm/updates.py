@@ -37,7 +37,7 @@ class WorkerUpdates:
     Args:
         model: returns the worker's model.
         vllm_config: the worker's.
-        rank: of the worker in its engine.
+        rank: rank of the worker in its engine.
     """
 
     def __init__(self, model: Callable[[], torch.nn.Module], vllm_config: Any, rank: int) -> None:

@@ -97,7 +97,7 @@ OPTIONS = {
     "export: below a file": command(
         "export model data.jsonl/new", says="data.jsonl/new cannot be written | is not a directory"
     ),
-    "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | no such directory"),
+    "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | not a directory"),
     "doctor: no run": command("doctor --run model", says="--run model | no run has written | events.jsonl"),
     "doctor: nothing to verify": command("doctor --verify", says="--verify | --run DIR"),
     "doctor: no time": command("doctor --timeout 0", says="--timeout | 1 | '0'"),
@@ -127,7 +127,7 @@ OUTPUTS = {
     "overwritten and resumed": command(
         "train run.yaml --overwrite --resume auto", says="--overwrite and --resume auto contradict each other"
     ),
-    "resume: nothing there": command("train run.yaml --resume nowhere", says="--resume nowhere | no such directory"),
+    "resume: nothing there": command("train run.yaml --resume nowhere", says="--resume nowhere | not a directory"),
     "resume: no checkpoint": command(
         "train run.yaml --resume auto", says="--resume auto | no complete checkpoint", arrange=earlier_run
     ),

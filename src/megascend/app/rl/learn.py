@@ -24,7 +24,7 @@ class Learned:
     """Result of learning from a batch, the same on every rank.
 
     Attributes:
-        result: of ``forward_backward``.
+        result: result of ``forward_backward``.
         mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
             holds both what kernels compute differently and what the policy has changed since the responses were sampled.
     """
@@ -39,7 +39,7 @@ def learn(
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
     Args:
-        measured: with ``objective.correction: none``, measure the mismatch, which costs a forward pass.
+        measured: measure the mismatch also with ``objective.correction: none``; costs a forward pass.
     """
     samples = [sample for group in groups for sample in group_samples(group, objective)]
     shard = backend.shard(samples)

@@ -57,7 +57,7 @@ def make_collector(
         ),
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
-        most_equal=rollout.most_equal,
+        max_equal_groups=rollout.max_equal_groups,
         locate=lambda prompt: next((source for source, candidate in sources if candidate == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
@@ -66,9 +66,9 @@ def make_collector(
 
 def check_router_replay(engine: Engine) -> None:
     """Raise ConfigError, on every rank, if the trainer cannot replay the choices of the rollout's routers."""
-    if engine.router_replay is None or engine.why_no_replay is not None:
+    if engine.router_replay is None or engine.replay_unsupported_reason is not None:
         raise ConfigError(
-            f"rollout.router_replay: true, but {engine.why_no_replay or 'this model has no experts'}; set it to false"
+            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or 'this model has no experts'}; set it to false"
         )
 
 

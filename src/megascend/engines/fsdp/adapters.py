@@ -155,7 +155,7 @@ class FsdpAdapters(MixedAdapters):
 
     Args:
         model: not yet sharded; may be on ``meta``.
-        targets: of :func:`adapter_targets`.
+        targets: result of :func:`adapter_targets`.
         share: the share of experts that this rank will hold; None: all.
 
     Attributes:

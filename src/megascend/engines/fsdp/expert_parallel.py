@@ -28,7 +28,7 @@ class ExpertShare:
     """Share of experts on this rank: the ``index``-th of ``size`` equal parts of every layer's.
 
     Attributes:
-        group: of the ranks that hold one part each, in order.
+        group: group of the ranks that hold one part each, in order.
     """
 
     group: ProcessGroup

@@ -46,7 +46,7 @@ def grouped_experts(
         module: fused experts for which :func:`is_plain_gated` is true.
         hidden: [n, h].
         index, weights: [n, k], each token's experts and their weights.
-        product: of [rows, in], [experts, in, out] and the end of each expert's rows, int32 [experts].
+        product: grouped product of [rows, in] and [experts, in, out], given the end of each expert's rows, int32 [experts].
 
     Returns:
         [n, h], in the dtype of ``hidden``.

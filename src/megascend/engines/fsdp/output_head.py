@@ -29,7 +29,7 @@ class LossHead:
     The hooks of ``fully_shard`` still run around it: the weight is gathered before, and its gradient reduced afterwards.
 
     Args:
-        adapters: of the model, including any on the output layer.
+        adapters: adapters of the model, including any on the output layer.
         scalar: the layer is a scalar head.
     """
 

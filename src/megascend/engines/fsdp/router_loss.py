@@ -30,8 +30,8 @@ class RouterLoss:
     """Load-balancing loss, from the logits that hooks record in a model's routers.
 
     Args:
-        model: of transformers.
-        moe: with a formula and a coefficient.
+        model: a transformers model.
+        moe: settings with a formula and a coefficient.
         frozen: the model's own parameters are not trained.
     """
 

@@ -123,7 +123,7 @@ def freeze(model: Any, dtype: torch.dtype) -> None:
     """Freeze parameters, and keep them in the compute dtype: without updates, fp32 shards would gain nothing.
 
     Args:
-        model: on ``meta``, not yet sharded.
+        model: model on ``meta``, not yet sharded.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

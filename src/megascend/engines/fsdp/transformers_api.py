@@ -63,7 +63,7 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
 
     Args:
         tied: the output layer is the embedding; overrides the configuration.
-        scalar_head: in the place of a causal language model's output layer, or None.
+        scalar_head: head that replaces a causal language model's output layer, or None.
     """
     try:
         config = transformers_config(model_dir)

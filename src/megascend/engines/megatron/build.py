@@ -65,24 +65,24 @@ def check_architecture(model_dir: Path) -> None:
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
     architecture = architecture_named(config.model_type)
-    _make_known_to_mcore_bridge(architecture, config.model_type)
+    _register_with_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
-            f"model_type {config.model_type!r}; a package of your own can bring it (megascend.register_architecture)"
+            f"model_type {config.model_type!r}; a package of your own can add it (megascend.register_architecture)"
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
 
 
-def _make_known_to_mcore_bridge(architecture: Architecture, model_type: str) -> None:
+def _register_with_mcore_bridge(architecture: Architecture, model_type: str) -> None:
     if architecture.megatron is None:
         return
     is_new = architecture.megatron not in sys.modules
     architecture.import_module(architecture.megatron)
     if is_new or register.get_mcore_model_type(model_type) is None:
         # mcore-bridge builds this table on first use and never updates it; None makes it build the table again.
-        patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
+        patch(register, "model_type_mapping", None, f"rebuilt on next use, to include {model_type}")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
         raise ConfigError(
             f"architecture {model_type!r}: importing {architecture.megatron!r} has registered no model of that type with "
@@ -142,15 +142,15 @@ def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -
     """Return TransformerConfig's settings for a gated MLP with ``hidden_act``.
 
     Args:
-        hidden_act: of the model's configuration, or None if it has none.
+        hidden_act: activation function named in ``config.json``, or None.
         arguments: mcore-bridge's; if they already set the activation, nothing is added.
     """
     if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
         return {}
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act {hidden_act!r}: megascend computes {', '.join([*SILU, *ACTIVATIONS])}; a model with "
-            "another one cannot be trained here"
+            f"config.json: hidden_act {hidden_act!r} is not supported by engine megatron; supported: "
+            f"{', '.join([*SILU, *ACTIVATIONS])}"
         )
     return {"swiglu": False, "gated_linear_unit": True, "activation_func": ACTIVATIONS[hidden_act]}
 
@@ -274,7 +274,7 @@ def preserved_rope_functions() -> Iterator[None]:
     # Building any of its models replaces the "default" entry with a function that fails for transformers' own
     # configurations, so that every Hugging Face model built later in the process would fail.
     before = dict(ROPE_INIT_FUNCTIONS)
-    changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "is as it was after mcore-bridge has built a model")
+    changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "restored after mcore-bridge has built a model")
     try:
         yield
     finally:
@@ -326,7 +326,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TERowParallelGroupedLinear: 1,
     }
     divided_experts = (parallel_state.get_expert_tensor_parallel_world_size() or 1) > 1
-    changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
+    changed("parameters of tensor parallel layers", "marked as sharded where initialisation was skipped")
     for module in model.modules():
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
@@ -337,7 +337,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank. But with an expert tensor
-            # parallel size of 1, tensor parallel ranks have other experts, not replicas.
+            # parallel size of 1, tensor parallel ranks have different experts, not replicas.
             whole_experts = isinstance(module, te.TERowParallelGroupedLinear) and not divided_experts
             sharded = name.startswith("weight") or (name.startswith("bias") and (dim == 0 or whole_experts))
             if sharded and not getattr(parameter, "tensor_model_parallel", False):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megascend.lora.layers import AdapterLayers
 
 
-def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
+def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
     """Return the reason why this model cannot have a KV cache, or None."""
     rope = config.rope_scaling or {}
     if topology.context > 1:

@@ -43,7 +43,7 @@ from megascend.engines.megatron import (
 )
 from megascend.engines.megatron.build import build_chunks, build_config, check_window
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
-from megascend.engines.megatron.groups import pretended_groups
+from megascend.engines.megatron.groups import fake_groups
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
@@ -65,22 +65,23 @@ if TYPE_CHECKING:
     from megascend.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
-"""Parameters per layer above which an export gathers layers in host memory instead of on the device."""
+"""Parameters per layer above which an export gathers layers in host memory instead of on the device: 1 GiB in bf16, beside the
+model and its optimizer."""
 
 
 class MegatronEngine(Engine):
     """A model sharded over a topology by Megatron-Core; see :class:`megascend.engines.base.Engine`.
 
     Args:
-        checker: on rank 0, the process started for the self-check.
+        checker: process started for the self-check; on rank 0 only.
 
     Attributes:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, with and without Megatron's DDP wrapper.
         head: the output head on the last pipeline stage of a causal language model, else None.
         prediction: the head for multi-token prediction on the last pipeline stage, if it is trained; else None.
-        adapters: on a frozen model, or None.
-        optimizer: of the model's own parameters, or None.
+        adapters: adapters on a frozen model; None if the model itself is trained.
+        optimizer: optimizer of the model's own parameters, or None.
         graphs: runs micro batches as CUDA graphs, or None.
     """
 
@@ -116,12 +117,12 @@ class MegatronEngine(Engine):
         # Modules are patched before DDP wraps them and takes their parameters.
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
-        self.why_no_replay = replayed_routers.why_not(self.config, graphs=graphs is not None)
+        self.replay_unsupported_reason = replayed_routers.unsupported_reason(self.config, graphs=graphs is not None)
         if spec.mtp == "train":
-            self.why_no_replay = mtp.WHY_NO_REPLAY
+            self.replay_unsupported_reason = mtp.WHY_NO_REPLAY
             self.mtp_loss_weight = spec.mtp_loss_weight
         layers = replayed_routers.expert_layers(self.config)
-        if layers is not None and self.why_no_replay is None:
+        if layers is not None and self.replay_unsupported_reason is None:
             self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
@@ -153,10 +154,12 @@ class MegatronEngine(Engine):
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
         # No DDP: a frozen model has no gradients to reduce.
-        self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+        self.chunks = [self._in_precision(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
-            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry.projections))
+            graph_support.raise_unsupported(
+                graph_support.unsupported_targets_reason(self.adapters.registry.projections)
+            )
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Train the DDP-wrapped chunks."""
@@ -194,7 +197,7 @@ class MegatronEngine(Engine):
         fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
         gated_silu.install()
         if self.config.attention_dropout == 0:
-            attention_dropout.leave_streams_alone(self.bare_chunks)
+            attention_dropout.skip_stream_switch(self.bare_chunks)
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
@@ -203,8 +206,8 @@ class MegatronEngine(Engine):
         if not enabled:
             log_warnings(Verdict("off"), full, self.groups.rank)
             return Verdict("off")
-        window_in_force = self.config.window_size is not None
-        return require_agreement(self.model_dir, full, self.max_length, window_in_force, self.groups, checker)
+        has_window = self.config.window_size is not None
+        return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
 
     def _adapter_manager(self, spec: EngineSpec) -> AdapterManager:
         from megascend.lora.layers import AdapterManager
@@ -255,7 +258,8 @@ class MegatronEngine(Engine):
             for parameter in chunk.parameters():
                 parameter.grad = None
 
-    def _precise(self, chunk: Any) -> Any:
+    def _in_precision(self, chunk: Any) -> Any:
+        """Cast a chunk to 16 bits as Megatron does, except the expert biases of routers, which must stay fp32."""
         if self.precision == "fp32":
             return chunk
         with routers.biases_in_fp32(chunk):
@@ -276,7 +280,7 @@ class MegatronEngine(Engine):
                 if overlap
                 else None,
             ),
-            module=self._precise(chunk),
+            module=self._in_precision(chunk),
             # Only the first chunk's bucket boundaries let its reduction start before the backward pass has ended.
             disable_bucketing=index > 0,
         )
@@ -370,7 +374,7 @@ class MegatronEngine(Engine):
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        # Captured steps have their mode, and setting it on every module takes longer than a small replay.
+        # A captured step keeps the mode it was captured in, and setting it on every module takes longer than a small replay.
         replaying = self.graphs is not None and self._cached is None
         return contextlib.nullcontext() if replaying else self._evaluating()
 
@@ -379,16 +383,17 @@ class MegatronEngine(Engine):
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
-        without_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
+        # Such attention draws its dropout in a kernel that does not look at module.training, so eval() leaves it on.
+        ignores_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
         try:
-            with attention_dropout.switched_off(without_mode):
+            with attention_dropout.switched_off(ignores_mode):
                 yield
         finally:
             for chunk in self.chunks:
                 chunk.train()
 
-    def why_no_cache(self) -> str | None:
-        return cached_attention.why_not(self.bare_chunks, self.config, self.topology, self.device.type)
+    def cache_unsupported_reason(self) -> str | None:
+        return cached_attention.unsupported_reason(self.bare_chunks, self.config, self.topology, self.device.type)
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
@@ -430,7 +435,7 @@ class MegatronEngine(Engine):
             local = hf_slices.hf_slices(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
         except CheckpointError as error:
             problem = error
-        purpose = "what the model's tensors are"
+        purpose = "the Hugging Face slices of the model's tensors"
         raise_on_all_ranks(problem, self.groups, purpose)
         # The other ranks' slices are replicas of these.
         first = coordinates.tensor == coordinates.data == coordinates.context == 0
@@ -517,10 +522,10 @@ def configure(
     overlapped = overlaps_reduction(spec)
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
     if spec.batching.cuda_graphs is not None:
-        graph_support.refuse("does not support scalar heads" if info.scalar_head else None)
+        graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
         adam = None if frozen else spec.optimizer
-        graph_support.refuse(
-            graph_support.refused_because(
+        graph_support.raise_unsupported(
+            graph_support.unsupported_reason(
                 device.type, topology, spec.precision, spec.recompute, config, adam, grouped=grouped
             )
         )
@@ -533,10 +538,9 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
 
     Which layers of an architecture can be adapted is known only once they are built: the names are those of the checkpoint.
     """
-    runtime.configure_topology(
-        topology, spec.timeout_s
-    )  # the provider's settings, which the configuration takes fields from
-    with pretended_groups(topology):
+    # First: mcore-bridge's configuration takes fields from the provider's settings.
+    runtime.configure_topology(topology, spec.timeout_s)
+    with fake_groups(topology):
         config, _ = configure(spec, runtime.platform, topology, info, torch.device(runtime.platform.device_type))
         runtime.configure_model(config, spec.provider_options)
     if spec.adapters is None:
@@ -544,7 +548,7 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
     names = linear_layers(info)
     if spec.batching.cuda_graphs is not None:
         targets = [name for name in names if matches(name, spec.adapters.targets)]
-        graph_support.refuse(graph_support.targets_refused_because(targets))
+        graph_support.raise_unsupported(graph_support.unsupported_targets_reason(targets))
     return names
 
 

@@ -67,7 +67,7 @@ class GraphedSteps:
     Args:
         forward: the model on a micro batch, up to the hidden states that ``head`` takes.
         eager: the output of a micro batch that is not captured.
-        adapters: of the model, or None if its own parameters are trained; their stacks come from a pool from now on.
+        adapters: adapters of the model, or None if its own parameters are trained; their stacks come from a pool from now on.
         evaluating: context in which the model is in evaluation mode.
         uncached: context in which captured work reads nothing from Megatron's caches, whose memory may be freed later.
         drop_unfinished: drops gradients that a failed backward pass has left in ``grad``.

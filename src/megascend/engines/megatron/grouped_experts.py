@@ -46,7 +46,7 @@ class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
     Attributes:
-        parameters: of each expert, [out, in].
+        parameters: parameters of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them.
         grads: float32, of the same shape, a view of Megatron's gradient buffer; None for frozen weights.
         ready: reports a parameter's complete gradient to Megatron's DDP, if that starts its reduction; else None.

@@ -73,7 +73,7 @@ class MegatronGroups:
 
 
 @contextlib.contextmanager
-def pretended_groups(topology: Topology) -> Iterator[None]:
+def fake_groups(topology: Topology) -> Iterator[None]:
     """Create Megatron's groups within the context as rank 0 of ``topology``, on torch's backend that communicates nothing.
 
     mcore-bridge's configuration cannot be built without groups, and a dry run has no other ranks.

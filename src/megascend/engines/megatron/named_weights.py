@@ -66,13 +66,13 @@ def named_weights(
 
     Args:
         chunks: the model chunks of this rank, without wrappers.
-        headers: of the checkpoint that the model was built from, without tensors that are not built
+        headers: headers of the checkpoint's tensors, without those that are not built
             (:attr:`megascend.huggingface.info.ModelInfo.exported`). Tensors that are fused there are joined; names, shapes and
             dtypes are compared with them. Used by receivers.
         copies: names of ``headers`` that repeat another weight, by its name: it is yielded again, under that name.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
-        device: of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
+        device: device of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
 
     Raises:
         CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, the tensors

@@ -91,7 +91,7 @@ def expert_layers(config: Any) -> ExpertLayers | None:
     return ExpertLayers(config.num_layers, numbers, config.num_moe_experts, config.moe_router_topk)
 
 
-def why_not(config: Any, *, graphs: bool) -> str | None:
+def unsupported_reason(config: Any, *, graphs: bool) -> str | None:
     """Return the reason why this model's routers cannot replay, or None."""
     if "router_replay" not in inspect.signature(moe_utils.topk_routing_with_score_function).parameters:
         return "this megatron-core has no router replay (0.16 has)"

@@ -56,7 +56,7 @@ class SingleEngine(TransformersEngine):
     plain rows, while packed rows are exact only with some attention implementations.
 
     Attributes:
-        adapters: on a frozen model, or None.
+        adapters: adapters on a frozen model; None if the model itself is trained.
     """
 
     kind = "single"
@@ -125,8 +125,8 @@ class SingleEngine(TransformersEngine):
             return ScalarOutput(values_of(layer, self.model.dropout(hidden)))
         return PlainOutput(hidden.flatten(0, 1), layer.weight, batch.targets, self.info.shape.vocab_size)
 
-    def why_no_cache(self) -> str | None:
-        return cached_attention.why_not(self.model)
+    def cache_unsupported_reason(self) -> str | None:
+        return cached_attention.unsupported_reason(self.model)
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ def load_model(
     """Load transformers' model of a directory with all its weights.
 
     Args:
-        info: of the directory.
+        info: description of the checkpoint in the directory.
         fresh: weights of a scalar head that are not in the checkpoint.
     """
     head = info.scalar_head
@@ -189,7 +189,7 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
     """Compute transformers' load-balancing loss of one micro batch over its samples' tokens, without a coefficient.
 
     Args:
-        output: of the base model, with ``router_logits``.
+        output: the base model's output, with ``router_logits``.
     """
     function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
     config, logits = model.config, output.router_logits
@@ -207,7 +207,7 @@ def named_weights(
 
     Args:
         stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
-        device: of the tensors; default: the model's.
+        device: device of the tensors; default: the model's.
     """
     tensors = persistent_tensors(model)
     describes = device is not None and torch.device(device).type == "meta"

@@ -197,7 +197,7 @@ class ControllerClient:
     async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | MegascendError:
         """Send a call once, with a new signature. Return the controller's answer, including errors."""
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
-        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
+        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, max_bytes=MAX_ANSWER_BYTES)
         signature = answer.headers.get(ANSWER_HEADER)
         if answer.status == 401 and signature is None:
             raise AuthError(f"{address} refuses our signature: {_unsigned_text(answer)}")

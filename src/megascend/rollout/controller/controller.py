@@ -50,7 +50,7 @@ class Controller:
     expires here and, in case this process dies, in the engine.
 
     Args:
-        engines: with unique names; not closed by the controller.
+        engines: engines with unique names; not closed by the controller.
     """
 
     def __init__(

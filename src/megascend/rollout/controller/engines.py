@@ -49,7 +49,7 @@ class Engines:
         """Call engines concurrently, and wait for all.
 
         Args:
-            label: of the call, for messages.
+            label: label of the call, for messages.
             timeout_s: instead of the default deadline.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s

@@ -77,7 +77,7 @@ class Ownership:
         names = self._engines if engines is None else tuple(dict.fromkeys(engines))
         if unknown := [name for name in names if name not in self._engines]:
             raise ControllerError(
-                f"no engine {', '.join(map(repr, unknown))}; there are {', '.join(self._engines) or 'none'}"
+                f"unknown engine {', '.join(map(repr, unknown))}; known: {', '.join(self._engines) or 'none'}"
             )
         if not names:
             raise ControllerError("a claim on no engine")

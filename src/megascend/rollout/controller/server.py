@@ -53,11 +53,11 @@ class HttpLimits:
     """Bounds of the server.
 
     Attributes:
-        max_connections: of all callers, including unauthenticated ones. Beyond it, one of the host with the most connections is
-            closed, idle ones first.
+        max_connections: limit for all callers, including unauthenticated ones. Beyond it, a connection of the host with the
+            most is closed, idle ones first.
         max_requests: concurrent requests of callers with the key, including those that wait for their answer.
         max_head_bytes: first line and headers.
-        max_body_bytes: of one request.
+        max_body_bytes: limit for one request.
         max_buffered_bytes: bodies of all requests together.
         body_timeout_s: deadline for a request's body, in seconds.
     """

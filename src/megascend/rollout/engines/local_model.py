@@ -49,8 +49,8 @@ class LocalModel(InferenceEngine):
         """
         Args:
             model: directory of a Hugging Face checkpoint.
-            name: for messages.
-            seed: of the samples of requests without a seed.
+            name: label for messages.
+            seed: seed for requests that have none.
             rows: maximum number of responses in a batch.
 
         Raises:

@@ -42,7 +42,7 @@ class SglangEngine(InferenceEngine):
         address: ``http://HOST:PORT``.
         model: directory of the checkpoint from which the server was started, as the server reads it; reloaded if the first update
             fails.
-        directory: for weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
+        directory: holds weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
             contains the active version and, during a commit, the next one.
         api_key: the server's ``--api-key``.
         generate_timeout_s: deadline of a request, including time in the server's queue.
@@ -179,7 +179,7 @@ class SglangEngine(InferenceEngine):
                 self._receiver.forget("model")
                 await self._go_back(error)
                 await self._continue()
-                raise CommitError(f"{error}. The weights from before it are in force") from error
+                raise CommitError(f"{error}. The weights from before it are active") from error
             except BaseException:
                 await self._continue()
                 raise
