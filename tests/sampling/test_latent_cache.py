@@ -141,12 +141,12 @@ def test_greedy_responses_equal_transformers_generate(model: str, layout: str, p
         decoders.KeyValues = Measured
         with make_backend(checkpoint, layout) as backend:
             responses = sampler.Sampler(backend)
-            return responses.generate(requests), responses.why_no_cache, bytes_per_token
+            return responses.generate(requests), responses.cache_unsupported_reason, bytes_per_token
 
     ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
     expected = generated(checkpoint, [(prompt, None) for prompt in prompts()])
-    for results, why_no_cache, measured in ranks:
-        assert why_no_cache is None
+    for results, reason, measured in ranks:
+        assert reason is None
         assert measured == {(LATENT + ROTATED) * 4}  # of a layer; heads expanded would take 4 * (24 + 16) numbers
         assert_equal(results, expected)
 
@@ -181,14 +181,14 @@ def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folde
                 backend.load_adapter(name, tmp_path / name)
             sampler = Sampler(backend)
             single = sampler.generate([request for request in requests if request.adapter == "latents"])
-            return sampler.generate(requests), single, sampler.why_no_cache
+            return sampler.generate(requests), single, sampler.cache_unsupported_reason
 
     ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
     expected = generated(checkpoint, [(prompt, name and tmp_path / name) for prompt, name in pairs])
     assert (
         len({tuple(tokens) for (prompt, _), (tokens, *_) in zip(pairs, expected, strict=True) if prompt == first}) == 3
     )
-    for mixed, single, why_no_cache in ranks:
-        assert why_no_cache is None
+    for mixed, single, reason in ranks:
+        assert reason is None
         assert_equal(mixed, expected)
         assert_equal(single, [expected[index] for index, (_, name) in enumerate(pairs) if name == "latents"])
