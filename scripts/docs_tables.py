@@ -302,6 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "stored ratios": stored_ratios,
     "deviations of families": lambda: family_deviations("cpu"),
+    "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }
 
 
