@@ -349,7 +349,7 @@ def test_proven_architectures_match_tests_and_docs() -> None:
     }
     table = (ROOT / "docs" / "support.md").read_text()
     assert [architecture.model_type for architecture in proven() if f"`{architecture.model_type}`" not in table] == []
-    assert f"For {len(list(proven()))} families" in (ROOT / "README.md").read_text()
+    assert f"For {len(list(proven()))} model families" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("value", ["off", "on", False, True])

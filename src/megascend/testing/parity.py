@@ -412,8 +412,28 @@ def hf_reference(
     )
 
 
-def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
-    """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples."""
+def bounds(case: Case, folder: Path, checkpoint: Path, tokens: list[list[int]], steps: int) -> tuple[float, float]:
+    """Return the bounds of a case's losses and gradient norms in a number of steps.
+
+    Some models amplify rounding: there they are twice what transformers' own fp32 is away from fp64, if that is more.
+    """
+    if case.precision != "fp32":
+        return case.loss_bound, case.norm_bound
+    single, double = (
+        replace(hf_reference(folder, checkpoint, tokens, steps, dtype=dtype), logits=[])
+        for dtype in ("float32", "float64")
+    )
+    rounding = differences(single, double)
+    return max(case.loss_bound, 2 * rounding.loss), max(case.norm_bound, 2 * rounding.grad_norm)
+
+
+def run_case(
+    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+) -> Trajectory:
+    """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples.
+
+    With ``weights`` rank 0's has the trained weights, as they are exported.
+    """
     backend = case_backend(case, checkpoint)
     everything = causal_samples(tokens)
     samples = backend.shard(everything)
@@ -430,8 +450,11 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
         step = backend.optimizer_step()
         losses.append(result.loss)
         norms.append(step.grad_norm)
+    trained = (
+        {name: tensor.cpu().clone() for name, tensor in backend.named_weights(receivers="main")} if weights else {}
+    )
     backend.close()
-    return Trajectory(losses, norms, logits or [])
+    return Trajectory(losses, norms, logits or [], trained)
 
 
 def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> MegatronBackend:
@@ -455,11 +478,14 @@ def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> Mega
     )
 
 
-def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
+def train_case(
+    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+) -> Trajectory:
     """Run ``case`` with megascend on forked processes; rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
-    ranks = run_distributed(run_case, case.world_size, case, checkpoint, tokens, steps, init=False, timeout_s=120)
+    arguments = (case, checkpoint, tokens, steps, weights)
+    ranks = run_distributed(run_case, case.world_size, *arguments, init=False, timeout_s=120)
     return first_of_equals(case.name, ranks)
 
 
@@ -479,4 +505,40 @@ def differences(trajectory: Trajectory, reference: Trajectory) -> Differences:
         loss=max(abs(a - b) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
         grad_norm=max(abs(a - b) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
         logits=max(float((a - b).abs().max()) for a, b in pairs) if pairs else None,
+    )
+
+
+@dataclass(frozen=True)
+class RelativeDifferences:
+    """Largest differences to the reference over the size of what is compared; None where the case does not compare it.
+
+    Attributes:
+        loss, grad_norm: of any step, over the reference's value.
+        logits: of any logit of a sample of the untrained model, over the sample's largest.
+        weights: L2 norm of the difference of any trained and exported tensor, over the tensor's.
+    """
+
+    loss: float
+    grad_norm: float
+    logits: float | None
+    weights: float | None
+
+
+def relative_differences(trajectory: Trajectory, reference: Trajectory) -> RelativeDifferences:
+    """Compare a trajectory with the reference's.
+
+    Raises:
+        DistributedTestError: the reference has a weight that the trajectory lacks.
+    """
+    logits = list(zip(trajectory.logits, reference.logits, strict=True)) if trajectory.logits else []
+    missing = reference.weights.keys() - trajectory.weights.keys() if trajectory.weights else set()
+    if missing:
+        raise DistributedTestError(f"the export lacks {', '.join(sorted(missing))}")
+    trained = trajectory.weights
+    weights = [(trained[name].float(), tensor) for name, tensor in reference.weights.items()] if trained else []
+    return RelativeDifferences(
+        loss=max(abs(a / b - 1) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
+        grad_norm=max(abs(a / b - 1) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
+        logits=max((float((a - b).abs().max() / b.abs().max()) for a, b in logits), default=None),
+        weights=max((float((a - b).norm() / b.norm()) for a, b in weights if b.any()), default=None),
     )

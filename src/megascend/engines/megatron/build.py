@@ -132,6 +132,10 @@ def build_config(
     # Megatron refuses the fusion for most activations other than SwiGLU.
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
+    if arguments.get("multi_latent_attention"):
+        # MindSpeed reads it while the configuration is made, before it can refuse the model by name; mcore-bridge sets this value
+        # when it makes the model.
+        ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
     config = ModelConfig(**arguments)
     check_output_layer(config)
     check_dropout(config)
