@@ -149,7 +149,7 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
 def check_fits(saved: Manifest, current: Manifest, directory: Path) -> None:
     """Raise CheckpointError for a checkpoint of another model, precision, or kind of training."""
     sizes = [
-        f"{name} {saved.model.get(name)} in the checkpoint, {current.model.get(name)} in this run"
+        f"{name} {saved.model.get(name, 'none')} in the checkpoint, {current.model.get(name, 'none')} in this run"
         for name in sorted({*saved.model, *current.model})
         if saved.model.get(name) != current.model.get(name)
     ]

@@ -186,7 +186,9 @@ SERVE = {
         "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc)"
     ),
     "too many processes": command("serve --model model --nproc 4096", says="--nproc 4096 | 4 processes a core"),
-    "a host that is none": command("serve --model model --host no.such.host.invalid", says="cannot listen on no.such.host.invalid:8000"),
+    "a host that is none": command(
+        "serve --model model --host no.such.host.invalid", says="cannot listen on no.such.host.invalid:8000"
+    ),
 }  # fmt: skip
 COMMANDS = {
     f"{part}, {name}": bad
