@@ -127,5 +127,5 @@ def test_early_end_logs_a_warning(
     with profiler.step(1):
         pass
     profiler.finish()
-    assert "before the steps that were to be recorded" in caplog.text
+    assert "before the steps to record" in caplog.text
     assert not (tmp_path / "profile").exists()

@@ -104,7 +104,7 @@ def train_until_error(config: RunConfig, ranks: int = 1) -> list[str]:
 
 @pytest.mark.parametrize(
     ("callback", "after", "saved"),
-    [("take", False, 2), ("take", True, 2), ("step", True, 3), ("after_step", False, 3)],
+    [("next_batch", False, 2), ("next_batch", True, 2), ("step", True, 3), ("after_step", False, 3)],
 )
 def test_error_outside_a_step_saves_and_resume_is_bitwise_equal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: str, after: bool, saved: int
@@ -150,5 +150,5 @@ def test_error_of_one_rank_among_several_saves_nothing(
 ) -> None:
     """The other ranks may be in a collective, so no checkpoint can be saved."""
     config = settings(folder, tmp_path / "run")
-    fail_in(monkeypatch, "take", 3)
+    fail_in(monkeypatch, "next_batch", 3)
     assert train_until_error(config, ranks=2) == []
