@@ -94,8 +94,8 @@ def test_kimi_k2_trains_and_exports_as_deepseek_v3(parity_folder: Path, tmp_path
     expected, exported = tensors(tmp_path / "v3"), tensors(tmp_path / "k2")
     assert exported.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(exported[name], tensor)] == []
-    written = json.loads((tmp_path / "k2" / "config.json").read_text(encoding="utf-8"))
-    assert {name: written[name] for name in ("model_type", "architectures", "auto_map")} == {
+    config = json.loads((tmp_path / "k2" / "config.json").read_text(encoding="utf-8"))
+    assert {name: config[name] for name in ("model_type", "architectures", "auto_map")} == {
         "model_type": "kimi_k2",
         "architectures": ["DeepseekV3ForCausalLM"],
         "auto_map": AUTO_MAP,

@@ -23,11 +23,13 @@ class SoftmaxRouter(TopKRouter):
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         scores = logits.view(-1, logits.shape[-1]).float().softmax(dim=-1)
-        chosen = own = self.choose(scores.detach())
+        chosen = preferred = self.choose(scores.detach())
         replay = getattr(self, "router_replay", None)  # megatron-core 0.15 has none
         if replay is not None:
             _, chosen = replay.get_replay_topk(
-                scores, self.topk, default_compute_topk=lambda *args, **options: (scores.gather(1, own), own)
+                scores,
+                self.topk,
+                default_compute_topk=lambda *args, **options: (scores.gather(1, preferred), preferred),
             )
         weights = self.weigh(scores.gather(1, chosen))
         probabilities = torch.zeros_like(scores).scatter(1, chosen, weights).type_as(logits)
